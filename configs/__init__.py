@@ -1,0 +1,1 @@
+"""Launch files and presets (YAML), brought along with the package."""

@@ -1,0 +1,1 @@
+"""PPO on Megatron-Core: flags, model, rollouts and the loop that torchrun starts."""

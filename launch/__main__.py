@@ -1,0 +1,67 @@
+"""``python -m megatron_rc.launch --nproc-per-node N <flags>``: check the flags once, then hand over to torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_rc.launch.arguments import build_parser, parse_args
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.validation import validate_args
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Replace this process by torchrun; ends with 2 and one sentence where the flags cannot work."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        command = torchrun_command(words)
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(USAGE_ERROR)
+    if "OMP_NUM_THREADS" not in os.environ:
+        processes = int(command[command.index("--nproc-per-node") + 1])
+        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    os.execv(command[0], command)
+
+
+def torchrun_command(words: Sequence[str]) -> list[str]:
+    """The torchrun command that these words stand for, after all checks.
+
+    Raises:
+        ConfigurationError: as in ``parse_args`` and ``validate_args``.
+    """
+    parser = _torchrun_parser()
+    mine, flags = parser.parse_known_args(words)
+    if mine.help:
+        parser.print_help()
+        build_parser().print_help()
+        sys.exit(0)
+    validate_args(parse_args(flags), mine.nproc_per_node * mine.nnodes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(mine.nproc_per_node)]
+    if mine.nnodes == 1:
+        command += ["--standalone"]
+    else:
+        command += ["--nnodes", str(mine.nnodes), "--node-rank", str(mine.node_rank)]
+        command += ["--master-addr", mine.master_addr, "--master-port", str(mine.master_port)]
+    return [*command, "--module", "megatron_rc.launch.train_ppo", *flags]
+
+
+def _torchrun_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
+    parser.error = build_parser().error  # type: ignore[method-assign]
+    group = parser.add_argument_group("torchrun")
+    group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
+    group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")
+    group.add_argument("--nnodes", type=int, default=1, help="machines")
+    group.add_argument("--node-rank", type=int, default=0, help="number of this machine")
+    group.add_argument("--master-addr", default="127.0.0.1", help="address of machine 0")
+    group.add_argument("--master-port", type=int, default=29500, help="free port of machine 0")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Checkpoints that any parallel layout can read, in Megatron's own format and folder names."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_rc.launch.model import unwrap
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Optimizer state is stored by parameter, so that another TP, PP and DP size can load it.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def latest_iteration(folder: str | Path) -> int | None:
+    """The newest checkpoint in the folder, or None.
+
+    Raises:
+        ValueError: the tracker file holds no number, or names a checkpoint that is not there.
+    """
+    tracker = Path(folder) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if not text.isdigit():
+        raise ValueError(f"{tracker} holds {text!r}: expected the number of a checkpoint")
+    if not (iteration_folder(folder, int(text)) / "metadata.json").is_file():
+        raise ValueError(f"{tracker} names checkpoint {text}, which is not complete: write the number of another one")
+    return int(text)
+
+
+def iteration_folder(folder: str | Path, iteration: int) -> Path:
+    """Megatron's name of one checkpoint."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def save_checkpoint(
+    args: argparse.Namespace, iteration: int, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
+) -> None:
+    """Write a checkpoint of all ranks, then point the tracker file at it: a half-written one is never loaded.
+
+    Args:
+        args: the validated flags.
+        iteration: optimizer steps made.
+        model: this rank's chunks.
+        optimizer: Megatron's optimizer.
+        scheduler: of the learning rate.
+        reference: chunks of the reference policy; empty without a KL penalty.
+    """
+    folder = iteration_folder(args.save, iteration)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier(group=dist.group.WORLD)
+    state = _model_state(model) | _model_state(reference, "reference")
+    if not args.no_save_optim:
+        state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), metadata=_METADATA)
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    state["iteration"] = iteration
+    dist_checkpointing.save(state, str(folder))
+    dist.barrier(group=dist.group.WORLD)
+    if dist.get_rank() == 0:
+        partial = Path(args.save) / f"{TRACKER}.partial"
+        partial.write_text(str(iteration), encoding="utf-8")
+        partial.replace(Path(args.save) / TRACKER)
+
+
+def load_checkpoint(
+    args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
+) -> int:
+    """Load the newest checkpoint of ``--load``, whatever layout wrote it.
+
+    Returns:
+        The optimizer steps it stands for; 0 where there is none yet, and with ``--finetune``.
+
+    Raises:
+        ValueError: it cannot be read into this model.
+    """
+    found = latest_iteration(args.load)
+    if found is None:
+        return 0
+    folder = str(iteration_folder(args.load, found))
+    fresh = args.finetune
+    state = _model_state(model)
+    with_optimizer = not fresh and not args.no_load_optim
+    if with_optimizer:
+        state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), is_loading=True, metadata=_METADATA)
+    if not fresh:
+        state |= _model_state(reference, "reference")
+    try:
+        loaded = dist_checkpointing.load(state, folder)
+    except (KeyError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
+        raise ValueError(f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({error})") from error
+    _load_model(model, loaded)
+    if with_optimizer:
+        optimizer.load_state_dict(loaded["optimizer"])
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    _load_model(reference, loaded if fresh else loaded, "model" if fresh else "reference")
+    return 0 if fresh else int(loaded["iteration"])
+
+
+def _model_state(model: list[Any], name: str = "model") -> dict[str, Any]:
+    """Sharded state of each chunk. Keys inside the file name global layers, so that chunks do not matter there."""
+    prefix = "" if name == "model" else f"{name}."
+    return {
+        f"{name}{index}": unwrap(chunk).sharded_state_dict(prefix=prefix, metadata=_METADATA)
+        for index, chunk in enumerate(model)
+    }
+
+
+def _load_model(model: list[Any], loaded: dict[str, Any], name: str = "model") -> None:
+    prefix = "" if name == "model" else f"{name}."
+    for index, chunk in enumerate(model):
+        state = {key.removeprefix(prefix): value for key, value in loaded[f"{name}{index}"].items()}
+        unwrap(chunk).load_state_dict(state)

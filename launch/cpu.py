@@ -1,0 +1,116 @@
+"""The CPU switch: real Megatron-Core on processes without a GPU.
+
+megatron.core writes ``device="cuda"``, ``torch.cuda.current_device()``, ``.cuda()`` and the type names of CUDA
+tensors into its code. ``cpu_backend()`` answers them with the CPU while it is active and undoes everything when it
+ends. It is entered only for ``--cpu`` or where no CUDA device exists, says so in one line, and the GPU path never
+imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+logger = logging.getLogger(__name__)
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites the device of every torch function call from CUDA to the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers sort parameters by these names.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if any(_is_cuda(argument) for argument in args):
+            args = tuple(torch.device("cpu") if _is_cuda(argument) else argument for argument in args)
+        if kwargs:
+            kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = torch.device("cpu")
+        return func(*args, **(kwargs or {}))
+
+
+class _Stream:
+    """A stream on a device whose work is done when the call returns: there is nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, _: _Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _device_rng() -> dict[str, Callable[..., Any]]:
+    """A generator in the place of the CUDA one, for Megatron's bookkeeping of RNG states.
+
+    The CPU's own generator stays apart: initial weights are drawn from it, equally on all ranks, and dropout, the only
+    thing that Megatron draws from the CUDA generator, is refused by the flag checks.
+    """
+    generator = torch.Generator()
+
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        generator.set_state(state)
+
+    return {"get": get_state, "set": set_state, "seed": generator.manual_seed}
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, stand-in) for every CUDA function that megatron.core calls."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    rng = _device_rng()
+    stream = _Stream()
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    cpu = torch.device("cpu")
+    yield torch.cuda, "current_device", lambda: cpu
+    yield torch.cuda, "get_rng_state", rng["get"]
+    yield torch.cuda, "set_rng_state", rng["set"]
+    yield torch.cuda, "manual_seed", rng["seed"]
+    yield torch.cuda, "Stream", _Stream
+    yield torch.cuda, "stream", lambda _: contextlib.nullcontext()
+    for name in ("current_stream", "default_stream"):
+        yield torch.cuda, name, lambda *_: stream
+    for name in ("synchronize", "empty_cache"):
+        yield torch.cuda, name, nothing
+    for name in ("range_push", "range_pop"):
+        yield torch.cuda.nvtx, name, nothing
+    yield megatron_random, "_get_cuda_rng_state", rng["get"]
+    yield megatron_random, "_set_cuda_rng_state", rng["set"]
+
+
+@contextlib.contextmanager
+def cpu_backend() -> Iterator[None]:
+    """Run megatron.core on the CPU inside this block; reversible, one log line.
+
+    Raises:
+        RuntimeError: the block is already active in this process.
+    """
+    if torch.cuda.Stream is _Stream:
+        raise RuntimeError("cpu_backend() is already active in this process")
+    logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, stand_in in _replacements():
+            stack.enter_context(mock.patch.object(owner, attribute, stand_in))
+        stack.enter_context(_CudaMeansCpu())
+        yield

@@ -1,0 +1,77 @@
+"""Process groups, and how ranks come to one verdict."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_MESSAGE_BYTES = 2048
+
+
+class AgreedError(RuntimeError):
+    """An error that every rank raises together, with the message of the first rank that met it."""
+
+
+def initialize(args: argparse.Namespace) -> None:
+    """Join torchrun's processes and make Megatron's groups, as the validated flags describe them."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not args.on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if args.on_cpu else "nccl", timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+
+
+def shut_down() -> None:
+    """Leave all groups."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def agree(args: argparse.Namespace, error: str | None = None, stop: bool = False) -> bool:
+    """One verdict for all ranks: does any of them want to stop?
+
+    Args:
+        args: the validated flags.
+        error: what went wrong on this rank, if anything did.
+        stop: this rank was told to stop.
+
+    Returns:
+        True on every rank if any was told to stop.
+
+    Collectives: one all-reduce of two numbers over all ranks; on an error one broadcast more.
+
+    Raises:
+        AgreedError: on every rank if any had an error, with the message of the lowest such rank.
+    """
+    device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
+    world, rank = dist.get_world_size(), dist.get_rank()
+    votes = torch.tensor([world - rank if error is not None else 0, int(stop)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    first, stopping = votes.tolist()
+    if first:
+        raise AgreedError(_broadcast_text(error or "", world - first, device))
+    return bool(stopping)
+
+
+def _broadcast_text(text: str, source: int, device: torch.device) -> str:
+    content = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    message = torch.tensor(list(content), dtype=torch.uint8, device=device)
+    dist.broadcast(message, src=source, group=dist.group.WORLD)
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,50 @@
+"""Rollout engines: what samples responses, on the first rank of each data-parallel replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rc.batch import SamplingParams
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response.
+
+    Attributes:
+        token_ids: the sampled tokens, the end-of-text token included where it was sampled.
+        log_probs: of each of them, in nats, under the distribution it was sampled from.
+        finish_reason: ``stop`` (end of text) or ``length``.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+
+
+class RolloutEngine(Protocol):
+    """What the trainer asks of an engine.
+
+    Attributes:
+        version: of the weights it samples from: the optimizer steps that made them.
+    """
+
+    version: int
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over ``(Hugging Face name, tensor)`` pairs, all of the model, one at a time.
+
+        Raises:
+            ValueError: a tensor that the model lacks, of another shape, or one that never came.
+        """
+        ...
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
+    ) -> list[Sample]:
+        """One response for each prompt of token ids; the same seed and weights give the same responses."""
+        ...

@@ -1,0 +1,65 @@
+"""The trainer that torchrun starts: ``torchrun --nproc-per-node N launch/train_ppo.py <flags>``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+if __package__ in (None, ""):
+    # Started as a file: the folder that holds the packages takes the place of launch/ itself.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from megatron_rc.launch.arguments import parse_args
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.validation import validate_args
+
+USAGE_ERROR, FAILURE = 2, 1
+WAIT_SECONDS = 60
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check the flags, then train. Ends the process with 2 for flags that cannot work, 1 for a failed run."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        if "RANK" not in os.environ:
+            raise ConfigurationError("start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`")
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        task = validate_args(args, int(os.environ["WORLD_SIZE"]))
+    except ConfigurationError as error:
+        end_together(rank, str(error), USAGE_ERROR)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if rank == 0 else logging.ERROR)
+    # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    from megatron_rc.launch.cpu import cpu_backend
+    from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
+    from megatron_rc.launch.loop import train
+
+    with cpu_backend() if args.on_cpu else contextlib.nullcontext():
+        try:
+            initialize(args)
+            train(args, task)
+            shut_down()
+        except (AgreedError, ValueError) as error:
+            end_together(rank, str(error), FAILURE)
+
+
+def end_together(rank: int, message: str, code: int) -> NoReturn:
+    """Rank 0 says why and ends; the others wait for torchrun to end them, lest its message be lost."""
+    if rank == 0:
+        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.flush()
+    else:
+        time.sleep(WAIT_SECONDS)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Which combinations of flags work: checked in one process, before any process group is made.
+
+Everything here depends on the flags, the files they name and the number of processes alone, so every rank comes to the
+same verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megatron_rc.arguments import rollout_correction_config_from_args
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks import Task, make_task
+from megatron_rc.launch.weights import find_family
+from megatron_rc.losses import PolicyLossConfig
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
+_POSITIVE = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("num_layers_per_virtual_pipeline_stage", "distributed_timeout_minutes", "recompute_num_layers"),
+    *("seq_length", "max_position_embeddings", "rotary_base", "vocab_size", "make_vocab_size_divisible_by"),
+    *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_iters", "save_interval", "log_interval"),
+    *("max_response_length", "grpo_prompts_per_step", "grpo_group_size", "grpo_iterations", "rl_default_temperature"),
+    *("padded_vocab_size", "norm_epsilon", "init_method_std", "adam_eps"),
+)
+_NOT_NEGATIVE = ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed")
+
+
+def validate_args(args: argparse.Namespace, world_size: int) -> Task:
+    """Check the flags, fill in what follows from them, and make the task.
+
+    Derived fields: ``data_parallel_size``, ``num_microbatches``, ``updates_per_rollout``, ``on_cpu``,
+    ``virtual_pipeline_model_parallel_size``, ``correction`` (RolloutCorrectionConfig), ``loss`` (PolicyLossConfig), and
+    every default that depends on another flag.
+
+    Raises:
+        ConfigurationError: one sentence: the flag, its value and the remedy.
+    """
+    _check_numbers(args)
+    _fill_defaults(args)
+    _check_parallelism(args, world_size)
+    _check_model(args)
+    _check_batches(args)
+    _check_optimizer(args)
+    _check_environment(args)
+    try:
+        args.correction = rollout_correction_config_from_args(args)
+        args.loss = PolicyLossConfig(
+            clip_low=args.grpo_clamp_eps_lower,
+            clip_high=args.grpo_clamp_eps_upper,
+            dual_clip=args.ppo_dual_clip,
+            kl_coef=args.grpo_kl_beta,
+            entropy_coef=args.grpo_entropy_term_weight,
+        )
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    task = _check_task(args)
+    _check_folders(args)
+    return task
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in _REQUIRED:
+        if getattr(args, name) is None:
+            raise ConfigurationError(f"{_flag(name)} is missing: give it as a flag or in the launch file")
+    for name in _POSITIVE:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigurationError(f"{_flag(name)} {value} must be positive")
+    for name in _NOT_NEGATIVE:
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise ConfigurationError(f"{_flag(name)} {getattr(args, name)} must be 0 or more")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ConfigurationError(f"{_flag(name)} {getattr(args, name)} must lie in [0, 1)")
+
+
+def _fill_defaults(args: argparse.Namespace) -> None:
+    args.on_cpu = args.cpu or not torch.cuda.is_available()
+    args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    args.run_name = args.run_name or (Path(args.config).stem if args.config else "ppo")
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    args.transformer_impl = args.transformer_impl or (
+        "transformer_engine" if has_te and not args.on_cpu else "local"
+    )
+    if args.group_query_attention is False:
+        args.num_query_groups = args.num_attention_heads
+
+
+def _divides(args: argparse.Namespace, what: str, by: str, *, factor: int = 1) -> None:
+    value, divisor = getattr(args, what), getattr(args, by) * factor
+    if value % divisor:
+        times = f"{factor} · " if factor > 1 else ""
+        raise ConfigurationError(f"{_flag(what)} {value} must be a multiple of {times}{_flag(by)} = {divisor}")
+
+
+def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp = args.context_parallel_size
+    model = tp * pp * cp
+    layout = f"--tensor-model-parallel-size {tp} · --pipeline-model-parallel-size {pp} · --context-parallel-size {cp}"
+    if world_size < model:
+        raise ConfigurationError(f"{layout} needs {model} processes, got {world_size}: start more, or split less")
+    if world_size % model:
+        raise ConfigurationError(f"{layout} = {model} does not divide {world_size} processes: start a multiple of it")
+    args.data_parallel_size = world_size // model
+    args.virtual_pipeline_model_parallel_size = None
+    _divides(args, "num_layers", "pipeline_model_parallel_size")
+    chunk = args.num_layers_per_virtual_pipeline_stage
+    if chunk is not None:
+        if pp == 1:
+            raise ConfigurationError(
+                f"--num-layers-per-virtual-pipeline-stage {chunk} needs --pipeline-model-parallel-size above 1"
+            )
+        _divides(args, "num_layers", "num_layers_per_virtual_pipeline_stage", factor=pp)
+        chunks = args.num_layers // pp // chunk
+        # One chunk a stage is the plain schedule.
+        args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    if args.sequence_parallel and tp == 1:
+        raise ConfigurationError("--sequence-parallel needs --tensor-model-parallel-size above 1: drop it")
+    if args.sequence_parallel and args.seq_length // cp % tp:
+        raise ConfigurationError(
+            f"--sequence-parallel: --seq-length {args.seq_length} / --context-parallel-size {cp} must be a multiple of "
+            f"--tensor-model-parallel-size {tp}"
+        )
+    if cp > 1:
+        _divides(args, "seq_length", "context_parallel_size", factor=2)
+    if args.use_distributed_optimizer and args.optimizer != "adam":
+        raise ConfigurationError(
+            f"--use-distributed-optimizer works with --optimizer adam only, got {args.optimizer}: drop one of them"
+        )
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    _divides(args, "num_attention_heads", "tensor_model_parallel_size")
+    _divides(args, "num_query_groups", "tensor_model_parallel_size")
+    _divides(args, "num_attention_heads", "num_query_groups")
+    _divides(args, "ffn_hidden_size", "tensor_model_parallel_size")
+    if args.kv_channels is None:
+        _divides(args, "hidden_size", "num_attention_heads")
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.position_embedding_type == "rope" and args.kv_channels % 2:
+        raise ConfigurationError(f"rotary embeddings need an even head width, got {args.kv_channels}: --kv-channels")
+    if args.seq_length > args.max_position_embeddings:
+        raise ConfigurationError(
+            f"--seq-length {args.seq_length} is longer than --max-position-embeddings {args.max_position_embeddings}"
+        )
+    for name in ("attention_dropout", "hidden_dropout"):
+        if getattr(args, name) != 0:
+            raise ConfigurationError(
+                f"{_flag(name)} {getattr(args, name)} must be 0: π_old and π_θ would differ by noise"
+            )
+    family = find_family(args)
+    if family is None:
+        raise ConfigurationError(
+            "no Hugging Face architecture has this combination of --normalization, --swiglu, "
+            "--position-embedding-type, --disable-bias-linear and --group-query-attention: use RMSNorm with --swiglu, "
+            "rope and --disable-bias-linear (Llama), or Megatron's defaults (GPT-2)"
+        )
+    args.model_family = family.name
+    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
+        raise ConfigurationError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
+        raise ConfigurationError(
+            "--recompute-method and --recompute-num-layers do nothing without --recompute-granularity full"
+        )
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    rollouts = args.grpo_prompts_per_step * args.grpo_group_size
+    _divides(args, "grpo_prompts_per_step", "data_parallel_size")
+    if rollouts % args.global_batch_size:
+        raise ConfigurationError(
+            f"--grpo-prompts-per-step {args.grpo_prompts_per_step} · --grpo-group-size {args.grpo_group_size} = "
+            f"{rollouts} sequences do not split into batches of --global-batch-size {args.global_batch_size}"
+        )
+    parallel = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size % parallel:
+        raise ConfigurationError(
+            f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} · {args.data_parallel_size} data-parallel ranks"
+        )
+    args.num_microbatches = args.global_batch_size // parallel
+    args.updates_per_rollout = rollouts // args.global_batch_size * args.grpo_iterations
+    pp = args.pipeline_model_parallel_size
+    if args.virtual_pipeline_model_parallel_size and args.num_microbatches % pp:
+        raise ConfigurationError(
+            f"virtual stages need a multiple of {pp} micro-batches (--pipeline-model-parallel-size), got "
+            f"{args.num_microbatches}: change --global-batch-size or --micro-batch-size"
+        )
+    if args.save_interval and args.save_interval % args.updates_per_rollout:
+        raise ConfigurationError(
+            f"--save-interval {args.save_interval} must be a multiple of the {args.updates_per_rollout} optimizer "
+            "steps of a rollout batch, so that a resumed run takes the same steps"
+        )
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    if args.min_lr > args.lr:
+        raise ConfigurationError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    if args.lr_warmup_iters >= args.lr_decay_iters:
+        raise ConfigurationError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} must be below --lr-decay-iters {args.lr_decay_iters}"
+        )
+    if args.save_interval and not args.save:
+        raise ConfigurationError(f"--save-interval {args.save_interval} does nothing without --save DIR")
+    if (args.finetune or args.no_load_optim) and not args.load:
+        raise ConfigurationError("--finetune and --no-load-optim do nothing without --load DIR")
+    if args.no_save_optim and not args.save:
+        raise ConfigurationError("--no-save-optim does nothing without --save DIR")
+
+
+def _check_environment(args: argparse.Namespace) -> None:
+    if args.transformer_impl == "transformer_engine":
+        if args.on_cpu:
+            raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
+        _needs("transformer_engine", "--transformer-impl transformer_engine", "gpu")
+    if args.wandb_exp_name and not args.wandb_project:
+        raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
+    if args.wandb_project:
+        _needs("wandb", "--wandb-project", "wandb")
+    for module in ("megatron.core", "transformers", "tensorboard", "matplotlib", "tqdm"):
+        _needs(module, "training", "launch")
+
+
+def _needs(module: str, user: str, extra: str) -> None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigurationError(f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'")
+
+
+def _check_task(args: argparse.Namespace) -> Task:
+    task = make_task(args.task, args.seed)
+    args.max_response_length = args.max_response_length or task.max_response_length
+    if args.max_response_length >= args.seq_length:
+        raise ConfigurationError(
+            f"--max-response-length {args.max_response_length} leaves no room for a prompt in --seq-length "
+            f"{args.seq_length}"
+        )
+    room = args.seq_length - args.max_response_length
+    for problem in task.problems(0, args.grpo_prompts_per_step):
+        length = len(task.tokenizer.encode(problem.prompt).ids)
+        if length > room:
+            raise ConfigurationError(
+                f"--seq-length {args.seq_length} is too short for --task {args.task}: a prompt of {length} tokens and "
+                f"a response of up to {args.max_response_length} do not fit"
+            )
+    tokens = task.tokenizer.get_vocab_size()
+    args.vocab_size = args.vocab_size or tokens
+    if args.vocab_size < tokens:
+        raise ConfigurationError(f"--vocab-size {args.vocab_size} is smaller than the tokenizer's {tokens} tokens")
+    tp = args.tensor_model_parallel_size
+    multiple = args.make_vocab_size_divisible_by * tp
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    if args.padded_vocab_size % tp:
+        raise ConfigurationError(
+            f"--padded-vocab-size {args.padded_vocab_size} must be a multiple of --tensor-model-parallel-size {tp}"
+        )
+    if args.padded_vocab_size < args.vocab_size:
+        raise ConfigurationError(
+            f"--padded-vocab-size {args.padded_vocab_size} is smaller than the vocabulary of {args.vocab_size}"
+        )
+    return task
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    folders = [(f"--runs-dir {args.runs_dir}", Path(args.runs_dir) / args.run_name)]
+    folders += [(f"--{name} {path}", Path(path)) for name, path in (("save", args.save),) if path]
+    folders += [(f"--tensorboard-dir {args.tensorboard_dir}", Path(args.tensorboard_dir))] if args.tensorboard_dir else []
+    for flag, folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigurationError(f"{flag} cannot be written to ({error.strerror}): choose another folder") from error
+    if args.load and not Path(args.load).is_dir() and args.load != args.save:
+        raise ConfigurationError(f"--load {args.load}: no such folder")

@@ -1,0 +1,7 @@
+"""Who holds which token and which vocabulary row. Knows nothing of reinforcement learning."""
+
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+
+__all__ = ["ParallelGroups", "SequenceLayout", "vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy"]

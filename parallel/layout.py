@@ -1,0 +1,198 @@
+"""Which tokens of which sequence a local shard holds.
+
+A local shard is a flat run of tokens with the sequence each belongs to. Padded batches, packed batches, zigzag and
+contiguous context parallelism differ only in how that shard was cut, so only this module knows about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Split = Literal["zigzag", "contiguous"]
+
+
+def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zigzag") -> Tensor:
+    """Positions in a sequence of ``length`` tokens that one context-parallel rank holds, in its order.
+
+    ``zigzag`` is Megatron's and Transformer Engine's cut: 2·cp equal chunks, rank r holds chunks r and 2·cp-1-r, which
+    balances causal attention. ``contiguous`` gives rank r the r-th of cp equal chunks.
+
+    Returns:
+        [length/cp], int64.
+
+    Raises:
+        ValueError: the length does not divide, or the rank lies outside the group.
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank={cp_rank} is not in [0, {cp_size}): pass the rank inside the CP group")
+    if split not in ("zigzag", "contiguous"):
+        raise ValueError(f"split={split!r} is unknown: use 'zigzag' or 'contiguous'")
+    zigzag = split == "zigzag" and cp_size > 1
+    chunks = 2 * cp_size if zigzag else cp_size
+    if length % chunks:
+        raise ValueError(f"a sequence of {length} tokens does not divide into {chunks} chunks: pad it to a multiple")
+    grid = torch.arange(length).view(chunks, length // chunks)
+    held = [cp_rank, chunks - 1 - cp_rank] if zigzag else [cp_rank]
+    return grid[held].reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """The cut of one batch of sequences over context-parallel ranks.
+
+    Build it with :meth:`padded` or :meth:`packed`. Every CP rank lists the same sequences in the same order.
+
+    Attributes:
+        full_lengths: tokens of each whole sequence, padding included.
+        shape: shape of the local per-token tensors: ``(b, s/cp)`` padded, ``(t/cp,)`` packed.
+        cp_rank: this rank inside the CP group.
+        cp_size: number of CP ranks.
+        split: how a sequence is cut.
+    """
+
+    full_lengths: tuple[int, ...]
+    shape: tuple[int, ...]
+    cp_rank: int
+    cp_size: int
+    split: Split
+
+    @classmethod
+    def padded(
+        cls, batch_size: int, local_length: int, *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
+    ) -> SequenceLayout:
+        """Local tensors are ``[b, s/cp]``: every sequence is padded to the same length.
+
+        Args:
+            batch_size: b, the number of sequences.
+            local_length: s/cp, the tokens of each that lie here.
+            cp_rank: this rank inside the CP group.
+            cp_size: number of CP ranks.
+            split: how a sequence is cut.
+
+        Raises:
+            ValueError: the length does not divide, or the rank lies outside the group.
+        """
+        shard_positions(local_length * cp_size, cp_rank, cp_size, split)
+        return cls((local_length * cp_size,) * batch_size, (batch_size, local_length), cp_rank, cp_size, split)
+
+    @classmethod
+    def packed(
+        cls, local_cu_seqlens: Tensor | Sequence[int], *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
+    ) -> SequenceLayout:
+        """Local tensors are ``[t/cp]``: sequences one after the other, each cut by itself.
+
+        Args:
+            local_cu_seqlens: [n + 1], cumulative local lengths, starting with 0; on the host.
+            cp_rank: this rank inside the CP group.
+            cp_size: number of CP ranks.
+            split: how a sequence is cut.
+
+        Raises:
+            ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
+        """
+        bounds = [int(bound) for bound in local_cu_seqlens]
+        local = [after - before for before, after in zip(bounds[:-1], bounds[1:], strict=True)]
+        if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
+            raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
+        for length in local:
+            shard_positions(length * cp_size, cp_rank, cp_size, split)
+        return cls(tuple(length * cp_size for length in local), (bounds[-1],), cp_rank, cp_size, split)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences, equal on all CP ranks."""
+        return len(self.full_lengths)
+
+    @cached_property
+    def sequence_index(self) -> Tensor:
+        """The sequence that each local token belongs to: int64, flat ``[t/cp]``, on the CPU."""
+        local = torch.tensor([length // self.cp_size for length in self.full_lengths], dtype=torch.int64)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), local)
+
+    def positions(self) -> Tensor:
+        """Position of each local token in its whole sequence: int64, of the local shape, on the CPU."""
+        return torch.cat(self._positions(self.cp_rank) or [torch.empty(0, dtype=torch.int64)]).view(self.shape)
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's shard of a tensor that holds whole sequences.
+
+        Args:
+            full: ``[b, s, ...]`` padded or ``[t, ...]`` packed.
+
+        Returns:
+            ``[b, s/cp, ...]`` or ``[t/cp, ...]``, a copy.
+
+        Raises:
+            ValueError: the shape is not that of the whole batch.
+        """
+        rest = self._check(full, self._full_shape)
+        flat = full.reshape(sum(self.full_lengths), *rest)
+        return flat[self._flat_index(self.cp_rank).to(full.device)].view(*self.shape, *rest)
+
+    def restore(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the shards of all CP ranks, in rank order: the inverse of :meth:`cut`.
+
+        Raises:
+            ValueError: not one shard a rank, or a shard of another shape.
+        """
+        if len(shards) != self.cp_size:
+            raise ValueError(f"{len(shards)} shards given: expected one for each of the {self.cp_size} CP ranks")
+        rest = self._check(shards[0], self.shape)
+        full = shards[0].new_empty(sum(self.full_lengths), *rest)
+        for rank, shard in enumerate(shards):
+            self._check(shard, self.shape)
+            full[self._flat_index(rank).to(full.device)] = shard.reshape(-1, *rest)
+        return full.view(*self._full_shape, *rest)
+
+    def sum_sequences(self, values: Tensor) -> Tensor:
+        """Local part of the sums over each sequence; the CP group holds the other parts.
+
+        Args:
+            values: the local shape; summed in float64.
+
+        Returns:
+            [n], float64.
+
+        Raises:
+            ValueError: the values have another shape.
+        """
+        self._check(values, self.shape)
+        sums = torch.zeros(self.num_sequences, dtype=torch.float64, device=values.device)
+        return sums.index_add_(0, self.sequence_index.to(values.device), values.reshape(-1).double())
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """Give every local token its sequence's value: ``[n]`` to the local shape.
+
+        Raises:
+            ValueError: not one value a sequence.
+        """
+        if per_sequence.shape != (self.num_sequences,):
+            raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
+        return per_sequence[self.sequence_index.to(per_sequence.device)].view(self.shape)
+
+    @property
+    def _full_shape(self) -> tuple[int, ...]:
+        return (self.shape[0], self.shape[1] * self.cp_size) if len(self.shape) == 2 else (sum(self.full_lengths),)
+
+    @staticmethod
+    def _check(tensor: Tensor, leading: tuple[int, ...]) -> tuple[int, ...]:
+        if tuple(tensor.shape[: len(leading)]) != leading:
+            raise ValueError(f"got a tensor of shape {tuple(tensor.shape)}, expected {leading} in front")
+        return tuple(tensor.shape[len(leading) :])
+
+    def _positions(self, rank: int) -> list[Tensor]:
+        cuts = {n: shard_positions(n, rank, self.cp_size, self.split) for n in set(self.full_lengths)}
+        return [cuts[length] for length in self.full_lengths]
+
+    def _flat_index(self, rank: int) -> Tensor:
+        pieces, start = [torch.empty(0, dtype=torch.int64)], 0
+        for length, positions in zip(self.full_lengths, self._positions(rank), strict=True):
+            pieces.append(positions + start)
+            start += length
+        return torch.cat(pieces)

@@ -1,0 +1,52 @@
+"""Packaging: the folders ``parallel/``, ``launch/`` and ``configs/`` are imported as ``megatron_rc.<folder>``.
+
+The relative links in ``megatron_rc/`` say the same thing; the map below serves where links are lost (an archive
+unpacked on a file system without them). Either alone fails for some way of installing.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+MOVED = ("parallel", "launch", "configs")
+
+
+def packages() -> list[str]:
+    """Every import package: ``megatron_rc`` itself and the folders that stand beside it."""
+    names = ["megatron_rc"]
+    for folder in MOVED:
+        names += [f"megatron_rc.{folder}"]
+        names += [f"megatron_rc.{folder}.{name}" for name in find_packages(folder)]
+    return names
+
+
+setup(
+    name="megatron-rc",
+    version="0.1.0",
+    description="Rollout Correction for PPO with Megatron-Core, exact on sharded log-probs",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=packages(),
+    package_dir={"megatron_rc": "megatron_rc", **{f"megatron_rc.{folder}": folder for folder in MOVED}},
+    package_data={"megatron_rc": ["py.typed"], "megatron_rc.configs": ["**/*.yaml"]},
+    install_requires=["torch>=2.6"],
+    extras_require={
+        "megatron": ["megatron-core>=0.16,<0.20", "numpy"],
+        "launch": [
+            "megatron-core>=0.16,<0.20",
+            "matplotlib",
+            "numpy",
+            "pyyaml",
+            "reasoning-gym>=0.1.25",
+            "tensorboard",
+            "tqdm",
+            "transformers>=5",
+        ],
+        "gpu": ["transformer-engine[pytorch]"],
+        "wandb": ["wandb"],
+        "test": ["hypothesis", "psutil", "pytest", "pytest-timeout"],
+        "dev": ["mypy", "ruff", "types-PyYAML"],
+    },
+)
