@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import queue
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rc.launch.model import unwrap
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# Optimizer state is stored by parameter, so that another TP, PP and DP size can load it.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def latest_iteration(folder: str | Path) -> int | None:
@@ -57,10 +58,13 @@ def save_checkpoint(
     dist.barrier(group=dist.group.WORLD)
     state = _model_state(model) | _model_state(reference, "reference")
     if not args.no_save_optim:
-        state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), metadata=_METADATA)
+        state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), metadata=_metadata())
         state["opt_param_scheduler"] = scheduler.state_dict()
     state["iteration"] = iteration
-    dist_checkpointing.save(state, str(folder))
+    with mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue):
+        # A synchronous save reads its results in this process. Megatron would start a manager process for them, which
+        # imports everything anew and outlives a rank that is killed.
+        dist_checkpointing.save(state, str(folder))
     dist.barrier(group=dist.group.WORLD)
     if dist.get_rank() == 0:
         partial = Path(args.save) / f"{TRACKER}.partial"
@@ -87,7 +91,7 @@ def load_checkpoint(
     state = _model_state(model)
     with_optimizer = not fresh and not args.no_load_optim
     if with_optimizer:
-        state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), is_loading=True, metadata=_METADATA)
+        state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), is_loading=True, metadata=_metadata())
     if not fresh:
         state |= _model_state(reference, "reference")
     try:
@@ -104,11 +108,20 @@ def load_checkpoint(
     return 0 if fresh else int(loaded["iteration"])
 
 
+def _metadata() -> dict[str, Any]:
+    """Optimizer state is stored by parameter, so that another TP, PP and DP size can load it."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
 def _model_state(model: list[Any], name: str = "model") -> dict[str, Any]:
     """Sharded state of each chunk. Keys inside the file name global layers, so that chunks do not matter there."""
     prefix = "" if name == "model" else f"{name}."
     return {
-        f"{name}{index}": unwrap(chunk).sharded_state_dict(prefix=prefix, metadata=_METADATA)
+        f"{name}{index}": unwrap(chunk).sharded_state_dict(prefix=prefix, metadata=_metadata())
         for index, chunk in enumerate(model)
     }
 
