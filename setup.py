@@ -46,7 +46,7 @@ setup(
         ],
         "gpu": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
-        "test": ["hypothesis", "psutil", "pytest", "pytest-timeout"],
+        "test": ["hypothesis", "psutil", "pytest", "pytest-timeout", "setuptools>=68"],
         "dev": ["mypy", "ruff", "types-PyYAML"],
     },
 )

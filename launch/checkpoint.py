@@ -97,14 +97,16 @@ def load_checkpoint(
     try:
         loaded = dist_checkpointing.load(state, folder)
     except (KeyError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
-        raise ValueError(f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({error})") from error
+        raise ValueError(
+            f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({error})"
+        ) from error
     _load_model(model, loaded)
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
     elif optimizer is not None:
         optimizer.reload_model_params()
-    _load_model(reference, loaded if fresh else loaded, "model" if fresh else "reference")
+    _load_model(reference, loaded, "model" if fresh else "reference")
     return 0 if fresh else int(loaded["iteration"])
 
 

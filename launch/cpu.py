@@ -106,7 +106,7 @@ def cpu_backend() -> Iterator[None]:
     Raises:
         RuntimeError: the block is already active in this process.
     """
-    if torch.cuda.Stream is _Stream:
+    if issubclass(torch.cuda.Stream, _Stream):
         raise RuntimeError("cpu_backend() is already active in this process")
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
     with contextlib.ExitStack() as stack:

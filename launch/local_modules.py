@@ -18,20 +18,17 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.parallel.layout import shard_positions
 
 
-class LocalNorm:
-    """Builds torch's RMSNorm or LayerNorm with the constructor that Megatron's specs expect.
+def local_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """Build torch's RMSNorm or LayerNorm with the arguments that Megatron gives to a norm.
 
     Under sequence parallelism every rank sees its own tokens, so the gradients of the weights are partial sums:
     ``sequence_parallel`` on a parameter makes ``finalize_model_grads`` add them up over the TP group.
     """
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        """Args: the config names the norm; ``hidden_size`` is the width of what is normalised; ``eps`` as in torch."""
-        kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
+    kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+    norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
 
 class LocalAttention(torch.nn.Module):
@@ -74,9 +71,10 @@ class LocalAttention(torch.nn.Module):
         if size > 1:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             key, value = gather(key, group=self.cp_group), gather(value, group=self.cp_group)
-        heads_first = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
         output = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first,
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             attn_mask=self._mask(query.shape[0], query.device) if size > 1 else None,
             is_causal=size == 1,
             scale=self.scale,

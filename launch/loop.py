@@ -29,6 +29,7 @@ class StopRequest:
         self.signal: str | None = None
 
     def __call__(self, number: int, _: FrameType | None) -> None:
+        """Take note of the signal; it can arrive more than once."""
         self.signal = signal.Signals(number).name
 
     @contextmanager

@@ -141,7 +141,7 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: Any) -> GPTModel:
     """The GPTModel inside DDP and Float16Module."""
     while hasattr(model, "module"):
         model = model.module
@@ -156,11 +156,13 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
     """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
     if args.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec()
-    from megatron_rc.launch.local_modules import LocalAttention, LocalNorm
+    from megatron_rc.launch.local_modules import LocalAttention, local_norm
 
-    norm: Any = LocalNorm
+    norm: Any = local_norm
     if not args.on_cpu and args.normalization == "LayerNorm" and _has("apex.normalization"):
-        from megatron.core.fusions.fused_layer_norm import FusedLayerNorm as norm  # noqa: N813
+        from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+        norm = FusedLayerNorm
     spec = get_gpt_layer_local_spec(normalization=args.normalization)
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm

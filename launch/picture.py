@@ -30,15 +30,12 @@ def draw_run(metrics: Path, picture: Path) -> None:
     kl.set(title="rollout against trainer, nats a token", xlabel="step")
     spread = [row for row in rows if f"{_WEIGHT}raw_min" in row]
     steps = [row["step"] for row in spread]
-    for low, high, alpha, label in (("raw_min", "raw_max", 0.2, "smallest to largest"),):
-        lows, highs = ([row[_WEIGHT + name] for row in spread] for name in (low, high))
-        weight.fill_between(steps, lows, highs, alpha=alpha, color="tab:purple", label=label)
-    means = [row[f"{_WEIGHT}raw_mean"] for row in spread]
-    stds = [row[f"{_WEIGHT}raw_std"] for row in spread]
-    low = [mean - std for mean, std in zip(means, stds, strict=True)]
-    high = [mean + std for mean, std in zip(means, stds, strict=True)]
-    weight.fill_between(steps, low, high, alpha=0.4, color="tab:purple", label="mean ± std")
-    weight.plot(steps, means, color="tab:purple", linewidth=1)
+    least, most, mean, std = ([row[f"{_WEIGHT}raw_{name}"] for row in spread] for name in ("min", "max", "mean", "std"))
+    below = [centre - width for centre, width in zip(mean, std, strict=True)]
+    above = [centre + width for centre, width in zip(mean, std, strict=True)]
+    weight.fill_between(steps, least, most, alpha=0.2, color="tab:purple", label="smallest to largest")
+    weight.fill_between(steps, below, above, alpha=0.4, color="tab:purple", label="mean ± std")
+    weight.plot(steps, mean, color="tab:purple", linewidth=1)
     weight.set(title="importance weight ρ before truncation", xlabel="step")
     for axis in (reward, kl, weight):
         axis.grid(alpha=0.3)

@@ -103,11 +103,11 @@ class Reporter:
         if path.is_file():
             if iteration:
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) is not None and _step_of(line) <= iteration]
+                kept = [line for line in lines if 0 < _step_of(line) <= iteration]
             else:
                 stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
                 path.replace(self.folder / f"metrics-{stamp}.jsonl")
-        file = path.open("w", encoding="utf-8")
+        file: TextIO = path.open("w", encoding="utf-8")
         file.writelines(line + "\n" for line in kept)
         return file
 
@@ -137,9 +137,9 @@ class Reporter:
         draw_run(self.folder / METRICS_FILE, self.folder / "summary.png")
 
 
-def _step_of(line: str) -> int | None:
-    """The step of one line; None for a line that was cut off when the run was killed."""
+def _step_of(line: str) -> int:
+    """The step of one line; 0 for a line that was cut off when the run was killed."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return None
+        return 0

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_rc.batch import FINISH_REASONS, RolloutBatch, SamplingParams
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
-from megatron_rc.launch.tasks import Problem, Task
-from megatron_rc.launch.tasks.characters import EOS, PAD
+from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.tasks.characters import EOS, PAD, token_id
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.parallel.collectives import broadcast
@@ -101,7 +101,7 @@ class RolloutCollector:
         first_group: int,
     ) -> RolloutBatch:
         rows, length = len(samples), self.args.seq_length
-        tokens = torch.full((rows, length), self.task.tokenizer.token_to_id(PAD))
+        tokens = torch.full((rows, length), token_id(self.task.tokenizer, PAD))
         mask = torch.zeros(rows, length, dtype=torch.bool)
         log_probs = torch.zeros(rows, length)
         for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
@@ -159,6 +159,6 @@ class RolloutCollector:
         family = find_family(self.args)
         if family is None:
             raise RuntimeError("the default engine needs validated flags")
-        token = self.task.tokenizer.token_to_id
         config = family.hugging_face_config(self.args)
-        return TransformersEngine(config, self.args.rollout_dtype, token(EOS), token(PAD), self.device)
+        eos, pad = token_id(self.task.tokenizer, EOS), token_id(self.task.tokenizer, PAD)
+        return TransformersEngine(config, self.args.rollout_dtype, eos, pad, self.device)

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         if "RANK" not in os.environ:
-            raise ConfigurationError("start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`")
+            raise ConfigurationError(
+                "start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`"
+            )
         args = parse_args(sys.argv[1:] if argv is None else argv)
         task = validate_args(args, int(os.environ["WORLD_SIZE"]))
     except ConfigurationError as error:

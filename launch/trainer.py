@@ -57,8 +57,9 @@ class Slice:
 
     def rows(self, start: int, stop: int) -> Slice:
         """The same of some sequences."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return Slice(**{name: None if value is None else value[start:stop] for name, value in fields.items()})
+        present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        cut: dict[str, Any] = {name: value[start:stop] for name, value in present.items() if value is not None}
+        return Slice(**cut)
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,7 @@ class Trainer:
             )
         plan = self.correction.plan(inputs, num_mini_batches=rows // per_rank, device=self.device)
         plan.check()
-        local = dataclasses.replace(
-            local, old_log_probs=old, ref_log_probs=ref, weights=plan.weights, mask=plan.mask
-        )
+        local = dataclasses.replace(local, old_log_probs=old, ref_log_probs=ref, weights=plan.weights, mask=plan.mask)
         return PreparedBatch(local, plan)
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
@@ -185,9 +184,14 @@ class Trainer:
         labels, mask, rollout_log_probs = batch.label_aligned()
         rows, length = batch.tokens.shape
         layout = self._layout(rows, length // group_size(self.groups.cp))
-        cut = [layout.cut(tensor) for tensor in (batch.tokens, labels, mask, rollout_log_probs)]
-        advantages = group_advantages(batch.rewards, batch.group_ids).float()
-        return Slice(cut[0], layout.positions().to(self.device), *cut[1:], advantages=advantages)
+        return Slice(
+            tokens=layout.cut(batch.tokens),
+            positions=layout.positions().to(self.device),
+            labels=layout.cut(labels),
+            response_mask=layout.cut(mask),
+            rollout_log_probs=layout.cut(rollout_log_probs),
+            advantages=group_advantages(batch.rewards, batch.group_ids).float(),
+        )
 
     def _log_probs(self, model: Sequence[torch.nn.Module], local: Slice) -> Tensor | None:
         """[n, s/cp] log-probs of the labels, by a forward-only pass; None on stages before the last."""

@@ -92,9 +92,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.run_name = args.run_name or (Path(args.config).stem if args.config else "ppo")
     has_te = importlib.util.find_spec("transformer_engine") is not None
-    args.transformer_impl = args.transformer_impl or (
-        "transformer_engine" if has_te and not args.on_cpu else "local"
-    )
+    args.transformer_impl = args.transformer_impl or ("transformer_engine" if has_te and not args.on_cpu else "local")
     if args.group_query_attention is False:
         args.num_query_groups = args.num_attention_heads
 
@@ -282,13 +280,17 @@ def _check_task(args: argparse.Namespace) -> Task:
 def _check_folders(args: argparse.Namespace) -> None:
     folders = [(f"--runs-dir {args.runs_dir}", Path(args.runs_dir) / args.run_name)]
     folders += [(f"--{name} {path}", Path(path)) for name, path in (("save", args.save),) if path]
-    folders += [(f"--tensorboard-dir {args.tensorboard_dir}", Path(args.tensorboard_dir))] if args.tensorboard_dir else []
+    folders += (
+        [(f"--tensorboard-dir {args.tensorboard_dir}", Path(args.tensorboard_dir))] if args.tensorboard_dir else []
+    )
     for flag, folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            raise ConfigurationError(f"{flag} cannot be written to ({error.strerror}): choose another folder") from error
+            raise ConfigurationError(
+                f"{flag} cannot be written to ({error.strerror}): choose another folder"
+            ) from error
     if args.load and not Path(args.load).is_dir() and args.load != args.save:
         raise ConfigurationError(f"--load {args.load}: no such folder")

@@ -87,7 +87,9 @@ class RolloutCorrectionConfig:
                 )
             return ()
         if given is None:
-            raise ValueError(f"rollout_rs={self.rollout_rs!r} needs rollout_rs_threshold: one bound, or one a criterion")
+            raise ValueError(
+                f"rollout_rs={self.rollout_rs!r} needs rollout_rs_threshold: one bound, or one a criterion"
+            )
         bounds = [part.strip() for part in str(given).split(",")]
         if len(bounds) not in (1, len(names)):
             raise ValueError(
@@ -154,13 +156,9 @@ class RolloutCorrectionConfig:
         return cls(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=bounds)
 
     @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls, bounds: str = "0.999_1.001", threshold: float = 2.0
-    ) -> RolloutCorrectionConfig:
+    def decoupled_geo_rs_token_tis(cls, bounds: str = "0.999_1.001", threshold: float = 2.0) -> RolloutCorrectionConfig:
         """``decoupled_geo_rs`` and ``decoupled_token_is`` together."""
-        return dataclasses.replace(
-            cls.decoupled_geo_rs(bounds), rollout_is="token", rollout_is_threshold=threshold
-        )
+        return dataclasses.replace(cls.decoupled_geo_rs(bounds), rollout_is="token", rollout_is_threshold=threshold)
 
     @classmethod
     def disabled(cls) -> RolloutCorrectionConfig:
@@ -189,7 +187,9 @@ def _criterion(name: str, bound: str) -> Criterion:
         raise ValueError(f"rollout_rs={name!r} is unknown: use {known}")
     parts = [_number("rollout_rs_threshold", part) for part in bound.split("_")]
     if len(parts) > (2 if divergence == "k1" else 1):
-        raise ValueError(f"rollout_rs_threshold={bound!r}: {name} takes {'lo_hi' if divergence == 'k1' else 'one bound'}")
+        raise ValueError(
+            f"rollout_rs_threshold={bound!r}: {name} takes {'lo_hi' if divergence == 'k1' else 'one bound'}"
+        )
     for part in parts:
         _positive("rollout_rs_threshold", part)
     if divergence != "k1":

@@ -79,7 +79,7 @@ class CorrectionResult:
 
     @property
     def denominators(self) -> Tensor:
-        """[num_mini_batches, 4] float64: tokens and sequences under the response mask, tokens and sequences under m'."""
+        """[num_mini_batches, 4] float64: tokens and sequences under the response mask, then under m'."""
         return self.header[: 4 * self._num_mini_batches].view(self._num_mini_batches, 4)
 
     @property

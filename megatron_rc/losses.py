@@ -47,7 +47,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Attributes: ``per_token`` like the log-probs, 0 where masked; ``statistics`` by name, float64 sums that add up."""
+    """``per_token`` is like the log-probs, 0 where masked; ``statistics`` are sums by name, which add up."""
 
     per_token: Tensor
     statistics: dict[str, Tensor]

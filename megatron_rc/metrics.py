@@ -63,9 +63,7 @@ def _policy_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> d
     }
 
 
-def _weight_metrics(
-    prefix: str, name: str, sums: Mapping[str, float], maxima: Mapping[str, float]
-) -> dict[str, float]:
+def _weight_metrics(prefix: str, name: str, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     tokens = sums["tokens"]
     mean = _ratio(sums[name], tokens)
     excess_squared = _ratio(sums[f"{name}_excess_squared"], tokens)

@@ -43,6 +43,6 @@ def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
     Collectives: one broadcast of the tensor's size. Gradient: none.
     """
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if group_size(group) > 1:
+    if group is not None and group_size(group) > 1:
         dist.broadcast(result, src=dist.get_global_rank(group, source), group=group)
     return result

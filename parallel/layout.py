@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -97,7 +98,7 @@ class SequenceLayout:
             ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
         """
         bounds = [int(bound) for bound in local_cu_seqlens]
-        local = [after - before for before, after in zip(bounds[:-1], bounds[1:], strict=True)]
+        local = [after - before for before, after in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
         for length in local:

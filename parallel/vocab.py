@@ -48,8 +48,10 @@ def vocab_parallel_log_probs_and_entropy(
     """
     _check(logits, labels, mask, temperature, vocab_size, group_size(tp_group))
     counted = labels != IGNORED_LABEL if mask is None else mask
-    log_probs, entropy = _LogProbsAndEntropy.apply(logits, labels, counted, tp_group, vocab_size, temperature)
-    return log_probs, entropy
+    result: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, counted, tp_group, vocab_size, temperature
+    )
+    return result
 
 
 def vocab_parallel_log_probs(
@@ -75,7 +77,9 @@ def _check(
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ before the vocabulary")
     if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
-        raise ValueError(f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}")
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
     width = logits.shape[-1] * tp_size
@@ -123,10 +127,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return torch.where(counted, log_probs, 0), torch.where(counted, entropy, 0)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, None, None, None, None, None]:
-        """d log π_y / d x_v = [v = y] - π_v, and d H / d x_v = -π_v (log π_v + H)."""
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        """Gradients d log π_y / d x_v = [v = y] - π_v, and d H / d x_v = -π_v (log π_v + H)."""
         logits, log_sum, entropy, local, counted = ctx.saved_tensors
         grad_log_probs = torch.where(counted, grad_log_probs, 0).unsqueeze(-1)
         grad_entropy = torch.where(counted, grad_entropy, 0).unsqueeze(-1)
@@ -140,7 +142,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
 
 def _scaled(logits: Tensor, padding: int, temperature: float) -> Tensor:
-    """logits / temperature in at least float32, with -inf in the last ``padding`` rows; always a new tensor."""
+    """Logits / temperature in at least float32, with -inf in the last ``padding`` rows; always a new tensor."""
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if padding:
         scaled[..., scaled.shape[-1] - padding :] = -torch.inf

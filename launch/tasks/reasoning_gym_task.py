@@ -25,7 +25,8 @@ class ReasoningGym:
 
         if variant not in DATASETS:
             raise ConfigurationError(
-                f"--task reasoning_gym:{variant}: no such data set; its gallery lists them, for example basic_arithmetic"
+                f"--task reasoning_gym:{variant}: no such data set; there are {len(DATASETS)}, for example "
+                "basic_arithmetic"
             )
         self.dataset = reasoning_gym.create_dataset(variant, seed=seed, size=SIZE)
         self.tokenizer = character_tokenizer(string.printable)

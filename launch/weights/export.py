@@ -65,7 +65,7 @@ def export_weights(
                 shard = _find(parameters[unit.chunk], unit.prefix, rule)
                 shards = _gather(shard, groups.tp)
                 tensors = [tensor.contiguous() for tensor in rule.convert(shards, args)] if tp_rank == 0 else None
-            if tp_rank == 0 and unit.stage != 0 and pp_rank in (0, unit.stage):
+            if groups.pp is not None and tp_rank == 0 and unit.stage != 0 and pp_rank in (0, unit.stage):
                 tensors = _send_to_first(tensors, len(rule.hugging_face), unit.stage, args, groups.pp)
             if tp_rank == 0 and pp_rank == 0 and tensors is not None:
                 for name, tensor in zip(rule.hugging_face, tensors, strict=True):
@@ -105,7 +105,7 @@ def _find(parameters: dict[str, Tensor], prefix: str, rule: Rule) -> Tensor:
 
 def _gather(shard: Tensor, group: Group | None) -> list[Tensor]:
     """The shards of all TP ranks, on the first one; an empty list elsewhere."""
-    if group_size(group) == 1:
+    if group is None or group_size(group) == 1:
         return [shard]
     shard = shard.contiguous()
     first = group_rank(group) == 0
@@ -115,7 +115,7 @@ def _gather(shard: Tensor, group: Group | None) -> list[Tensor]:
 
 
 def _send_to_first(
-    tensors: list[Tensor] | None, count: int, source: int, args: argparse.Namespace, group: Group | None
+    tensors: list[Tensor] | None, count: int, source: int, args: argparse.Namespace, group: Group
 ) -> list[Tensor] | None:
     """Hand ``count`` tensors of one or two dimensions from stage ``source`` to the first stage."""
     if tensors is not None:
