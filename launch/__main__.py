@@ -15,21 +15,19 @@ USAGE_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replace this process by torchrun; ends with 2 and one sentence where the flags cannot work."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    """Become torchrun; ends with 2 and one sentence where the flags cannot work."""
     try:
-        command = torchrun_command(words)
+        words = torchrun_arguments(sys.argv[1:] if argv is None else argv)
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(USAGE_ERROR)
-    if "OMP_NUM_THREADS" not in os.environ:
-        processes = int(command[command.index("--nproc-per-node") + 1])
-        os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
-    os.execv(command[0], command)
+    from torch.distributed.run import main as torchrun
+
+    torchrun(words)
 
 
-def torchrun_command(words: Sequence[str]) -> list[str]:
-    """The torchrun command that these words stand for, after all checks.
+def torchrun_arguments(words: Sequence[str]) -> list[str]:
+    """The arguments of torchrun that these words stand for, after all checks.
 
     Raises:
         ConfigurationError: as in ``parse_args`` and ``validate_args``.
@@ -41,7 +39,8 @@ def torchrun_command(words: Sequence[str]) -> list[str]:
         build_parser().print_help()
         sys.exit(0)
     validate_args(parse_args(flags), mine.nproc_per_node * mine.nnodes)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(mine.nproc_per_node)]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mine.nproc_per_node)))
+    command = ["--nproc-per-node", str(mine.nproc_per_node)]
     if mine.nnodes == 1:
         command += ["--standalone"]
     else:

@@ -101,12 +101,12 @@ def _config_argv(parser: argparse.ArgumentParser, name: str) -> list[str]:
 
 def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[str]:
     if action.nargs == 0:
-        if not isinstance(value, bool):
+        if value not in ("true", "false"):
             raise ConfigurationError(f"{path}: {key}: {value!r} must be true or false")
-        if value:
+        if value == "true":
             return [f"--{key}"]
         return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
-    if isinstance(value, (dict, list, bool)) or value is None:
+    if not isinstance(value, str) or value in ("", "null", "true", "false"):
         raise ConfigurationError(f"{path}: {key}: {value!r} must be one number or one string")
     return [f"--{key}={value}"]
 
@@ -114,8 +114,8 @@ def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[
 def _read_mapping(path: Path) -> dict[str, Any]:
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that is given twice, which YAML itself would let pass."""
+    class Loader(yaml.BaseLoader):
+        """Leaves values as they are written (the flags know their types), and refuses a key that is given twice."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import queue
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.model import unwrap
 
@@ -96,18 +101,44 @@ def load_checkpoint(
         state |= _model_state(reference, "reference")
     try:
         loaded = dist_checkpointing.load(state, folder)
-    except (KeyError, RuntimeError, dist_checkpointing.core.CheckpointingException) as error:
+    except (KeyError, RuntimeError, CheckpointingException, CheckpointException) as error:
+        causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        reason = " ".join(str((causes or [error])[0]).split())
         raise ValueError(
-            f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({error})"
+            f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({reason})"
         ) from error
     _load_model(model, loaded)
     if with_optimizer:
-        optimizer.load_state_dict(loaded["optimizer"])
+        _load_optimizer(optimizer, loaded["optimizer"])
         scheduler.load_state_dict(loaded["opt_param_scheduler"])
     elif optimizer is not None:
         optimizer.reload_model_params()
     _load_model(reference, loaded, "model" if fresh else "reference")
     return 0 if fresh else int(loaded["iteration"])
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Megatron's own loading, with torch's Adam in the distributed optimizer as well.
+
+    There Megatron (0.16 to 0.19) forgets that torch keeps a ``step`` for every parameter: it looks for one in what it
+    has read, and gives one tensor to all parameters, which each of them would then count up.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    with ExitStack() as stack:
+        for part in parts:
+            if hasattr(part, "_set_main_param_and_optimizer_states"):
+                copy = partial(_copy_with_step, part, part._set_main_param_and_optimizer_states)
+                stack.enter_context(mock.patch.object(part, "_set_main_param_and_optimizer_states", copy))
+        optimizer.load_state_dict(state)
+    for part in parts:
+        for own in part.optimizer.state.values():
+            if isinstance(own.get("step"), torch.Tensor):
+                own["step"] = own["step"].clone()
+
+
+def _copy_with_step(part: Any, copy: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    own = part._get_main_param_and_optimizer_states(parameter)
+    copy(parameter, {name: own[name] for name in ("step",) if name in own} | tensors)
 
 
 def _metadata() -> dict[str, Any]:

@@ -18,17 +18,23 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.parallel.layout import shard_positions
 
 
-def local_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-    """Build torch's RMSNorm or LayerNorm with the arguments that Megatron gives to a norm.
+class LocalNorm:
+    """Builds torch's RMSNorm or LayerNorm with the arguments that Megatron gives to a norm.
 
-    Under sequence parallelism every rank sees its own tokens, so the gradients of the weights are partial sums:
-    ``sequence_parallel`` on a parameter makes ``finalize_model_grads`` add them up over the TP group.
+    A class, since Megatron's specs call classes and hand functions through. Under sequence parallelism every rank sees
+    its own tokens, so the gradients of the weights are partial sums: ``sequence_parallel`` on a parameter makes
+    ``finalize_model_grads`` add them up over the TP group.
     """
-    kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-    norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return norm
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> torch.nn.Module:
+        """Build it: ``config.normalization`` over the last dimension, ``hidden_size`` wide."""
+        kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+        norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
 
 
 class LocalAttention(torch.nn.Module):

@@ -124,6 +124,9 @@ def build_optimizer(
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _make_state(part.optimizer)
+        part.init_state_fn = part.init_state_fn or (lambda optimizer, config=None: None)
     model[0].config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -148,6 +151,20 @@ def unwrap(model: Any) -> GPTModel:
     return model
 
 
+def _make_state(optimizer: Any) -> None:
+    """Give torch's optimizers the zeros that their first step starts from.
+
+    Megatron's checkpoints want the state to exist, before the first step and before loading too.
+    """
+    names = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
+    for group in optimizer.param_groups if type(optimizer) in names else ():
+        for parameter in group["params"]:
+            state = {name: torch.zeros_like(parameter) for name in names[type(optimizer)]}
+            if isinstance(optimizer, torch.optim.AdamW):
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            optimizer.state[parameter].update(state)
+
+
 def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
@@ -156,9 +173,9 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
     """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
     if args.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec()
-    from megatron_rc.launch.local_modules import LocalAttention, local_norm
+    from megatron_rc.launch.local_modules import LocalAttention, LocalNorm
 
-    norm: Any = local_norm
+    norm: Any = LocalNorm
     if not args.on_cpu and args.normalization == "LayerNorm" and _has("apex.normalization"):
         from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 

@@ -178,7 +178,11 @@ def _check_model(args: argparse.Namespace) -> None:
 
 def _check_batches(args: argparse.Namespace) -> None:
     rollouts = args.grpo_prompts_per_step * args.grpo_group_size
-    _divides(args, "grpo_prompts_per_step", "data_parallel_size")
+    if args.grpo_prompts_per_step % args.data_parallel_size:
+        raise ConfigurationError(
+            f"--grpo-prompts-per-step {args.grpo_prompts_per_step} must be a multiple of the {args.data_parallel_size} "
+            "data-parallel ranks"
+        )
     if rollouts % args.global_batch_size:
         raise ConfigurationError(
             f"--grpo-prompts-per-step {args.grpo_prompts_per_step} · --grpo-group-size {args.grpo_group_size} = "

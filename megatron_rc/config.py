@@ -126,9 +126,17 @@ class RolloutCorrectionConfig:
         """
         import yaml
 
-        fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            fields, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{path}: expected lines of `field: value`, got {type(fields).__name__}")
+        for name, value in fields.items():
+            # YAML reads 0.5_2 as the number 0.52; here it is a pair of bounds.
+            if isinstance(value, (int, float)) and "_" in written[name]:
+                fields[name] = written[name]
         return cls.from_dict(fields)
 
     @classmethod

@@ -21,7 +21,14 @@ from typing import Any
 
 import pytest
 
-PRELOAD = ["torch", "megatron.core.optimizer", "megatron.core.models.gpt", "megatron_rc.launch.trainer"]
+PRELOAD = [
+    "megatron_rc.launch.loop",
+    "megatron_rc.launch.engines.transformers_engine",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "matplotlib.pyplot",
+    "reasoning_gym",
+]
 COLLECTIVE_SECONDS = 60
 VICTIM_SECONDS = 3
 

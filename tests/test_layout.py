@@ -1,0 +1,67 @@
+"""Cutting sequences over context-parallel ranks, and what is summed over the pieces."""
+
+import pytest
+import torch
+
+from megatron_rc.parallel import SequenceLayout
+from megatron_rc.parallel.layout import shard_positions
+
+
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_padded_shards_restore_the_whole(cp_size, split):
+    full = torch.arange(3 * 16 * 2).view(3, 16, 2)
+    layouts = [SequenceLayout.padded(3, 16 // cp_size, cp_rank=r, cp_size=cp_size, split=split) for r in range(cp_size)]
+    shards = [layout.cut(full) for layout in layouts]
+    assert torch.equal(layouts[0].restore(shards), full)
+    for layout, shard in zip(layouts, shards, strict=True):
+        assert torch.equal(full[torch.arange(3).unsqueeze(1), layout.positions()], shard)
+
+
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_packed_shards_restore_the_input_order(cp_size, split):
+    lengths = [8, 0, 4, 12]
+    full = torch.arange(24)
+    local = torch.tensor([0, 8, 8, 12, 24]) // cp_size
+    layouts = [SequenceLayout.packed(local, cp_rank=r, cp_size=cp_size, split=split) for r in range(cp_size)]
+    shards = [layout.cut(full) for layout in layouts]
+    assert torch.equal(layouts[0].restore(shards), full)
+    sums = sum(layout.sum_sequences(shard) for layout, shard in zip(layouts, shards, strict=True))
+    assert sums.tolist() == [float(piece.sum()) for piece in full.split(lengths)]
+    for layout in layouts:
+        assert layout.expand(torch.tensor([5, 6, 7, 8])).tolist() == [
+            value for value, length in zip([5, 6, 7, 8], lengths, strict=True) for _ in range(length // cp_size)
+        ]
+
+
+def test_zigzag_is_megatrons():
+    assert shard_positions(8, 0, 2).tolist() == [0, 1, 6, 7]
+    assert shard_positions(8, 1, 2).tolist() == [2, 3, 4, 5]
+    assert shard_positions(8, 1, 2, "contiguous").tolist() == [4, 5, 6, 7]
+
+
+def test_sums_are_float64():
+    layout = SequenceLayout.padded(1, 3)
+    assert layout.sum_sequences(torch.tensor([[1e8, 1.0, -1e8]])).tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SequenceLayout.padded(2, 3, cp_size=2), "does not divide into 4 chunks"),
+        (lambda: SequenceLayout.padded(2, 4, cp_rank=2, cp_size=2), r"cp_rank=2 is not in \[0, 2\)"),
+        (lambda: SequenceLayout.padded(2, 4, split="striped"), "split='striped' is unknown"),
+        (lambda: SequenceLayout.packed([1, 4]), "must start with 0"),
+        (lambda: SequenceLayout.packed([0, 4, 2]), "never fall"),
+        (lambda: SequenceLayout.packed([]), "must start with 0"),
+        (lambda: SequenceLayout.packed([0, 3], cp_size=2), "does not divide"),
+        (lambda: SequenceLayout.padded(2, 4).cut(torch.zeros(2, 5)), r"shape \(2, 5\), expected \(2, 4\)"),
+        (lambda: SequenceLayout.padded(2, 4).restore([]), "0 shards given"),
+        (lambda: SequenceLayout.padded(2, 4).sum_sequences(torch.zeros(3, 4)), "expected"),
+        (lambda: SequenceLayout.padded(2, 4).expand(torch.zeros(3)), "one value for each of 2"),
+    ],
+)
+def test_wrong_cuts_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

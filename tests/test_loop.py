@@ -1,0 +1,261 @@
+"""The training loop on the ranks of the pool: resumption, failures on one rank, steps that must not be made."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from megatron_rc.launch.arguments import parse_args
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.validation import validate_args
+from megatron_rc.parallel import ParallelGroups
+from tests.ranks import Layout
+from tests.scenario import GPT2, LLAMA, flags, make_trainer, recorded_batch
+
+# One small step an iteration, from rollouts of a real engine.
+LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
+
+
+def run_training(words):
+    """``train`` as under torchrun; what it raised."""
+    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.loop import train
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    try:
+        train(args, task)
+    except (AgreedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(folder):
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows(folder)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "model"),
+    [
+        (Layout(tp=2), ["--grpo-kl-beta=0.1"], LLAMA),
+        (Layout(pp=2, vpp=True), ["--micro-batch-size=4", "--use-distributed-optimizer"], LLAMA),
+        (Layout(cp=2, dp=2), ["--use-distributed-optimizer"], GPT2),
+        (Layout(), ["--bf16", "--rollout-dtype=bf16"], LLAMA),
+        (Layout(), ["--optimizer=sgd", "--untie-embeddings-and-output-weights"], LLAMA),
+    ],
+    ids=["tp2-reference", "pp2-vpp-distributed", "cp2-dp2-gpt2-distributed", "bf16", "sgd-untied"],
+)
+def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model):
+    """Four steps, and two steps, a checkpoint and two more: equal to the last digit."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = [*LIVE, *more, *layout.flags()]
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    for folder, extra in ((whole, ["--train-iters=4"]), (broken, ["--train-iters=2", *save]), (broken, save)):
+        iterations = [] if "--train-iters=2" in extra else ["--train-iters=4"]
+        assert set(ranks.run(run_training, layout, flags(folder, *words, *extra, *iterations, model=model))) == {None}
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert [row["step"] for row in rows(broken)] == [1, 2, 3, 4]
+    assert without_times(broken) == without_times(whole)
+
+
+def continue_recorded(words):
+    """One more recorded batch after a checkpoint; the metrics."""
+    trainer = make_trainer(words)
+    replicas = trainer.args.data_parallel_size
+    replica = torch.distributed.get_rank(trainer.groups.dp)
+    prepared = trainer.prepare(recorded_batch(5, replica, replicas))
+    first = trainer.update(prepared, 0)
+    if trainer.args.save:
+        trainer.save()
+    return trainer.iteration, first
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, distributed):
+    """Weights and Adam's moments written by TP2×PP2 are read by one process and by CP2×DP2, which agree."""
+    words = flags(tmp_path, "--lr=1e-3", *["--use-distributed-optimizer"] * distributed)
+    ranks.run(continue_recorded, Layout(tp=2, pp=2), [*words, f"--save={tmp_path}/save", *Layout(tp=2, pp=2).flags()])
+    results = [
+        ranks.run(continue_recorded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[0]
+        for layout in (Layout(), Layout(cp=2, dp=2), Layout(tp=2, pp=2))
+    ]
+    for iteration, metrics in results:
+        assert iteration == 2
+        assert metrics["policy/approx_kl"] == 0
+        assert metrics["grad_norm"] == pytest.approx(results[0][1]["grad_norm"], rel=1e-4)
+        assert metrics["loss/total"] == pytest.approx(results[0][1]["loss/total"], abs=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_one_error_on_all_ranks(ranks, tmp_path):
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1")
+    assert ranks.run(run_training, layout, [*words, f"--save={tmp_path}/save"]) == [None, None]
+    for other in ("--hidden-size=64", "--num-layers=6"):
+        messages = ranks.run(run_training, layout, [*words, f"--load={tmp_path}/save", other, "--train-iters=2"])
+        assert all("checkpoint 1 does not fit this model and its flags" in message for message in messages)
+
+
+def test_a_checkpoint_that_is_not_complete_is_named(ranks, tmp_path):
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("7")
+    (message,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, f"--load={tmp_path}/save"))
+    assert "names checkpoint 7, which is not complete" in message
+
+
+def test_an_older_metrics_file_is_kept(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1")) == [None]
+    assert len(rows(tmp_path)[0]) > 20
+    (older,) = (tmp_path / "run").glob("metrics-*.jsonl")
+    assert older.read_text() == '{"step": 1}\n'
+
+
+def test_a_second_task_from_a_library_runs(ranks, tmp_path):
+    more = ["--task=reasoning_gym:chain_sum", "--seq-length=128", "--rollout-dtype=fp32", "--train-iters=2"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, *more)) == [None]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert all(row["rollout_corr/k3_kl"] < 1e-9 for row in rows(tmp_path)), "float32 weights: the same policy"
+
+
+class BrokenEngine:
+    """Samples token 3 eight times, and does one thing wrong on replica 1."""
+
+    def __init__(self, fault, replica):
+        self.fault, self.version = fault if replica == 1 else None, 0
+
+    def load_weights(self, weights, version):
+        for _ in weights:
+            if self.fault == "weights":
+                raise ValueError("out of memory")
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        if self.fault == "exception":
+            raise TimeoutError("no answer in 60 s")
+        log_probs = [-1.0] * 8
+        log_probs[2] = {"nan": math.nan, "positive": 0.5}.get(self.fault, -1.0)
+        return [Sample([3] * 8, log_probs, "stop") for _ in prompts]
+
+
+def run_broken(words, fault):
+    """Sync and sample with an engine that fails on one replica; the error of each rank."""
+    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.rollout import RolloutCollector
+    from megatron_rc.launch.trainer import Trainer
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    groups = ParallelGroups.from_megatron()
+    engine = BrokenEngine(fault, torch.distributed.get_rank(groups.dp))
+    collector = RolloutCollector(args, task, groups, engine)
+    trainer = Trainer(args, groups)
+    try:
+        collector.sync_weights(trainer.chunks, 0)
+        batch = collector.collect(0)
+        return batch.rollout_log_probs[batch.response_mask].sum().item()
+    except AgreedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("weights", "the rollout engine refused the weights of step 0: out of memory"),
+        ("exception", "the rollout of step 0 failed: TimeoutError: no answer in 60 s"),
+        ("nan", "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is nan"),
+        ("positive", "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is 0.5"),
+    ],
+)
+def test_an_engine_that_fails_on_one_rank_ends_all_alike(ranks, tmp_path, fault, message):
+    for layout in (Layout(tp=2, dp=2), Layout(pp=2, dp=2)):
+        messages = ranks.run(run_broken, layout, flags(tmp_path, *layout.flags()), fault)
+        assert set(messages) == {messages[0]}
+        assert messages[0].startswith(message)
+
+
+def test_every_rank_of_a_replica_gets_the_records(ranks, tmp_path):
+    layout = Layout(tp=2, pp=2, cp=2)
+    assert ranks.run(run_broken, layout, flags(tmp_path, *layout.flags()), None) == [-16 * 8.0] * 8
+
+
+def train_on_rejected(words):
+    """A batch whose tokens are all rejected: the optimizer's state before and after its two updates."""
+    trainer = make_trainer(words)
+    trainer.update(trainer.prepare(recorded_batch(0)), 0)
+    state = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    moments = [t.clone() for t in tensors_of(trainer.optimizer.state_dict())]
+    rate = trainer.optimizer.param_groups[0]["lr"]
+    trainer.correction = type(trainer.correction)(reject_all(trainer.args.correction), trainer.groups)
+    prepared = trainer.prepare(recorded_batch(1))
+    metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
+    after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+    later = tensors_of(trainer.optimizer.state_dict())
+    same &= all(torch.equal(a, b) for a, b in zip(moments, later, strict=True))
+    return same and rate == trainer.optimizer.param_groups[0]["lr"], metrics, len(moments)
+
+
+def reject_all(config):
+    fields = config.to_dict() | {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
+    return type(config).from_dict(fields)
+
+
+def tensors_of(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layout):
+    for same, metrics, moments in ranks.run(train_on_rejected, layout, flags(tmp_path, "--lr=1e-3", *layout.flags())):
+        assert same
+        assert moments > 10
+        assert metrics["skipped_steps"] == 2
+
+
+def train_on_bad_data(words):
+    from dataclasses import replace
+
+    trainer = make_trainer(words)
+    batch = recorded_batch(0)
+    log_probs = batch.rollout_log_probs.clone()
+    row, position = (int(index) for index in batch.response_mask.nonzero()[5])
+    log_probs[row, position] = math.inf
+    try:
+        trainer.prepare(replace(batch, rollout_log_probs=log_probs))
+    except ValueError as error:
+        return str(error), row, position
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(cp=2, tp=2)], ids=str)
+def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout):
+    for message, row, position in ranks.run(train_on_bad_data, layout, flags(tmp_path, *layout.flags())):
+        # Position t of the correction speaks of token t + 1.
+        assert message.startswith(f"the rollout log-prob of sample {row}, position {position - 1} is NaN, infinite")
+
+
+def explode(words):
+    """A weight that is not a number on one rank: the loss is not finite, and the step is not made."""
+    from megatron_rc.launch.distributed import AgreedError
+
+    trainer = make_trainer(words)
+    prepared = trainer.prepare(recorded_batch(0))
+    if torch.distributed.get_rank() == 0:
+        next(iter(trainer.chunks[0].parameters())).data.fill_(math.nan)
+    try:
+        trainer.update(prepared, 0)
+    except AgreedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_a_loss_that_is_not_finite_ends_all_alike(ranks, tmp_path, layout):
+    messages = ranks.run(explode, layout, flags(tmp_path, *layout.flags()))
+    assert set(messages) == {messages[0]}
+    assert messages[0].startswith("the loss of step 1 is nan: the step was not made")
