@@ -37,9 +37,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The optimizers sort parameters by these names.
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if any(_is_cuda(argument) for argument in args):
+        if func is torch.Tensor.to:
             args = tuple(torch.device("cpu") if _is_cuda(argument) else argument for argument in args)
-        if kwargs:
+        if kwargs and ("device" in kwargs or "pin_memory" in kwargs):
             kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = torch.device("cpu")

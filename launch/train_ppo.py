@@ -40,17 +40,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    from megatron_rc.launch.cpu import cpu_backend
     from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
     from megatron_rc.launch.loop import train
 
-    with cpu_backend() if args.on_cpu else contextlib.nullcontext():
+    with _cpu_backend() if args.on_cpu else contextlib.nullcontext():
         try:
             initialize(args)
             train(args, task)
             shut_down()
         except (AgreedError, ValueError) as error:
             end_together(rank, str(error), FAILURE)
+
+
+def _cpu_backend() -> contextlib.AbstractContextManager[None]:
+    from megatron_rc.launch.cpu import cpu_backend
+
+    return cpu_backend()
 
 
 def end_together(rank: int, message: str, code: int) -> NoReturn:
@@ -60,7 +65,7 @@ def end_together(rank: int, message: str, code: int) -> NoReturn:
         sys.stderr.flush()
     else:
         time.sleep(WAIT_SECONDS)
-    os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

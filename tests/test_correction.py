@@ -204,7 +204,9 @@ def shard(layout_of_ranks, empty_rank, config, batch):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=4), Layout(dp=2), Layout(dp=4), Layout(cp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(cp=2), Layout(cp=4), Layout(dp=2), Layout(dp=4), Layout(cp=2, dp=2)], ids=str
+)
 def test_shards_match_the_reference(ranks, layout, level):
     config = RolloutCorrectionConfig.from_dict(CONFIG.to_dict() | {"rollout_is": level})
     weights, accepted, metrics = expected(config)

@@ -112,7 +112,11 @@ def test_wrong_words_are_named(words, message):
         ),
         ("--context-parallel-size=2 --seq-length=18", 2, "--seq-length 18 must be a multiple of 2 · --context"),
         ("--sequence-parallel", 1, "--sequence-parallel needs --tensor-model-parallel-size above 1"),
-        ("--tensor-model-parallel-size=2 --sequence-parallel --seq-length=15", 2, "must be a multiple of --tensor-model"),
+        (
+            "--tensor-model-parallel-size=2 --sequence-parallel --seq-length=15",
+            2,
+            "must be a multiple of --tensor-model",
+        ),
         ("--padded-vocab-size=15 --tensor-model-parallel-size=2", 2, "--padded-vocab-size 15 must be a multiple of"),
         ("--padded-vocab-size=12", 1, "--padded-vocab-size 12 is smaller than the vocabulary of 13"),
         ("--vocab-size=5", 1, "--vocab-size 5 is smaller than the tokenizer's 13 tokens"),

@@ -15,6 +15,7 @@ from tests.scenario import GPT2, LLAMA, flags, make_trainer, recorded_batch
 
 # One small step an iteration, from rollouts of a real engine.
 LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
+LIVE += ["--micro-batch-size=8"]
 
 
 def run_training(words):
@@ -43,7 +44,7 @@ def without_times(folder):
     [
         (Layout(tp=2), ["--grpo-kl-beta=0.1"], LLAMA),
         (Layout(pp=2, vpp=True), ["--micro-batch-size=4", "--use-distributed-optimizer"], LLAMA),
-        (Layout(cp=2, dp=2), ["--use-distributed-optimizer"], GPT2),
+        (Layout(cp=2, dp=2), ["--use-distributed-optimizer", "--micro-batch-size=4"], GPT2),
         (Layout(), ["--bf16", "--rollout-dtype=bf16"], LLAMA),
         (Layout(), ["--optimizer=sgd", "--untie-embeddings-and-output-weights"], LLAMA),
     ],
@@ -77,7 +78,7 @@ def continue_recorded(words):
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, distributed):
     """Weights and Adam's moments written by TP2×PP2 are read by one process and by CP2×DP2, which agree."""
-    words = flags(tmp_path, "--lr=1e-3", *["--use-distributed-optimizer"] * distributed)
+    words = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=4", *["--use-distributed-optimizer"] * distributed)
     ranks.run(continue_recorded, Layout(tp=2, pp=2), [*words, f"--save={tmp_path}/save", *Layout(tp=2, pp=2).flags()])
     results = [
         ranks.run(continue_recorded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[0]

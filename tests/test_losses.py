@@ -13,11 +13,20 @@ from tests.golden.load import cases
 PPO = [
     case
     for case in cases("policy_loss", algorithm="ppo_clip")
-    if case["source"]["project"] == "verl" and case.get("loss_agg_mode") == "token-mean"
+    if case["source"]["project"] == "verl"
+    and case.get("loss_agg_mode") == "token-mean"
     and not case["config"].get("global_batch_info")
 ]
-KL = [case for case in cases("policy_loss", algorithm="kl_penalty") if case["config"].get("kl_penalty") in ("k1", "k2", "k3")]
-GRPO = [case for case in cases("advantages") if case["estimator"] == "grpo" and case["config"].get("norm_adv_by_std_in_grpo", True)]
+KL = [
+    case
+    for case in cases("policy_loss", algorithm="kl_penalty")
+    if case["config"].get("kl_penalty") in ("k1", "k2", "k3")
+]
+GRPO = [
+    case
+    for case in cases("advantages")
+    if case["estimator"] == "grpo" and case["config"].get("norm_adv_by_std_in_grpo", True)
+]
 
 
 def tensors(case):

@@ -50,15 +50,21 @@ def local(dtype):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-4), (torch.bfloat16, 2e-2)]
+)
 def test_shards_match_plain_softmax(ranks, tp, dtype, tolerance):
     # The reference sees the same rounded logits, so bfloat16 differs by the rounding of its gradient alone.
     log_probs, entropy, grad = plain(dtype)
     results = ranks.run(local, Layout(tp=tp), dtype)
     for got_log_probs, got_entropy, _ in results:
         assert got_log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        torch.testing.assert_close(got_log_probs.double(), log_probs, rtol=min(tolerance, 3e-4), atol=3e-4 * (tolerance > 1e-9))
-        torch.testing.assert_close(got_entropy.double(), entropy, rtol=min(tolerance, 3e-4), atol=3e-4 * (tolerance > 1e-9))
+        torch.testing.assert_close(
+            got_log_probs.double(), log_probs, rtol=min(tolerance, 3e-4), atol=3e-4 * (tolerance > 1e-9)
+        )
+        torch.testing.assert_close(
+            got_entropy.double(), entropy, rtol=min(tolerance, 3e-4), atol=3e-4 * (tolerance > 1e-9)
+        )
     whole = torch.cat([shard for _, _, shard in results], dim=-1)
     assert whole.dtype == dtype
     torch.testing.assert_close(whole.double(), grad, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,184 @@
+"""The transformers engine: the weights it gets, the tokens it samples, the log-probs it reports."""
+
+import argparse
+import math
+
+import pytest
+import torch
+
+from megatron_rc.batch import SamplingParams
+from megatron_rc.launch.arguments import parse_args
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine, round_weight
+from megatron_rc.launch.validation import validate_args
+from megatron_rc.launch.weights import find_family
+from megatron_rc.parallel.groups import group_rank
+from tests.ranks import Layout
+from tests.scenario import GPT2, LLAMA, VOCABULARY, flags, make_trainer, recorded_batch
+
+PAD, EOS = 0, 1
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def export(words):
+    """(exported weights on the first rank, logits of the recorded tokens on the last stage) of one rank."""
+    from megatron_rc.launch.weights.export import export_weights
+
+    trainer = make_trainer(words)
+    for chunk in trainer.chunks:  # norms and biases start as ones and zeros, which would hide a wrong name
+        for index, parameter in enumerate(p for n, p in sorted(chunk.named_parameters()) if p.dim() == 1):
+            generator = torch.Generator().manual_seed(index)
+            values = parameter.data + 0.2 * torch.randn(4096, generator=generator)[: parameter.numel()]
+            if not getattr(parameter, "tensor_model_parallel", False):
+                parameter.data.copy_(values)
+    weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups)) if no_cp(trainer) else {}
+    with torch.no_grad():
+        local = trainer._slice(recorded_batch(0))
+        logits = trainer._run(trainer.model, local, lambda _, output, non_loss_data: output, forward_only=True)
+    return weights, torch.cat(logits) if logits else None
+
+
+def no_cp(trainer):
+    return group_rank(trainer.groups.cp) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (LLAMA, []),
+        (LLAMA, [UNTIED]),
+        (GPT2, []),
+        (GPT2, [UNTIED]),
+        ([*LLAMA, "--kv-channels=16", "--rotary-base=500"], []),
+    ],
+    ids=["llama", "llama-untied", "gpt2", "gpt2-untied", "llama-wide-heads"],
+)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(pp=2, vpp=True)], ids=str)
+def test_exported_weights_give_megatrons_logits(ranks, tmp_path, layout, model, more):
+    words = flags(tmp_path, "--micro-batch-size=8", *more, *layout.flags(), model=model)
+    results = ranks.run(export, layout, words)
+    assert [bool(weights) for weights, _ in results] == [True] + [False] * (layout.world - 1)
+    args = parse_args(words)
+    validate_args(args, layout.world)
+    engine = TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    engine.load_weights(results[0][0].items(), 3)
+    assert engine.version == 3
+    expected = engine.model(recorded_batch(0).tokens).logits
+    got = torch.cat([logits for _, logits in results if logits is not None], dim=-1)[..., :VOCABULARY]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    args = parse_args(flags(tmp_path, "--init-method-std=0.3"))
+    validate_args(args, 1)
+    torch.manual_seed(0)
+    return TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_sampled_distribution(engine, temperature):
+    """Prompts of different lengths in one batch, each response scored again by itself, without cache or padding."""
+    prompts = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11]] * 4
+    samples = engine.sample(prompts, SamplingParams(temperature=temperature), 6, seed=5)
+    reasons = set()
+    for prompt, sample in zip(prompts, samples, strict=True):
+        logits = engine.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        want = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(sample.token_ids).unsqueeze(1))
+        torch.testing.assert_close(torch.tensor(sample.log_probs), want.squeeze(1), rtol=1e-4, atol=1e-4)
+        ended = sample.token_ids[-1] == EOS
+        assert EOS not in sample.token_ids[:-1]
+        assert sample.finish_reason == ("stop" if ended else "length")
+        assert ended or len(sample.token_ids) == 6
+        reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_sampling_follows_the_distribution(engine):
+    """4,000 first tokens against the probabilities they were drawn with: within five standard errors each."""
+    samples = engine.sample([[4, 5]] * 4000, SamplingParams(), 1, seed=0)
+    drawn = torch.tensor([sample.token_ids[0] for sample in samples]).bincount(minlength=VOCABULARY) / 4000
+    wanted = engine.model(torch.tensor([[4, 5]])).logits[0, -1].softmax(-1)
+    assert ((drawn - wanted).abs() <= 5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
+
+
+def test_the_same_seed_gives_the_same_responses(engine):
+    first, again, other = (engine.sample([[4], [5]] * 4, SamplingParams(), 8, seed=s) for s in (1, 1, 2))
+    assert first == again
+    assert [s.token_ids for s in first] != [s.token_ids for s in other]
+
+
+def test_weights_are_rounded_to_the_rollout_type():
+    tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_weight(tensor, "fp32", True), tensor)
+    bf16, fp8 = round_weight(tensor, "bf16", True), round_weight(tensor, "fp8-e4m3", True)
+    assert torch.equal(bf16, bf16.bfloat16().float())
+    assert torch.equal(round_weight(tensor, "fp8-e4m3", False), bf16)
+    assert (bf16 - tensor).abs().max() <= 2**-8 * tensor.abs().max()
+    # Three mantissa bits: half a step is 1/16 of a value, but for the smallest ones.
+    assert ((fp8 - tensor).abs() <= tensor.abs() / 16 + tensor.abs().amax(1, keepdim=True) * 2**-9 / 448 * 1.01).all()
+    assert (fp8 - tensor).abs().mean() > 4 * (bf16 - tensor).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"model.extra": torch.zeros(1)}, "has no weight model.extra"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(5)}, r"model.norm.weight is \(32,\), got \(5,\)"),
+        (lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}, "weight model.norm.weight never came"),
+    ],
+    ids=["unknown", "shape", "missing"],
+)
+def test_wrong_weights_are_refused(engine, change, message):
+    weights = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(change(weights).items(), 1)
+    assert engine.version == -1
+
+
+def test_batches_refuse_what_is_not_the_policy():
+    from dataclasses import replace
+
+    batch = recorded_batch(0)
+    batch.validate()
+    row, position = (int(index) for index in batch.response_mask.nonzero()[0])
+
+    def changed(name, value, at=(row, position)):
+        tensor = getattr(batch, name).clone()
+        tensor[at] = value
+        return replace(batch, **{name: tensor})
+
+    wrong = {
+        f"rollout log-prob of sample {row}, token {position} is nan": changed("rollout_log_probs", math.nan),
+        f"token {position} is 0.5": changed("rollout_log_probs", 0.5),
+        "its first token is marked as sampled": changed("response_mask", True, (3, 0)),
+        "the reward of sample 2 is inf": changed("rewards", math.inf, (2,)),
+        "sample_ids must be unique": changed("sample_ids", 1, (0,)),
+        "before temperature": replace(batch, sampling=SamplingParams(temperature=0.6, log_probs_mode="raw")),
+        "top_p=0.9": replace(batch, sampling=SamplingParams(top_p=0.9)),
+        "top_k=5": replace(batch, sampling=SamplingParams(top_k=5)),
+        "rewards has shape": replace(batch, rewards=torch.zeros(3)),
+        "policy_versions has shape": replace(batch, policy_versions=torch.zeros(3, 3)),
+    }
+    for message, bad in wrong.items():
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            bad.validate()
+    replace(batch, sampling=SamplingParams(top_p=0.9)).validate(allow_truncated_sampling=True)
+
+
+def test_label_alignment_shifts_whole_sequences():
+    batch = recorded_batch(0)
+    labels, mask, log_probs = batch.label_aligned()
+    assert torch.equal(labels[:, :-1], batch.tokens[:, 1:])
+    assert torch.equal(mask[:, :-1], batch.response_mask[:, 1:])
+    assert not mask[:, -1].any()
+    torch.testing.assert_close(log_probs[:, :-1], batch.rollout_log_probs[:, 1:], equal_nan=True)
+
+
+def test_no_family_for_a_mixture():
+    mixture = argparse.Namespace(
+        normalization="RMSNorm",
+        swiglu=False,
+        position_embedding_type="rope",
+        disable_bias_linear=True,
+    )
+    assert find_family(mixture) is None
