@@ -17,7 +17,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.model import unwrap
+from megatron_rc.parallel.collectives import all_reduce_max
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -69,12 +71,17 @@ def save_checkpoint(
     with mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue):
         # A synchronous save reads its results in this process. Megatron would start a manager process for them, which
         # imports everything anew and outlives a rank that is killed.
-        dist_checkpointing.save(state, str(folder))
+        try:
+            dist_checkpointing.save(state, str(folder))
+        except (OSError, CheckpointException) as error:
+            raise ValueError(
+                f"--save {args.save}: checkpoint {iteration} could not be written ({_reason(error)})"
+            ) from error
     dist.barrier(group=dist.group.WORLD)
     if dist.get_rank() == 0:
-        partial = Path(args.save) / f"{TRACKER}.partial"
-        partial.write_text(str(iteration), encoding="utf-8")
-        partial.replace(Path(args.save) / TRACKER)
+        written = Path(args.save) / f"{TRACKER}.partial"
+        written.write_text(str(iteration), encoding="utf-8")
+        written.replace(Path(args.save) / TRACKER)
 
 
 def load_checkpoint(
@@ -83,12 +90,14 @@ def load_checkpoint(
     """Load the newest checkpoint of ``--load``, whatever layout wrote it.
 
     Returns:
-        The optimizer steps it stands for; 0 where there is none yet, and with ``--finetune``.
+        The optimizer steps it stands for; 0 with ``--finetune``, and where ``--load`` is ``--save`` and still empty.
 
     Raises:
-        ValueError: it cannot be read into this model.
+        ValueError: on every rank alike: there is none, or it cannot be read into this model.
     """
-    found = latest_iteration(args.load)
+    found = _agreed_latest_iteration(args)
+    if found is None and (args.finetune or args.load != args.save):
+        raise ValueError(f"--load {args.load} holds no checkpoint ({TRACKER} is missing): name another folder")
     if found is None:
         return 0
     folder = str(iteration_folder(args.load, found))
@@ -102,10 +111,8 @@ def load_checkpoint(
     try:
         loaded = dist_checkpointing.load(state, folder)
     except (KeyError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-        reason = " ".join(str((causes or [error])[0]).split())
         raise ValueError(
-            f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({reason})"
+            f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({_reason(error)})"
         ) from error
     _load_model(model, loaded)
     if with_optimizer:
@@ -115,6 +122,31 @@ def load_checkpoint(
         optimizer.reload_model_params()
     _load_model(reference, loaded, "model" if fresh else "reference")
     return 0 if fresh else int(loaded["iteration"])
+
+
+def _agreed_latest_iteration(args: argparse.Namespace) -> int | None:
+    """``latest_iteration`` of ``--load``, the same on every rank, also where some see another file system."""
+    found, error = None, None
+    try:
+        found = latest_iteration(args.load)
+    except (OSError, ValueError) as problem:
+        error = str(problem)
+    agree(args, error)
+    number = -1 if found is None else found
+    device = "cpu" if args.on_cpu else "cuda"
+    highest, lowest = all_reduce_max(torch.tensor([number, -number], device=device), dist.group.WORLD).tolist()
+    if highest != -lowest:
+        raise ValueError(
+            f"--load {args.load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder that "
+            "all machines share"
+        )
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure of any rank, as one line."""
+    causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    return " ".join(str((causes or [error])[0]).split())
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ def draw_run(metrics: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    figure, (reward, kl, weight) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    figure, (reward, kl, weight) = pyplot.subplots(1, 3, figsize=(13, 3.6))
+    figure.subplots_adjust(left=0.04, right=0.99, top=0.9, bottom=0.14, wspace=0.15)
 
     def curve(axis: object, name: str, **style: object) -> None:
         points = [(row["step"], row[name]) for row in rows if name in row]

@@ -59,12 +59,15 @@ def _cpu_backend() -> contextlib.AbstractContextManager[None]:
 
 
 def end_together(rank: int, message: str, code: int) -> NoReturn:
-    """Rank 0 says why and ends; the others wait for torchrun to end them, lest its message be lost."""
-    if rank == 0:
+    """Rank 0 says why and ends; the others wait for torchrun to end them, lest its message be lost.
+
+    A rank that nobody ended met its error alone, and says so itself.
+    """
+    if rank != 0:
+        time.sleep(WAIT_SECONDS)
+    if rank == 0 or code == FAILURE:
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
-    else:
-        time.sleep(WAIT_SECONDS)
     sys.exit(code)
 
 

@@ -143,6 +143,7 @@ def _ranks(failures: Sequence[tuple[float, int, str]]) -> set[int]:
 
 
 def _serve(connection: Connection) -> None:
+    import gc
     import logging
     import warnings
 
@@ -150,6 +151,8 @@ def _serve(connection: Connection) -> None:
 
     from megatron_rc.launch.cpu import cpu_backend
 
+    # What the server had loaded is never garbage, and is not looked through again.
+    gc.freeze()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -107,6 +107,12 @@ def test_a_checkpoint_that_is_not_complete_is_named(ranks, tmp_path):
     assert "names checkpoint 7, which is not complete" in message
 
 
+def test_a_folder_without_a_checkpoint_is_named(ranks, tmp_path):
+    messages = ranks.run(run_training, Layout(dp=2), flags(tmp_path, *LIVE, f"--load={tmp_path}"))
+    assert set(messages) == {messages[0]}
+    assert "holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in messages[0]
+
+
 def test_an_older_metrics_file_is_kept(ranks, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
