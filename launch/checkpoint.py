@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import queue
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,13 @@ def save_checkpoint(
         state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), metadata=_metadata())
         state["opt_param_scheduler"] = scheduler.state_dict()
     state["iteration"] = iteration
-    with mock.patch.object(filesystem_async, "_get_write_results_queue", queue.Queue):
-        # A synchronous save reads its results in this process. Megatron would start a manager process for them, which
-        # imports everything anew and outlives a rank that is killed.
-        try:
+    try:
+        with _results_in_this_process():
             dist_checkpointing.save(state, str(folder))
-        except (OSError, CheckpointException) as error:
-            raise ValueError(
-                f"--save {args.save}: checkpoint {iteration} could not be written ({_reason(error)})"
-            ) from error
+    except (OSError, CheckpointException) as error:
+        raise ValueError(
+            f"--save {args.save}: checkpoint {iteration} could not be written ({_reason(error)})"
+        ) from error
     dist.barrier(group=dist.group.WORLD)
     if dist.get_rank() == 0:
         written = Path(args.save) / f"{TRACKER}.partial"
@@ -137,8 +136,8 @@ def _agreed_latest_iteration(args: argparse.Namespace) -> int | None:
     highest, lowest = all_reduce_max(torch.tensor([number, -number], device=device), dist.group.WORLD).tolist()
     if highest != -lowest:
         raise ValueError(
-            f"--load {args.load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder that "
-            "all machines share"
+            f"--load {args.load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
+            "that all machines share"
         )
     return found
 
@@ -147,6 +146,20 @@ def _reason(error: BaseException) -> str:
     """The first failure of any rank, as one line."""
     causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
     return " ".join(str((causes or [error])[0]).split())
+
+
+@contextmanager
+def _results_in_this_process() -> Iterator[None]:
+    """A plain queue for the results of a synchronous save.
+
+    Megatron starts a manager process for them, which imports everything anew and outlives a rank that is killed.
+    """
+    # The second name is that of megatron-core 0.17 and later.
+    names = [
+        name for name in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, name)
+    ]
+    with mock.patch.object(filesystem_async, names[0], lambda *_: queue.Queue()):
+        yield
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
