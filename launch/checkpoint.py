@@ -158,7 +158,7 @@ def _results_in_this_process() -> Iterator[None]:
     names = [
         name for name in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, name)
     ]
-    with mock.patch.object(filesystem_async, names[0], lambda *_: queue.Queue()):
+    with mock.patch.object(filesystem_async, names[0], return_value=queue.Queue()):
         yield
 
 
