@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
---lr-decay-iters 6""".split()
+--grpo-iterations 1 --lr-decay-iters 6""".split()
 PARALLEL = {
     1: ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"],
     2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"],
