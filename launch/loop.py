@@ -100,7 +100,7 @@ def _rollout_steps(
         metrics = trainer.update(prepared, update % mini_batches)
         lap("update")
         if update == 0:
-            metrics["perf/tokens_per_second"] = common["rollout/tokens"] / (time.monotonic() - begun)
+            times["perf/tokens_per_second"] = common["rollout/tokens"] / (time.monotonic() - begun)
         yield common | metrics | times
 
 

@@ -12,32 +12,30 @@ def count_up():
 
 
 @pytest.mark.parametrize(
-    ("digit", "response", "reward"),
+    ("answer", "response", "reward"),
     [
-        ("4", "56789", 1.0),
-        ("9", "", 1.0),
-        ("0", "123456789", 1.0),
-        ("4", "", 0.0),
-        ("4", "5678", 4 / 6),
-        ("4", "567890", 5 / 7),
-        ("4", "56780", 4 / 6),
-        ("4", "9", 1 / 6),  # the end after a 9
-        ("4", "789", 3 / 6),  # two steps and the end
-        ("9", "0", 0.0),
-        ("7", "8901234567", 2 / 11),
-        ("7", "x9", 1 / 3),
+        ("56789", "56789", 1.0),
+        ("", "", 1.0),
+        ("56789", "", 0.0),
+        ("56789", "5678", 4 / 6),
+        ("56789", "567890", 5 / 6),
+        ("56789", "56780", 4 / 6),
+        ("56789", "9", 0.0),
+        ("56789", "66789", 0.0),
+        ("", "0", 0.0),
+        ("89", "8901234567", 2 / 3),
+        ("89", "8x", 1 / 3),
     ],
 )
-def test_count_up_rewards_right_places(count_up, digit, response, reward):
-    assert count_up.reward(Problem("3" + digit, digit), response) == pytest.approx(reward)
+def test_count_up_rewards_what_is_right_up_to_the_first_mistake(count_up, answer, response, reward):
+    assert count_up.reward(Problem("37", answer), response) == pytest.approx(reward)
 
 
-def test_only_the_right_answer_earns_everything(count_up):
-    for problem in count_up.problems(0, 50):
-        right = "0123456789"[int(problem.data) + 1 :]
-        assert count_up.reward(problem, right) == 1
-        for wrong in (right + "9", right[:-1], right + "0", "1" + right):
-            assert wrong == right or count_up.reward(problem, wrong) < 1
+def test_the_answers_count_up_to_nine(count_up):
+    problems = count_up.problems(0, 50)
+    assert {len(problem.data) for problem in problems} == set(range(10))
+    for problem in problems:
+        assert problem.prompt[-1] + problem.data == "0123456789"[-len(problem.data) - 1 :]
 
 
 @pytest.mark.parametrize("name", ["count_up", "reasoning_gym:chain_sum"])

@@ -14,9 +14,8 @@ DIGITS = "0123456789"
 class CountUp:
     """The digits that follow the last one of the prompt, up to 9, and then the end; lengths differ by problem.
 
-    The reward is the share of places that are right, where a digit is right if it follows the one before it and the
-    end is right after a 9. Each place earns its part, so that learning starts at the first step, and only the one right
-    answer earns 1.
+    The reward is the share of the answer, its end included, that is right up to the first mistake. The first place
+    earns its part by itself, so that learning starts at the first step, and only the right answer earns 1.
     """
 
     def __init__(self, variant: str, seed: int) -> None:
@@ -27,18 +26,14 @@ class CountUp:
         self.max_response_length = len(DIGITS)
 
     def problems(self, start: int, count: int) -> list[Problem]:
-        """Two random digits; the data is the last one."""
+        """Two random digits; the data is the right answer."""
         return [self._problem(number) for number in range(start, start + count)]
 
     def reward(self, problem: Problem, response: str) -> float:
-        """Share of places (digits and the end) that are right, of those given or those wanted, whichever are more."""
-        wanted = len(DIGITS) - 1 - int(problem.data)
-        written = problem.data + response
-        steps = zip(written[:wanted], response[:wanted], strict=False)
-        right = sum(DIGITS.find(digit) == DIGITS.find(last) + 1 > 0 for last, digit in steps)
-        ended = written[-1] == "9" and len(response) < self.max_response_length
-        return (right + ended) / (max(wanted, len(response)) + 1)
+        """Share of the answer's places (digits and the end) before the first mistake."""
+        right = sum(response.startswith(problem.data[:length]) for length in range(1, len(problem.data) + 1))
+        return (right + (response == problem.data)) / (len(problem.data) + 1)
 
     def _problem(self, number: int) -> Problem:
         digits = random.Random(f"{self.seed}/{number}").choices(DIGITS, k=2)
-        return Problem("".join(digits), digits[-1])
+        return Problem("".join(digits), DIGITS[int(digits[-1]) + 1 :])
