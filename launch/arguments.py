@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rc.arguments import add_rollout_correction_args
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, require
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -112,6 +112,7 @@ def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
+    require("yaml", "--config", "launch")
     import yaml
 
     class Loader(yaml.BaseLoader):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_rc.arguments import rollout_correction_config_from_args
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks import Task, make_task
 from megatron_rc.launch.weights import find_family
 from megatron_rc.losses import PolicyLossConfig
@@ -42,6 +42,8 @@ def validate_args(args: argparse.Namespace, world_size: int) -> Task:
     Raises:
         ConfigurationError: one sentence: the flag, its value and the remedy.
     """
+    for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
+        require(module, "training", "launch")
     _check_numbers(args)
     _fill_defaults(args)
     _check_parallelism(args, world_size)
@@ -228,22 +230,11 @@ def _check_environment(args: argparse.Namespace) -> None:
     if args.transformer_impl == "transformer_engine":
         if args.on_cpu:
             raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
-        _needs("transformer_engine", "--transformer-impl transformer_engine", "gpu")
+        require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
     if args.wandb_exp_name and not args.wandb_project:
         raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
     if args.wandb_project:
-        _needs("wandb", "--wandb-project", "wandb")
-    for module in ("megatron.core", "transformers", "tensorboard", "matplotlib", "tqdm"):
-        _needs(module, "training", "launch")
-
-
-def _needs(module: str, user: str, extra: str) -> None:
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise ConfigurationError(f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'")
+        require("wandb", "--wandb-project", "wandb")
 
 
 def _check_task(args: argparse.Namespace) -> Task:

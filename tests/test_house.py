@@ -106,6 +106,23 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     assert all(path.startswith(site) for path in output)
 
 
+def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
+    """Flags are read with the standard library; the first package that is missing is named with its extra."""
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "lacking = ('megatron.core', 'transformers', 'tokenizers')\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in lacking else find(name, *rest)\n"
+        "sys.modules.update({name: None for name in lacking})\n"
+        "from megatron_rc.launch.__main__ import main\n"
+        "main(['--config', 'count_up'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    needs = "training needs megatron.core, which is not installed: pip install 'megatron-rc[launch]'"
+    assert done.stderr == f"error: {needs}\n"
+
+
 def test_torch_is_the_only_hard_dependency(wheel):
     listing = run(sys.executable, "-m", "zipfile", "-e", str(wheel), str(wheel.parent / "content"))
     assert listing.returncode == 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rc.launch.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

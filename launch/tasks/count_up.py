@@ -31,8 +31,9 @@ class CountUp:
 
     def reward(self, problem: Problem, response: str) -> float:
         """Share of the answer's places (digits and the end) before the first mistake."""
-        right = sum(response.startswith(problem.data[:length]) for length in range(1, len(problem.data) + 1))
-        return (right + (response == problem.data)) / (len(problem.data) + 1)
+        answer: str = problem.data
+        right = sum(response.startswith(answer[:length]) for length in range(1, len(answer) + 1))
+        return (right + (response == answer)) / (len(answer) + 1)
 
     def _problem(self, number: int) -> Problem:
         digits = random.Random(f"{self.seed}/{number}").choices(DIGITS, k=2)

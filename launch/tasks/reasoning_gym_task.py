@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import string
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks import Problem
 from megatron_rc.launch.tasks.characters import character_tokenizer
 
@@ -18,8 +17,7 @@ class ReasoningGym:
     max_response_length = 32
 
     def __init__(self, variant: str, seed: int) -> None:
-        if importlib.util.find_spec("reasoning_gym") is None:
-            raise ConfigurationError("--task reasoning_gym needs reasoning_gym: pip install 'megatron-rc[launch]'")
+        require("reasoning_gym", f"--task reasoning_gym:{variant}", "launch")
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
