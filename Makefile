@@ -38,7 +38,9 @@ clean:
 # torch goes first and pinned: anything else that wants it would bring another build.
 $(INSTALLED): setup.py constraints.txt
 	@echo "== virtual environment in $(VENV), with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install -y python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "No virtual environment: apt-get install -y python3-venv, or name a Python 3.10 to 3.13 with PYTHON=..."; \
+		exit 1; }
 	@echo "== PyTorch"
 	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== everything else"
