@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -56,7 +57,9 @@ class Reporter:
         self.board = SummaryWriter(str(board / time.strftime("%Y%m%d-%H%M%S")), purge_step=iteration + 1)
         self.wandb = self._start_wandb()
         terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=args.train_iters, initial=iteration, unit="step", disable=not terminal, smoothing=0.1)
+        # A terminal that does not know its width would get an empty bar.
+        width = shutil.get_terminal_size((100, 24)).columns
+        self.bar = tqdm(total=args.train_iters, initial=iteration, unit="step", disable=not terminal, ncols=width)
         self.started = self.last_line = time.monotonic()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
