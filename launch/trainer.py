@@ -15,7 +15,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rc.batch import RolloutBatch
-from megatron_rc.correction import CorrectionResult, PlanInputs, RolloutCorrection
+from megatron_rc.correction import RolloutCorrection
+from megatron_rc.inputs import PlanInputs
 from megatron_rc.launch.advantages import group_advantages
 from megatron_rc.launch.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rc.launch.distributed import AgreedError
@@ -24,6 +25,7 @@ from megatron_rc.losses import STATISTICS, kl_penalty, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout, vocab_parallel_log_probs_and_entropy
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.result import CorrectionResult
 from megatron_rc.schedule import LossScale, schedule_return
 
 
@@ -89,7 +91,7 @@ class Trainer:
         self.model = wrap_chunks(args, chunks)
         self.optimizer, self.scheduler = build_optimizer(args, self.model)
         self.reference = self._build_reference() if args.loss.kl_coef else []
-        self.correction = RolloutCorrection(args.correction, groups)
+        self.correction = RolloutCorrection(args.correction, groups, loss=args.loss)
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped = 0, 0
         if args.load:
@@ -122,10 +124,20 @@ class Trainer:
                 rollout_log_probs=local.rollout_log_probs,
                 response_mask=local.response_mask,
                 layout=self._layout(rows, local.tokens.shape[1]),
+                advantages=local.advantages,
+                rewards=batch.rewards,
+                group_ids=batch.group_ids,
                 sequence_ids=batch.sample_ids,
                 mini_batch_ids=torch.arange(rows, device=self.device) // per_rank,
             )
-        plan = self.correction.plan(inputs, num_mini_batches=rows // per_rank, device=self.device)
+        plan = self.correction.plan(
+            inputs,
+            num_mini_batches=rows // per_rank,
+            num_groups=self.args.grpo_prompts_per_step,
+            device=self.device,
+        )
+        if not isinstance(plan, CorrectionResult) or isinstance(plan.mask, list) or isinstance(plan.weights, list):
+            raise TypeError("the trainer corrects a whole rollout batch at once, in decoupled mode")
         plan.check()
         local = dataclasses.replace(local, old_log_probs=old, ref_log_probs=ref, weights=plan.weights, mask=plan.mask)
         return PreparedBatch(local, plan)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_rc.arguments import rollout_correction_config_from_args
+from megatron_rc.arguments import policy_loss_config_from_args, rollout_correction_config_from_args
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks import Task, make_task
 from megatron_rc.launch.weights import find_family
-from megatron_rc.losses import PolicyLossConfig
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
 _POSITIVE = (
@@ -53,15 +52,14 @@ def validate_args(args: argparse.Namespace, world_size: int) -> Task:
     _check_environment(args)
     try:
         args.correction = rollout_correction_config_from_args(args)
-        args.loss = PolicyLossConfig(
-            clip_low=args.grpo_clamp_eps_lower,
-            clip_high=args.grpo_clamp_eps_upper,
-            dual_clip=args.ppo_dual_clip,
-            kl_coef=args.grpo_kl_beta,
-            entropy_coef=args.grpo_entropy_term_weight,
-        )
+        args.loss = policy_loss_config_from_args(args)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    if args.correction.bypass_mode:
+        raise ConfigurationError(
+            "--bypass-mode is not run by this launcher yet: use a decoupled preset, or RolloutCorrection.in_loss in a "
+            "trainer of your own"
+        )
     task = _check_task(args)
     _check_folders(args)
     return task

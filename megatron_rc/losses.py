@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
+ALGORITHMS = ("ppo_clip", "reinforce")
+AGGREGATIONS = (*("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),)
 STATISTICS = ("tokens", "log_ratio", "clipped_low", "clipped_high", "dual_clipped", "entropy", "kl")
 
 
@@ -16,6 +18,11 @@ class PolicyLossConfig:
     """What the objective is.
 
     Attributes:
+        algorithm: ``ppo_clip`` or ``reinforce``; None: ``ppo_clip``, or in bypass mode what the correction's
+            ``loss_type`` names.
+        aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
+            ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
+        loss_scale_factor: what ``token-sum`` and ``seq-mean-token-sum-norm`` divide by; needed there, and only there.
         clip_low: PPO clips the ratio below 1 - this.
         clip_high: PPO clips the ratio above 1 + this.
         dual_clip: c > 1: the loss of a token with A < 0 is at most c·|A|; None: no such cap.
@@ -26,13 +33,28 @@ class PolicyLossConfig:
         ValueError: at construction: names the field and the value.
     """
 
+    algorithm: str | None = None
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    aggregation: str = "token-mean"
+    loss_scale_factor: float | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.algorithm not in (None, *ALGORITHMS):
+            raise ValueError(f"algorithm={self.algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation={self.aggregation!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
+        scaled = self.aggregation in ("token-sum", "seq-mean-token-sum-norm")
+        if scaled != (self.loss_scale_factor is not None):
+            raise ValueError(
+                f"loss_scale_factor={self.loss_scale_factor} with aggregation={self.aggregation!r}: token-sum and "
+                "seq-mean-token-sum-norm need it, the others do not use it"
+            )
+        if self.loss_scale_factor is not None and not 0 < self.loss_scale_factor < torch.inf:
+            raise ValueError(f"loss_scale_factor={self.loss_scale_factor} must be positive and finite")
         if not 0 <= self.clip_low < 1:
             raise ValueError(f"clip_low={self.clip_low} (--grpo-clamp-eps-lower) must lie in [0, 1)")
         if not 0 <= self.clip_high < torch.inf:

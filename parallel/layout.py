@@ -1,12 +1,13 @@
 """Which tokens of which sequence a local shard holds.
 
 A local shard is a flat run of tokens with the sequence each belongs to. Padded batches, packed batches, zigzag and
-contiguous context parallelism differ only in how that shard was cut, so only this module knows about them.
+contiguous context parallelism differ only in how that shard was cut, so only this module and :mod:`.blocks` know about
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +15,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megatron_rc.parallel.blocks import Block, cut_packed, cut_padded
 
 Split = Literal["zigzag", "contiguous"]
 
@@ -97,11 +100,12 @@ class SequenceLayout:
         Raises:
             ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
         """
-        bounds = [int(bound) for bound in local_cu_seqlens]
+        given = local_cu_seqlens.tolist() if isinstance(local_cu_seqlens, Tensor) else local_cu_seqlens
+        bounds = [int(bound) for bound in given]
         local = [after - before for before, after in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
-        for length in local:
+        for length in set(local):
             shard_positions(length * cp_size, cp_rank, cp_size, split)
         return cls(tuple(length * cp_size for length in local), (bounds[-1],), cp_rank, cp_size, split)
 
@@ -113,8 +117,7 @@ class SequenceLayout:
     @cached_property
     def sequence_index(self) -> Tensor:
         """The sequence that each local token belongs to: int64, flat ``[t/cp]``, on the CPU."""
-        local = torch.tensor([length // self.cp_size for length in self.full_lengths], dtype=torch.int64)
-        return torch.repeat_interleave(torch.arange(self.num_sequences), local)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.local_lengths)
 
     def positions(self) -> Tensor:
         """Position of each local token in its whole sequence: int64, of the local shape, on the CPU."""
@@ -176,6 +179,50 @@ class SequenceLayout:
         if per_sequence.shape != (self.num_sequences,):
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         return per_sequence[self.sequence_index.to(per_sequence.device)].view(self.shape)
+
+    def blocks(self, num_tokens: int, device: torch.device) -> Iterator[Block]:
+        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty."""
+        if len(self.shape) == 2:
+            return cut_padded(self.shape, num_tokens)
+        return cut_packed([length // self.cp_size for length in self.full_lengths], num_tokens, device)
+
+    def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
+        """Positions in their whole sequences of some local tokens.
+
+        Args:
+            sequences: [k] int64, the sequence of each.
+            offsets: [k] int64, its place among the sequence's local tokens, counted from 0.
+
+        Returns:
+            [k], int64.
+        """
+        local = self.local_lengths.to(sequences.device)[sequences]
+        if self.cp_size == 1 or self.split == "contiguous":
+            return offsets + local * self.cp_rank
+        chunk = local // 2
+        second = offsets >= chunk
+        return offsets + chunk * torch.where(second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
+
+    def neighbours(self, limit: int) -> Tensor:
+        """Flat local indices i, at most about ``limit`` and evenly spread, such that i + 1 holds the next position.
+
+        Returns:
+            [k], int64, on the CPU.
+        """
+        total = int(self.local_lengths.sum())
+        index = torch.arange(0, max(total - 1, 0), max(1, total // limit))
+        ends = self.local_lengths.cumsum(0)
+        sequence = torch.searchsorted(ends, index, right=True)
+        offset, length = index - (ends - self.local_lengths)[sequence], self.local_lengths[sequence]
+        keep = offset + 1 < length
+        if self.cp_size > 1 and self.split == "zigzag":
+            keep &= offset + 1 != length // 2
+        return index[keep]
+
+    @cached_property
+    def local_lengths(self) -> Tensor:
+        """Local tokens of each sequence: [n], int64, on the CPU."""
+        return torch.tensor([length // self.cp_size for length in self.full_lengths], dtype=torch.int64)
 
     @property
     def _full_shape(self) -> tuple[int, ...]:

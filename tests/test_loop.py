@@ -196,7 +196,9 @@ def train_on_rejected(words):
     state = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
     moments = [t.clone() for t in tensors_of(trainer.optimizer.state_dict())]
     rate = trainer.optimizer.param_groups[0]["lr"]
-    trainer.correction = type(trainer.correction)(reject_all(trainer.args.correction), trainer.groups)
+    trainer.correction = type(trainer.correction)(
+        reject_all(trainer.args.correction), trainer.groups, loss=trainer.args.loss
+    )
     prepared = trainer.prepare(recorded_batch(1))
     metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
     after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]

@@ -1,0 +1,187 @@
+"""The straightforward correction that a benchmark compares with: full ``[b, s]`` tensors, every metric by itself.
+
+One process holds whole sequences. Weights, then one k1 criterion with bounds on ρ = π_train / π_rollout, then the
+metrics that verl reports for the two, each computed from full tensors with its own masked mean and brought to the host
+by itself. Names and definitions are those of ``docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+EXP_LIMIT = 20.0
+Metrics = dict[str, float]
+
+
+def correct(
+    train: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    *,
+    level: str = "token",
+    upper: float = 2.0,
+    rs: str = "token_k1",
+    lower_rs: float = 0.5,
+    upper_rs: float = 2.0,
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Truncated weights, the accepted mask and all metrics of one batch.
+
+    Args:
+        train: log π_train, [b, s] float32.
+        rollout: log π_rollout, [b, s] float32.
+        mask: [b, s] bool, True where a token counts; at least one does. The log-probs are finite everywhere.
+        level: of the weights: ``token`` or ``sequence``.
+        upper: the weights are truncated here.
+        rs: ``token_k1``, ``seq_sum_k1`` or ``seq_mean_k1``.
+        lower_rs: the criterion accepts ρ from here
+        upper_rs: to here.
+
+    Returns:
+        [b, s] weights, [b, s] bool accepted mask, metrics by name without a prefix.
+    """
+    log_ratio = train - rollout
+    weights, metrics = importance_weights(log_ratio, mask, level, upper)
+    accepted, rejection = rejection_mask(log_ratio, mask, rs, lower_rs, upper_rs)
+    return weights, accepted, metrics | rejection | policy_metrics(train, rollout, mask)
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum where the mask is True."""
+    return torch.where(mask, values, 0.0).sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean where the mask is True; 0 for a row without any."""
+    return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
+
+
+def share(condition: Tensor, mask: Tensor) -> float:
+    """Share of the masked entries for which the condition holds."""
+    return masked_mean(condition.float(), mask).item()
+
+
+def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, upper: float) -> tuple[Tensor, Metrics]:
+    """Truncated weights, 0 where masked, and their metrics."""
+    log_weight = log_ratio if level == "token" else masked_sum(log_ratio, mask, -1).unsqueeze(-1)
+    raw = torch.exp(log_weight.clamp(-EXP_LIMIT, EXP_LIMIT)).expand_as(log_ratio)
+    raw = torch.where(mask, raw, 0.0)
+    weights = raw.clamp(max=upper)
+    metrics = weight_metrics(log_weight, weights, mask, level, upper)
+    return weights, metrics | sequence_weight_metrics(raw, weights, mask, upper)
+
+
+def weight_metrics(log_weight: Tensor, weights: Tensor, mask: Tensor, level: str, upper: float) -> Metrics:
+    """Of the weights over tokens; extremes and shares over sequences at the sequence level."""
+    metrics = {"rollout_is_mean": masked_mean(weights, mask).item()}
+    high, low = math.log(upper), -math.log(upper)
+    if level == "token":
+        metrics["rollout_is_max"] = weights.masked_fill(~mask, -math.inf).max().item()
+        metrics["rollout_is_min"] = weights.masked_fill(~mask, math.inf).min().item()
+        metrics["rollout_is_ratio_fraction_high"] = share(log_weight > high, mask)
+        metrics["rollout_is_ratio_fraction_low"] = share(log_weight < low, mask)
+    else:
+        log_weight = log_weight[mask.any(-1)]
+        metrics["rollout_is_max"] = torch.exp(log_weight.max().clamp(max=EXP_LIMIT)).item()
+        metrics["rollout_is_min"] = torch.exp(log_weight.min().clamp(min=-EXP_LIMIT)).item()
+        metrics["rollout_is_ratio_fraction_high"] = (log_weight > high).float().mean().item()
+        metrics["rollout_is_ratio_fraction_low"] = (log_weight < low).float().mean().item()
+    variance = masked_mean(weights.square(), mask) - masked_mean(weights, mask).square()
+    metrics["rollout_is_std"] = variance.clamp(min=0).sqrt().item()
+    relative = weights / masked_mean(weights, mask)
+    metrics["rollout_is_eff_sample_size"] = 1 / masked_mean(relative.square(), mask).item()
+    return metrics
+
+
+def sequence_weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor, upper: float) -> Metrics:
+    """Of each sequence's mean weight."""
+    valid = mask.any(-1)
+    means, untruncated = masked_mean(weights, mask, -1)[valid], masked_mean(raw, mask, -1)[valid]
+    return {
+        "rollout_is_seq_mean": means.mean().item(),
+        "rollout_is_seq_std": sample_std(means),
+        "rollout_is_seq_max": means.max().item(),
+        "rollout_is_seq_min": means.min().item(),
+        "rollout_is_seq_max_deviation": (means - 1).abs().max().item(),
+        "rollout_is_seq_fraction_high": (untruncated > upper).float().mean().item(),
+        "rollout_is_seq_fraction_low": (untruncated < 1 / upper).float().mean().item(),
+    }
+
+
+def sample_std(values: Tensor) -> float:
+    """Standard deviation with n - 1; 0 for a single value."""
+    return values.std().item() if values.numel() > 1 else 0.0
+
+
+def rejection_mask(log_ratio: Tensor, mask: Tensor, rs: str, lower: float, upper: float) -> tuple[Tensor, Metrics]:
+    """The accepted tokens and the metrics of the criterion, whose statistic is -log ρ."""
+    k1 = -log_ratio
+    if rs == "token_k1":
+        statistic, sequences = k1, masked_mean(k1, mask, -1)
+    else:
+        sequences = (masked_sum if rs == "seq_sum_k1" else masked_mean)(k1, mask, -1)
+        statistic = sequences.unsqueeze(-1).expand_as(mask)
+    low, high = -math.log(upper), -math.log(lower)
+    kept = (statistic >= low) & (statistic <= high)
+    accepted = mask & kept
+    prefix = f"rollout_rs_{rs}_"
+    metrics = statistic_metrics(prefix, statistic, sequences, mask, low, high)
+    valid, lost = mask.any(-1), (mask & ~kept).any(-1)
+    metrics[f"{prefix}masked_fraction"] = share(~kept, mask)
+    metrics[f"{prefix}seq_masked_fraction"] = share(lost, valid)
+    metrics["rollout_rs_masked_fraction"] = share(~accepted, mask)
+    metrics["rollout_rs_seq_masked_fraction"] = share((mask & ~accepted).any(-1), valid)
+    return accepted, metrics
+
+
+def statistic_metrics(
+    prefix: str, statistic: Tensor, sequences: Tensor, mask: Tensor, low: float, high: float
+) -> Metrics:
+    """Of the statistic over tokens and over sequences."""
+    units, counted = (statistic, mask) if "token" in prefix else (sequences, mask.any(-1))
+    sequences = sequences[mask.any(-1)]
+    clamped = statistic.clamp(low, high)
+    variance = masked_mean(clamped.square(), mask) - masked_mean(clamped, mask).square()
+    metrics = {
+        "mean": masked_mean(statistic, mask).item(),
+        "max": units.masked_fill(~counted, -math.inf).max().item(),
+        "min": units.masked_fill(~counted, math.inf).min().item(),
+        "fraction_high": share(units > high, counted),
+        "fraction_low": share(units < low, counted),
+        "std": variance.clamp(min=0).sqrt().item(),
+        "seq_mean": sequences.mean().item(),
+        "seq_std": sample_std(sequences),
+        "seq_max": sequences.max().item(),
+        "seq_min": sequences.min().item(),
+        "seq_max_deviation": sequences.abs().max().item(),
+        "seq_fraction_high": (sequences > high).float().mean().item(),
+        "seq_fraction_low": (sequences < low).float().mean().item(),
+    }
+    return {prefix + name: value for name, value in metrics.items()}
+
+
+def policy_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
+    """How far the two policies are apart."""
+    valid = mask.any(-1)
+    log_ratio = train - rollout
+    train_mean, rollout_mean = masked_mean(train, mask, -1)[valid], masked_mean(rollout, mask, -1)[valid]
+    difference = rollout_mean - train_mean
+    total = masked_sum(log_ratio, mask, -1)[valid].clamp(-EXP_LIMIT, EXP_LIMIT)
+    ratio = torch.exp(log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))
+    return {
+        "kl": masked_mean(rollout - train, mask).item(),
+        "k3_kl": masked_mean(torch.exp(log_ratio.clamp(max=EXP_LIMIT)) - 1 - log_ratio, mask).item(),
+        "training_ppl": torch.exp(-train_mean).mean().item(),
+        "training_log_ppl": (-train_mean).mean().item(),
+        "rollout_ppl": torch.exp(-rollout_mean).mean().item(),
+        "rollout_log_ppl": (-rollout_mean).mean().item(),
+        "log_ppl_diff": difference.mean().item(),
+        "log_ppl_abs_diff": difference.abs().mean().item(),
+        "log_ppl_diff_max": difference.max().item(),
+        "log_ppl_diff_min": difference.min().item(),
+        "ppl_ratio": torch.exp(difference).mean().item(),
+        "chi2_token": masked_mean(ratio.square(), mask).item() - 1,
+        "chi2_seq": torch.exp(2 * total).mean().item() - 1,
+    }

@@ -1,0 +1,72 @@
+"""The first log-prob that cannot be used, found without looking at the host, and named alike on every rank.
+
+A token's key is id · 2³² + 2 · position + policy, exact in float64 with ids below 2²¹; the smallest key of all ranks
+wins. Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper
+bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.inputs import MAX_SEQUENCE_ID, Part, Shards
+from megatron_rc.statistics import is_log_prob
+
+_STRIDE = 2**32
+_LOCAL_IDS = 2**11  # sequences that a rank can tell apart where none has an id
+
+
+def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
+    """The smallest key of an unusable token on this rank, 0-D float64; +inf without one.
+
+    Args:
+        shards: the local tokens.
+        bad: [n] float64, unusable tokens of each whole sequence, equal on all ranks of ``cp``: they look into the same
+            one.
+    """
+    ids = shards.sequence_ids
+    if shards.default_ids:
+        ids = (shards.rank * _LOCAL_IDS + ids.clamp(max=_LOCAL_IDS - 1)).clamp(max=MAX_SEQUENCE_ID - 1)
+    keys = [torch.full((1,), torch.inf, dtype=torch.float64, device=shards.device)]
+    for part in shards.parts:
+        count = part.layout.num_sequences
+        if not count or not part.mask.numel():
+            continue
+        here = slice(part.first, part.first + count)
+        chosen = torch.where(bad[here] > 0, ids[here].double(), torch.inf).argmin().view(1)
+        keys.append(_first_of_sequence(part, chosen) + ids[here][chosen].double() * _STRIDE)
+    return torch.cat(keys).amin()
+
+
+def _first_of_sequence(part: Part, sequence: Tensor) -> Tensor:
+    """[1] float64: 2 · position + policy of the first unusable local token of one sequence; +inf without one."""
+    layout, device = part.layout, part.mask.device
+    lengths = layout.local_lengths.to(device)
+    offsets = torch.arange(int(layout.local_lengths.max()), device=device)
+    inside = offsets < lengths[sequence]
+    index = (lengths.cumsum(0) - lengths)[sequence] + offsets.minimum(lengths[sequence] - 1).clamp(min=0)
+    if part.mask.dim() == 2:
+        mask, train, rollout = (tensor[sequence].view(-1) for tensor in (part.mask, part.train, part.rollout))
+    else:
+        index = index.clamp(max=len(part.mask) - 1)
+        mask, train, rollout = (tensor[index] for tensor in (part.mask, part.train, part.rollout))
+    bad_train = ~is_log_prob(train.detach())
+    bad = inside & mask & (bad_train | ~is_log_prob(rollout.detach()))
+    position = layout.position_of(sequence.expand_as(offsets), offsets)
+    key = 2.0 * position + (~bad_train).double()
+    return torch.where(bad, key, torch.inf).amin().view(1)
+
+
+def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
+    """One sentence for the error: which token, and what to do."""
+    sample, rest = divmod(int(key), _STRIDE)
+    position, policy = divmod(rest, 2)
+    where = f"sample {sample}"
+    if default_ids:
+        rank, index = divmod(sample, _LOCAL_IDS)
+        where = f"sample {index} of data-parallel rank {rank} (no sequence_ids given)"
+    return (
+        f"the {('training', 'rollout')[policy]} log-prob of {where}, position {position} is NaN, infinite or positive "
+        f"({count:.0f} such tokens in the batch): repair the log-probs, mask these tokens, or set bad_log_probs"
+    )

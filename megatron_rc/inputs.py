@@ -1,0 +1,350 @@
+"""What the correction is given: checked, with its defaults, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.layout import SequenceLayout
+
+T = TypeVar("T")
+Tensors = Tensor | Sequence[Tensor]
+Layouts = SequenceLayout | Sequence[SequenceLayout]
+MAX_SEQUENCE_ID = 2**21  # with a position below 2³² a key is exact in float64
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """One rank's part of a rollout batch: one tensor each, or lists with one a micro-batch.
+
+    Attributes:
+        train_log_probs: log π_old, the layout's local shape, nats. None in bypass mode, where π_θ comes later.
+        rollout_log_probs: log π_rollout of the same tokens, of the same shape.
+        response_mask: bool, True where a token was sampled and trains.
+        layout: which tokens these are. Default: ``[b, s]``, whole sequences.
+        advantages: [n], or like the log-probs; ``opsm`` needs them.
+        rewards: [n]; rejected shares are reported by their sign.
+        group_ids: [n] int64 in [0, num_groups): the prompt of each sequence; group criteria need them.
+        sequence_ids: [n] int64, unique over DP, below 2²¹; error messages name them. Default: the local index.
+        policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled.
+        mini_batch_ids: [n] int64 in [0, num_mini_batches): the optimizer step that uses each sequence. Default: 0.
+    """
+
+    train_log_probs: Tensors | None
+    rollout_log_probs: Tensors
+    response_mask: Tensors
+    layout: Layouts | None = None
+    advantages: Tensors | None = None
+    rewards: Tensors | None = None
+    group_ids: Tensors | None = None
+    sequence_ids: Tensors | None = None
+    policy_versions: Tensors | None = None
+    mini_batch_ids: Tensors | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is equal on every rank, so that no shape depends on data."""
+
+    num_mini_batches: int = 1
+    num_groups: int | None = None
+    current_version: int | None = None
+    max_staleness: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch: per-token tensors of its layout's local shape; ``first`` is its first sequence's index."""
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    layout: SequenceLayout
+    first: int
+    advantages: Tensor | None
+    versions: Tensor | None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The checked input of one rank; per-sequence tensors are [n] over all micro-batches, on the tokens' device.
+
+    Attributes:
+        parts: the micro-batches.
+        is_list: the caller gave lists, and gets lists back.
+        sizes: what every rank agrees on.
+        dtype: of the arithmetic and the weights.
+        sequence_ids: int64.
+        mini_batch_ids: int64.
+        group_ids: int64, or None.
+        advantages: one a sequence, or None (also where they are per token).
+        rewards: or None.
+        versions: one a sequence, or None (also where they are per token).
+        rank: of this process among those that hold other sequences.
+        default_ids: the caller gave no sequence ids.
+        bad: 0-D counts, by what is wrong, of side inputs out of their range; those are clamped into it.
+    """
+
+    parts: tuple[Part, ...]
+    is_list: bool
+    sizes: Sizes
+    dtype: torch.dtype
+    sequence_ids: Tensor
+    mini_batch_ids: Tensor
+    group_ids: Tensor | None
+    advantages: Tensor | None
+    rewards: Tensor | None
+    versions: Tensor | None
+    rank: int = 0
+    default_ids: bool = False
+    bad: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all micro-batches."""
+        return len(self.sequence_ids)
+
+    @property
+    def is_first_cp_rank(self) -> bool:
+        """True on the rank of each CP group that counts whole sequences."""
+        return self.parts[0].layout.cp_rank == 0
+
+    def checked(self, device: torch.device) -> Shards:
+        """The same on a device, with what is out of range counted and clamped."""
+        limits = {
+            "sequence_ids": (0, MAX_SEQUENCE_ID - 1),
+            "mini_batch_ids": (0, self.sizes.num_mini_batches - 1),
+            "group_ids": (0, (self.sizes.num_groups or 1) - 1),
+            "policy_versions": (None, self.sizes.current_version),
+        }
+        given = {name: getattr(self, name.replace("policy_", "")) for name in limits}
+        moved, bad = {}, {}
+        for name, (lower, upper) in limits.items():
+            value = given[name]
+            bad[f"bad_{name}"] = torch.zeros((), dtype=torch.float64, device=device)
+            if value is not None:
+                moved[name.replace("policy_", "")] = clamped = value.to(device).clamp(lower, upper)
+                bad[f"bad_{name}"] = (clamped != value.to(device)).sum().double()
+        for name in ("advantages", "rewards"):
+            value = getattr(self, name)
+            bad[f"bad_{name}"] = torch.zeros((), dtype=torch.float64, device=device)
+            if value is not None:
+                moved[name] = value.to(device)
+                bad[f"bad_{name}"] = (~moved[name].isfinite()).sum().double()
+        bad["default_ids"] = torch.full((), float(self.default_ids), dtype=torch.float64, device=device)
+        return dataclasses.replace(self, **moved, bad=bad)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.parts[0].mask.device
+
+
+def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> Shards:
+    """Check shapes, dtypes and counts, and fill in the defaults.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
+            only.
+    """
+    _check_sizes(inputs, sizes)
+    is_list = not isinstance(inputs.response_mask, Tensor)
+    masks: list[Tensor] = _listed("response_mask", inputs.response_mask, is_list, None)
+    if not masks:
+        raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
+    if inputs.train_log_probs is None:
+        raise ValueError("train_log_probs are missing: the correction compares them with rollout_log_probs")
+    train = _listed("train_log_probs", inputs.train_log_probs, is_list, len(masks))
+    rollout = _listed("rollout_log_probs", inputs.rollout_log_probs, is_list, len(masks))
+    layouts = _layouts(inputs.layout, masks, is_list, groups)
+    for tensors in zip(masks, layouts, train, rollout, strict=True):
+        _check_tokens(*tensors, group_size(groups.cp))
+    num = [layout.num_sequences for layout in layouts]
+    firsts = list(accumulate([0, *num[:-1]]))
+    advantages, token_advantages = _sides("advantages", inputs.advantages, is_list, layouts, floating=True)
+    versions, token_versions = _sides("policy_versions", inputs.policy_versions, is_list, layouts)
+    parts = [
+        Part(*fields)
+        for fields in zip(train, rollout, masks, layouts, firsts, token_advantages, token_versions, strict=True)
+    ]
+    dtypes = [tensor.dtype for tensor in (*train, *rollout)]
+    ids = _per_sequence("sequence_ids", inputs.sequence_ids, is_list, num)
+    mini_batches = _per_sequence("mini_batch_ids", inputs.mini_batch_ids, is_list, num)
+    return Shards(
+        parts=tuple(parts),
+        is_list=is_list,
+        sizes=sizes,
+        dtype=functools.reduce(torch.promote_types, dtypes, torch.float32),
+        sequence_ids=torch.arange(sum(num)) if ids is None else ids,
+        mini_batch_ids=torch.zeros(sum(num), dtype=torch.int64) if mini_batches is None else mini_batches,
+        group_ids=_per_sequence("group_ids", inputs.group_ids, is_list, num),
+        advantages=advantages,
+        rewards=_per_sequence("rewards", inputs.rewards, is_list, num, floating=True),
+        versions=versions,
+        rank=group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
+        default_ids=ids is None,
+    ).checked(masks[0].device)
+
+
+def _check_sizes(inputs: PlanInputs, sizes: Sizes) -> None:
+    if sizes.num_mini_batches < 1:
+        raise ValueError(f"num_mini_batches={sizes.num_mini_batches} must be at least 1")
+    if sizes.num_groups is not None and sizes.num_groups < 1:
+        raise ValueError(f"num_groups={sizes.num_groups} must be at least 1")
+    if sizes.max_staleness < 0:
+        raise ValueError(f"max_staleness={sizes.max_staleness} must be 0 or more")
+    if (inputs.group_ids is None) != (sizes.num_groups is None):
+        raise ValueError(
+            "group_ids and num_groups come together: num_groups is the count of prompts, equal on all ranks"
+        )
+    if (inputs.policy_versions is None) != (sizes.current_version is None):
+        raise ValueError("policy_versions and current_version come together: staleness is their difference")
+    if sizes.max_staleness and sizes.current_version is None:
+        raise ValueError(
+            f"max_staleness={sizes.max_staleness} does nothing without policy_versions and current_version"
+        )
+
+
+def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:
+    """The values of all micro-batches."""
+    if is_list != isinstance(value, (list, tuple)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}: give one tensor for everything, or a list with one a micro-batch for "
+            "everything"
+        )
+    values: list[T] = list(value) if isinstance(value, (list, tuple)) else [cast(T, value)]
+    if count is not None and len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries: expected one for each of {count} micro-batches")
+    return values
+
+
+def _layouts(
+    value: Layouts | None, masks: Sequence[Tensor], is_list: bool, groups: ParallelGroups
+) -> list[SequenceLayout]:
+    if value is not None:
+        return _listed("layout", value, is_list, len(masks))
+    rank, size = group_rank(groups.cp), group_size(groups.cp)
+    for mask in masks:
+        if mask.dim() != 2:
+            raise ValueError(f"response_mask has shape {tuple(mask.shape)}: without a layout it must be [b, s]")
+    return [SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size) for mask in masks]
+
+
+def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor, cp_size: int) -> None:
+    if layout.cp_size != cp_size:
+        raise ValueError(
+            f"the layout is cut over {layout.cp_size} context-parallel ranks, groups.cp has {cp_size}: give the layout "
+            "cp_rank and cp_size of that group"
+        )
+    for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout), ("response_mask", mask)):
+        if tuple(value.shape) != layout.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: the layout's local shape is {layout.shape}")
+        if value.device != mask.device:
+            raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"response_mask is {mask.dtype}: expected bool, True where a token counts")
+    for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout)):
+        if not value.is_floating_point():
+            raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
+
+
+def _per_sequence(
+    name: str,
+    value: Tensors | None,
+    is_list: bool,
+    num: Sequence[int],
+    *,
+    floating: bool = False,
+) -> Tensor | None:
+    if value is None:
+        return None
+    values: list[Tensor] = _listed(name, value, is_list, len(num))
+    for tensor, count in zip(values, num, strict=True):
+        right = tensor.is_floating_point() if floating else tensor.dtype == torch.int64
+        if tuple(tensor.shape) != (count,) or not right:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {'float' if floating else 'int64'}, one for "
+                f"each of {count} sequences"
+            )
+    return torch.cat([tensor.detach() for tensor in values])
+
+
+def _sides(
+    name: str,
+    value: Tensors | None,
+    is_list: bool,
+    layouts: Sequence[SequenceLayout],
+    *,
+    floating: bool = False,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Values given one a sequence or one a token: (all of the first kind, or else the tokens' of each part)."""
+    nothing: list[Tensor | None] = [None] * len(layouts)
+    if value is None:
+        return None, nothing
+    values = [tensor.detach() for tensor in _listed(name, value, is_list, len(layouts))]
+    pairs = list(zip(values, layouts, strict=True))
+    per_sequence = all(tuple(tensor.shape) == (layout.num_sequences,) for tensor, layout in pairs)
+    for tensor, layout in pairs:
+        right = tensor.is_floating_point() if floating else tensor.dtype == torch.int64
+        if not (per_sequence or tuple(tensor.shape) == layout.shape) or not right:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {'float' if floating else 'int64'}, one a "
+                f"sequence {(layout.num_sequences,)} or one a token {layout.shape}, alike in all micro-batches"
+            )
+    return (torch.cat(values), nothing) if per_sequence else (None, list(values))
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What bypass mode knows before the schedule.
+
+    Attributes:
+        tokens: [n] float64, local tokens of the response mask.
+        lengths: [n] float64, tokens of each whole sequence, padding included.
+        mini_batch_ids: [n] int64.
+        num_mini_batches: of the rollout batch.
+        bad_ids: 0-D float64, ids that were out of range.
+        is_first_cp_rank: this rank counts whole sequences.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    mini_batch_ids: Tensor
+    num_mini_batches: int
+    bad_ids: Tensor
+    is_first_cp_rank: bool
+
+    def mini_batch_counts(self, tokens: Tensor) -> Tensor:
+        """[num_mini_batches, 4] float64: tokens, sequences, padded tokens; ids out of range in the first row."""
+        columns = torch.stack([tokens, (tokens > 0).double(), self.lengths, torch.zeros_like(tokens)], dim=1)
+        counts = torch.zeros(self.num_mini_batches, 4, dtype=torch.float64, device=tokens.device)
+        counts.index_add_(0, self.mini_batch_ids, columns)
+        counts[0, 3] = self.bad_ids
+        return counts * self.is_first_cp_rank
+
+
+def collect_masks(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> Masks:
+    """The response masks of a rollout batch, checked as :func:`collect_shards` does; log-probs are not looked at."""
+    mask = inputs.response_mask
+    stand_in: Tensors = mask.float() if isinstance(mask, Tensor) else [part.float() for part in mask]
+    shards = collect_shards(
+        dataclasses.replace(inputs, train_log_probs=stand_in, rollout_log_probs=stand_in), sizes, groups
+    )
+    return Masks(
+        tokens=torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts]),
+        lengths=torch.cat(
+            [torch.tensor(part.layout.full_lengths, dtype=torch.float64, device=shards.device) for part in shards.parts]
+        ),
+        mini_batch_ids=shards.mini_batch_ids,
+        num_mini_batches=sizes.num_mini_batches,
+        bad_ids=shards.bad["bad_mini_batch_ids"],
+        is_first_cp_rank=shards.is_first_cp_rank,
+    )

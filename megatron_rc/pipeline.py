@@ -1,0 +1,376 @@
+"""The correction as pure functions between collectives, on the local shard of one rank.
+
+    sequence_sums → reduce_sequences (cp) → [group_sums → reduce_groups (dp_cp)] → batch_sums → reduce_batch (dp_cp) →
+    finish
+
+Each ``reduce_*`` takes and returns one pair (sum, max) of float64 tensors, so that a controller with another transport
+can carry the pairs itself: add the sums, take the maxima.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.alignment import MAX_PAIRS, shift_sums
+from megatron_rc.bad_tokens import first_bad_key
+from megatron_rc.config import RolloutCorrectionConfig
+from megatron_rc.histogram import NUM_CODES, bins_from_codes
+from megatron_rc.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
+from megatron_rc.parallel.blocks import Block
+from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
+from megatron_rc.parallel.groups import Group, ParallelGroups
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.rejection import Verdicts, decide, local_group_sums
+from megatron_rc.result import CorrectionResult, HeaderShape
+from megatron_rc.statistics import BlockTerms, BlockTokens, Scratch, Sums, TokenTerms, block_terms
+from megatron_rc.totals import (
+    breakdown_totals,
+    mini_batch_counts,
+    sequence_log_weights,
+    sequence_totals,
+    token_staleness,
+)
+from megatron_rc.weights import bounded_weights, normalization
+
+Pair = tuple[Tensor, Tensor]
+# Tokens of one pass through a CPU core's cache; a GPU wants fewer and larger kernels.
+BLOCK_TOKENS = {"cpu": 2**17, "cuda": 2**18}
+
+
+@dataclass(frozen=True)
+class LocalSums:
+    """What this rank knows of its own tokens.
+
+    Attributes:
+        shards: the input.
+        config: what to correct.
+        sequence: [n] float64 sums over the local parts of whole sequences, by name.
+        sequence_max: [n] float64 maxima likewise.
+        batch: float64 sums over the local tokens, by name.
+        batch_max: float64 maxima likewise; a minimum is the largest negative.
+        weights: for each micro-batch, like its tokens: bounded at token level, else 1 where valid; None without
+            weights.
+        kept: for each micro-batch the valid tokens that the token-level criteria accept.
+    """
+
+    shards: Shards
+    config: RolloutCorrectionConfig
+    sequence: Sums
+    sequence_max: Sums
+    batch: Sums
+    batch_max: Sums
+    weights: tuple[Tensor, ...] | None
+    kept: tuple[Tensor, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """([sums, n], [maxima, n]): what ``cp`` adds up."""
+        sums = torch.stack(list(self.sequence.values()))
+        return sums, torch.stack(list(self.sequence_max.values())) if self.sequence_max else sums[:0]
+
+
+@dataclass(frozen=True)
+class BatchSums:
+    """What this rank adds to the whole batch, and what it keeps of its own tokens.
+
+    Attributes:
+        local: of the first pass; ``kept`` is by now the accepted mask m'.
+        verdicts: on whole sequences.
+        log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
+        sums: float64, of any shape, by name.
+        maxima: 0-D float64 by name.
+    """
+
+    local: LocalSums
+    verdicts: Verdicts
+    log_weights: Tensor | None
+    sums: Sums
+    maxima: Sums
+
+    @property
+    def shape(self) -> HeaderShape:
+        """What lies where in the pair."""
+        return HeaderShape(tuple((name, tuple(value.shape)) for name, value in self.sums.items()), tuple(self.maxima))
+
+    @property
+    def pair(self) -> Pair:
+        """([sums], [maxima]): what ``dp_cp`` adds up."""
+        return torch.cat([value.flatten() for value in self.sums.values()]), torch.stack(list(self.maxima.values()))
+
+    def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
+        """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
+        local, verdicts = self.local, self.verdicts
+        if local.weights is not None:
+            _finish_weights(local, self.log_weights, factor)
+        accepted = local.config.rejection_denominator == "accepted"
+        weights = None if local.weights is None else list(local.weights)
+        return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
+
+
+def sequence_sums(shards: Shards, config: RolloutCorrectionConfig) -> LocalSums:
+    """The pass over the local tokens. Collectives: none.
+
+    Raises:
+        ValueError: a criterion needs advantages or group ids that are not there.
+    """
+    _check_needs(shards, config)
+    weights: list[Tensor] | None = None
+    if config.rollout_is is not None:
+        weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
+    kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
+    total = _Accumulator(shards, config)
+    shift: Sums = {}
+    scratch = _ScratchPool(shards)
+    for index, part in enumerate(shards.parts):
+        for block in _blocks(part):
+            tokens = BlockTokens(
+                *_log_probs(part, block, shards.dtype),
+                block.take(part.mask),
+                None if part.advantages is None else block.take(part.advantages) < 0,
+                None if weights is None else block.take(weights[index]),
+                block.take(kept[index]),
+            )
+            total.add(block_terms(tokens, block, config, scratch.of(block)), _rows(part, block), block)
+        shift = _added(shift, shift_sums(part, shards.dtype, MAX_PAIRS // len(shards.parts)))
+    sequence, sequence_max, batch, batch_max = total.named()
+    return LocalSums(
+        shards=shards,
+        config=config,
+        sequence=sequence,
+        sequence_max=sequence_max,
+        batch=batch | shift,
+        batch_max=batch_max,
+        weights=None if weights is None else tuple(weights),
+        kept=tuple(kept),
+    )
+
+
+def reduce_sequences(pair: Pair, groups: ParallelGroups) -> Pair:
+    """The pair over whole sequences. Collectives: one SUM over ``cp``, and one MAX where there are maxima."""
+    return _reduce(pair, groups.cp)
+
+
+def group_sums(local: LocalSums, sequences: Pair) -> Pair:
+    """([num_groups, k], [0]) float64 of this rank's responses, counted on the first CP rank. Collectives: none."""
+    sums = local_group_sums(_named(local, sequences), local.shards, local.config)
+    return sums * local.shards.is_first_cp_rank, sums.new_empty(0)
+
+
+def reduce_groups(pair: Pair, groups: ParallelGroups) -> Pair:
+    """The pair over all responses of each prompt. Collectives: one SUM over ``dp_cp``."""
+    return _reduce(pair, groups.dp_cp)
+
+
+def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> BatchSums:
+    """Verdicts on whole sequences, the accepted mask, and the local part of the batch's sums. Collectives: none.
+
+    Args:
+        local: of this rank; its ``kept`` becomes the accepted mask.
+        sequences: reduced over ``cp``.
+        prompts: reduced over ``dp_cp``; needed with group criteria.
+    """
+    shards, config = local.shards, local.config
+    named = _named(local, sequences)
+    verdicts = decide(named, shards, config, None if prompts is None else prompts[0])
+    totals, extremes = sequence_totals(named, verdicts, config)
+    whole = {"mini_batches": mini_batch_counts(verdicts, shards)} | breakdown_totals(named, verdicts, shards)
+    whole |= totals | shards.bad
+    # Whole sequences are counted once: on the first CP rank.
+    sums = {name: value.double() * shards.is_first_cp_rank for name, value in whole.items()}
+    sums = _added(_added(sums, local.batch), _apply(local, verdicts))
+    maxima = extremes | local.batch_max
+    maxima["-bad_key"] = -first_bad_key(shards, named["response"] - named["valid"])
+    log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
+    return BatchSums(local, verdicts, log_weights, sums, maxima)
+
+
+def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
+    """The pair over the whole batch. Collectives: one SUM and one MAX over ``dp_cp``."""
+    return _reduce(pair, groups.dp_cp)
+
+
+def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
+    """Normalise and lay out the weights. Collectives: none.
+
+    Args:
+        batch: of this rank; its tokens' weights are finished in place.
+        pair: reduced over ``dp_cp``.
+    """
+    config, header, factor = batch.local.config, torch.cat(pair), None
+    if config.rollout_is_batch_normalize:
+        sums, _ = batch.shape.unpack(header)
+        factor = normalization(sums["normalize_weight"], sums["normalize_count"])
+    weights, mask, lengths = batch.spread(factor)
+    is_list = batch.local.shards.is_list
+    return CorrectionResult(
+        config,
+        batch.shape,
+        header,
+        weights=weights if weights is None or is_list else weights[0],
+        mask=mask if is_list else mask[0],
+        sequence_lengths=lengths,
+    )
+
+
+class _Accumulator:
+    """Sums and maxima over the blocks of a shard."""
+
+    def __init__(self, shards: Shards, config: RolloutCorrectionConfig) -> None:
+        self.names = _term_names(config, any(part.advantages is not None for part in shards.parts))
+        n = shards.num_sequences
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=shards.device)
+        self.sequence, self.sequence_max = zeros(len(self.names.sequence), n), zeros(len(self.names.sequence_max), n)
+        self.batch, self.batch_max = zeros(len(self.names.batch)), zeros(len(self.names.batch_max))
+        for maxima in (self.sequence_max, self.batch_max):
+            maxima.fill_(-torch.inf)
+        self.codes = torch.zeros(NUM_CODES, dtype=torch.int64, device=shards.device)
+        self.num_tokens = 0
+
+    def add(self, terms: BlockTerms, rows: slice, block: Block) -> None:
+        """Add what one block contributes to some sequences and to the batch."""
+        self.sequence[:, rows] += torch.stack(list(terms.sequence.values()))
+        if terms.sequence_max:
+            extremes = torch.stack(list(terms.sequence_max.values()))
+            self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], extremes)
+        self.batch += torch.stack(list(terms.batch.values()))
+        self.batch_max = torch.maximum(self.batch_max, torch.stack(list(terms.batch_max.values())))
+        self.codes += terms.codes
+        self.num_tokens += math.prod(block.shape)
+
+    def named(self) -> tuple[Sums, Sums, Sums, Sums]:
+        """Sequences' sums and maxima, the batch's sums and maxima, by name."""
+        names = self.names
+        sequence = dict(zip(names.sequence, self.sequence.unbind(), strict=True))
+        sequence_max = dict(zip(names.sequence_max, self.sequence_max.unbind(), strict=True))
+        batch = dict(zip(names.batch, self.batch.unbind(), strict=True))
+        batch["bins"] = bins_from_codes(self.codes, self.num_tokens - sequence["valid"].sum())
+        return sequence, sequence_max, batch, dict(zip(names.batch_max, self.batch_max.unbind(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The terms of a block, by kind."""
+
+    sequence: tuple[str, ...]
+    sequence_max: tuple[str, ...]
+    batch: tuple[str, ...]
+    batch_max: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Names:
+    """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
+    (block,) = SequenceLayout.padded(1, 1).blocks(1, torch.device("cpu"))
+    nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
+    negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
+    tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone())
+    terms = block_terms(tokens, block, config, Scratch(block.shape, nothing.dtype, nothing.device))
+    return _Names(tuple(terms.sequence), tuple(terms.sequence_max), tuple(terms.batch), tuple(terms.batch_max))
+
+
+@functools.lru_cache(maxsize=64)
+def header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
+    """What lies where in the header of every rank, whatever its data: that of a batch without sequences."""
+    nothing = torch.zeros(0, 0)
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    inputs = PlanInputs(nothing, nothing, nothing.bool(), advantages=torch.zeros(0))
+    if sizes.num_groups is not None:
+        inputs = dataclasses.replace(inputs, group_ids=no_ids)
+    if sizes.current_version is not None:
+        inputs = dataclasses.replace(inputs, policy_versions=no_ids)
+    local = sequence_sums(collect_shards(inputs, sizes, ParallelGroups()), config)
+    prompts = group_sums(local, local.pair) if config.needs_groups else None
+    return batch_sums(local, local.pair, prompts).shape
+
+
+def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
+    names = [criterion.name for criterion in config.criteria]
+    has_advantages = shards.advantages is not None or all(part.advantages is not None for part in shards.parts)
+    if "opsm" in names and not has_advantages:
+        raise ValueError("rollout_rs=opsm needs advantages: pass advantages=, one a sequence or one a token")
+    if config.needs_groups and shards.group_ids is None:
+        needed = ", ".join(criterion.name for criterion in config.criteria if criterion.needs_groups)
+        raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
+
+
+def _blocks(part: Part) -> Iterator[Block]:
+    device = part.mask.device
+    return part.layout.blocks(BLOCK_TOKENS.get(device.type, BLOCK_TOKENS["cuda"]), device)
+
+
+class _ScratchPool:
+    """The buffers of the latest block shape: all blocks but the last few have the same."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._options = (shards.dtype, shards.device)
+        self._shape: tuple[int, ...] | None = None
+
+    def of(self, block: Block) -> Scratch:
+        if block.shape != self._shape:
+            self._shape, self._scratch = block.shape, Scratch(block.shape, *self._options)
+        return self._scratch
+
+
+def _named(local: LocalSums, pair: Pair) -> Sums:
+    """The reduced sums of whole sequences by name, maxima as ``max_<name>``."""
+    named = dict(zip(local.sequence, pair[0].unbind(), strict=True))
+    return named | {f"max_{name}": value for name, value in zip(local.sequence_max, pair[1].unbind(), strict=True)}
+
+
+def _apply(local: LocalSums, verdicts: Verdicts) -> Sums:
+    """Turn ``kept`` into the accepted mask, in place; sums by staleness where tokens have their own versions."""
+    sums: Sums = {}
+    if not local.config.rejects_sequences and not any(part.versions is not None for part in local.shards.parts):
+        return sums
+    scratch = _ScratchPool(local.shards)
+    for part, mask in zip(local.shards.parts, local.kept, strict=True):
+        for block in _blocks(part):
+            kept, rows = block.take(mask), _rows(part, block)
+            kept &= block.expand(verdicts.accept[rows])
+            if verdicts.accept_negative is not None and part.advantages is not None:
+                kept &= block.expand(verdicts.accept_negative[rows]) | ~(block.take(part.advantages) < 0)
+            if part.versions is not None:
+                train, rollout = _log_probs(part, block, local.shards.dtype)
+                terms = TokenTerms(train, rollout, block.take(part.mask), block, scratch.of(block))
+                sums = _added(sums, token_staleness(terms, kept, block.take(part.versions), local.shards))
+    return sums
+
+
+def _added(sums: Sums, more: Sums) -> Sums:
+    """Both, summed where both have a name."""
+    return sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
+
+
+def _rows(part: Part, block: Block) -> slice:
+    """The sequences of a block among those of all micro-batches."""
+    return slice(part.first + block.first, part.first + block.first + block.rows)
+
+
+def _log_probs(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return block.take(part.train.detach()).to(dtype), block.take(part.rollout.detach()).to(dtype)
+
+
+def _finish_weights(local: LocalSums, log_weights: Tensor | None, factor: Tensor | None) -> None:
+    """Spread the weights of sequences over their tokens, and normalise, in place."""
+    per_sequence = None if log_weights is None else bounded_weights(log_weights, local.config)
+    if per_sequence is not None and factor is not None:
+        per_sequence = per_sequence * factor
+    for part, weights in zip(local.shards.parts, local.weights or (), strict=True):
+        if per_sequence is None:
+            if factor is not None:
+                weights *= factor
+            continue
+        for block in _blocks(part):
+            block.take(weights).mul_(block.expand(per_sequence[_rows(part, block)].to(weights.dtype)))
+
+
+def _reduce(pair: Pair, group: Group | None) -> Pair:
+    sums, maxima = pair
+    return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima

@@ -1,0 +1,132 @@
+"""Which sequences are rejected: verdicts from sums over whole sequences, and over all responses of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.config import RolloutCorrectionConfig
+from megatron_rc.criteria import GROUP_ANY, OPSM, Criterion
+from megatron_rc.inputs import Shards
+from megatron_rc.statistics import Sums
+from megatron_rc.weights import within
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What is known of whole sequences, [n] each, equal on all ranks of a CP group.
+
+    Attributes:
+        tokens: tokens under m, float64.
+        accept: bool: no criterion rejects the whole sequence.
+        accept_negative: bool: ``opsm`` leaves the tokens of negative advantage too; None where it does not test tokens.
+        accepted: tokens under m', float64.
+        rejected_by: for each criterion, by name, the valid tokens that it rejects by itself, float64.
+    """
+
+    tokens: Tensor
+    accept: Tensor
+    accept_negative: Tensor | None
+    accepted: Tensor
+    rejected_by: Sums
+
+
+def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, groups: Tensor | None) -> Verdicts:
+    """The verdicts on whole sequences.
+
+    Args:
+        sums: of whole sequences, by name.
+        shards: ids, and advantages where there is one a sequence.
+        config: the criteria.
+        groups: [num_groups, columns] over all responses of a prompt, as :func:`group_columns` has them; None before
+            they are known.
+    """
+    valid = sums["valid"]
+    accept = torch.ones_like(valid, dtype=torch.bool)
+    accept_negative, rejected_by = None, {}
+    for criterion in config.criteria:
+        name = criterion.name
+        if criterion.aggregation == "token":
+            rejected_by[name] = valid - sums[f"accepted_{name}"]
+            continue
+        if criterion.needs_groups:
+            if groups is None:
+                continue
+            verdict = _group_verdict(criterion, groups, config)[shards.group_ids]
+        else:
+            verdict = _sequence_verdict(criterion, sums)
+        if name == OPSM and shards.advantages is not None:
+            verdict = verdict | ~(shards.advantages < 0)
+        elif name == OPSM:
+            accept_negative = verdict
+            rejected_by[name] = torch.where(verdict, 0, sums["negative"])
+            continue
+        accept = accept & verdict
+        rejected_by[name] = torch.where(verdict, 0, valid)
+    if config.rollout_token_veto_threshold is not None:
+        accept = accept & (sums["catastrophic"] == 0)
+    if config.bad_log_probs == "reject_sequence":
+        accept = accept & (sums["response"] == valid)
+    tokens = sums["valid"] if config.bad_log_probs == "reject_token" else sums["response"]
+    return Verdicts(tokens, accept, accept_negative, _left("kept", sums, accept, accept_negative), rejected_by)
+
+
+def _left(name: str, sums: Sums, accept: Tensor, accept_negative: Tensor | None) -> Tensor:
+    """[n] float64: the part of a sum over token-level survivors that the verdicts on sequences leave."""
+    left = sums[name]
+    if accept_negative is not None:
+        left = left - torch.where(accept_negative, 0, sums[f"{name.replace('kept', 'kept_negative')}"])
+    return torch.where(accept, left, 0)
+
+
+def accepted_weight(sums: Sums, verdicts: Verdicts) -> Tensor:
+    """[n] float64: the sum of token-level weights over accepted tokens."""
+    return _left("kept_weight", sums, verdicts.accept, verdicts.accept_negative)
+
+
+def sequence_statistic(criterion: Criterion, sums: Sums) -> Tensor:
+    """[n] float64: what a criterion tests of whole sequences (k1 as log ρ), their mean for token-level ones."""
+    total = sums["train"] - sums["rollout"] if criterion.divergence == "k1" else sums[criterion.divergence]
+    return total if criterion.aggregation == "seq_sum" else total / sums["valid"].clamp(min=1)
+
+
+def group_columns(config: RolloutCorrectionConfig) -> list[str]:
+    """What is summed over the responses of a prompt; nothing without group criteria."""
+    if not config.needs_groups:
+        return []
+    kinds = {criterion.divergence for criterion in config.criteria if criterion.aggregation == "group_mean"}
+    return ["valid", *sorted(kinds), *(["lost"] if any(c.name == GROUP_ANY for c in config.criteria) else [])]
+
+
+def local_group_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
+    """[num_groups, columns] float64 of this rank's responses."""
+    verdicts = decide(sums, shards, config, None)
+    lost = ((verdicts.tokens > 0) & (verdicts.accepted == 0)).double()
+    if shards.group_ids is None:
+        raise ValueError("group criteria need group_ids")
+    values = {"valid": sums["valid"], "k1": sums["train"] - sums["rollout"], "lost": lost} | sums
+    columns = torch.stack([values[name] for name in group_columns(config)], dim=1)
+    groups = torch.zeros(shards.sizes.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
+    return groups.index_add_(0, shards.group_ids, columns)
+
+
+def _group_verdict(criterion: Criterion, groups: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """[num_groups] bool."""
+    column = dict(zip(group_columns(config), groups.unbind(1), strict=True))
+    if criterion.name == GROUP_ANY:
+        # A mean out of bounds rejects every response of the prompt.
+        means = [other for other in config.criteria if other.aggregation == "group_mean"]
+        verdicts = [_group_verdict(other, groups, config) for other in means]
+        return torch.stack([column["lost"] == 0, *verdicts]).all(0)
+    return within(column[criterion.divergence] / column["valid"].clamp(min=1), criterion.lower, criterion.upper)
+
+
+def _sequence_verdict(criterion: Criterion, sums: Sums) -> Tensor:
+    if criterion.aggregation == "seq_max":
+        return sums[f"over_{criterion.name}"] == 0
+    statistic = sequence_statistic(criterion, sums)
+    verdict = within(statistic, criterion.lower, criterion.upper)
+    # Without a valid token there is nothing to test.
+    return verdict | (sums["valid"] == 0)

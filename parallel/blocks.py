@@ -1,0 +1,98 @@
+"""A local shard in pieces that fit a cache, so that a pass over the tokens needs no scratch of the shard's size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive tokens of a local shard.
+
+    Values of a block are ``[rows, length]`` where its sequences have equally many tokens in it (always, in a padded
+    shard), else flat ``[t]``.
+
+    Attributes:
+        index: slices that cut it out of a tensor of the shard's shape.
+        first: the sequence of its first token.
+        rows: number of sequences that it touches, from ``first`` on.
+        start: place of its first token among the local tokens of that token's sequence.
+        lengths: [rows] int64, tokens of each sequence in it, on the values' device; None for equal ones.
+        shape: shape of its values.
+    """
+
+    index: tuple[slice, ...]
+    first: int
+    rows: int
+    start: int
+    lengths: Tensor | None
+    shape: tuple[int, ...]
+
+    @property
+    def sequences(self) -> slice:
+        """Which sequences it touches."""
+        return slice(self.first, self.first + self.rows)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The block's part of a tensor of the shard's shape, as a view of shape :attr:`shape`."""
+        return tensor[self.index].view(self.shape) if len(self.index) == 1 else tensor[self.index]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[rows] float64: the sum over each sequence, of float64 values."""
+        return values.sum(1) if self.lengths is None else self._reduce(values, "sum")
+
+    def count(self, values: Tensor) -> Tensor:
+        """[rows] float64: the sum over each sequence, of small int32 values."""
+        if self.lengths is None:
+            return values.sum(1, dtype=torch.int32).double()
+        return self._reduce(values, "sum")
+
+    def max(self, values: Tensor) -> Tensor:
+        """[rows] float64: the largest value of each sequence."""
+        return values.amax(1).double() if self.lengths is None else self._reduce(values, "max")
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """Each token's own value of ``[rows]``, in a shape that broadcasts against the block's values."""
+        if self.lengths is None:
+            return per_sequence.unsqueeze(1)
+        return torch.repeat_interleave(per_sequence, self.lengths, output_size=self.shape[0])
+
+    def _reduce(self, values: Tensor, kind: Literal["sum", "max"]) -> Tensor:
+        return torch.segment_reduce(values.double(), kind, lengths=self.lengths, unsafe=True)
+
+
+def cut_padded(shape: tuple[int, ...], num_tokens: int) -> Iterator[Block]:
+    """Blocks of a ``[b, s]`` shard: whole rows while they fit, else pieces of one row."""
+    rows, length = shape
+    if not length:
+        return
+    step = max(1, num_tokens // length)
+    width = min(length, num_tokens)
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        for column in range(0, length, width):
+            stop = min(column + width, length)
+            index = (slice(row, row + count), slice(column, stop))
+            yield Block(index, row, count, column, None, (count, stop - column))
+
+
+def cut_packed(lengths: Sequence[int], num_tokens: int, device: torch.device) -> Iterator[Block]:
+    """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens."""
+    ends = list(accumulate(lengths))
+    for low in range(0, ends[-1] if ends else 0, num_tokens):
+        high = min(low + num_tokens, ends[-1])
+        first, last = bisect_right(ends, low), bisect_left(ends, high)
+        begins = [ends[i] - lengths[i] for i in range(first, last + 1)]
+        parts = [min(end, high) - max(begin, low) for begin, end in zip(begins, ends[first : last + 1], strict=True)]
+        index, start = (slice(low, high),), low - begins[0]
+        if len(set(parts)) == 1:
+            yield Block(index, first, len(parts), start, None, (len(parts), parts[0]))
+        else:
+            yield Block(index, first, len(parts), start, torch.tensor(parts, device=device), (high - low,))

@@ -1,0 +1,677 @@
+"""The correction in float64 loops: one process, whole sequences, plain lists. Imports nothing of the library.
+
+What the words mean here:
+
+- m is the response mask; under ``bad="reject_token"`` without the bad tokens, else with them.
+- A bad token (log-prob NaN, infinite or above 1e-4 in either policy) is in no statistic: every metric, weight and
+  criterion looks at the *good* tokens of m alone, and "valid" in the name of a metric means good. Denominators count m.
+- Bounds of k1 criteria and of ``opsm`` are on log ρ, ρ = π_train / π_rollout. Metrics named after a k1 criterion
+  describe -log ρ, whose bounds are the negative ones; ``..._rho_fraction_above/_below`` say it in ρ.
+- Without a single value a mean, an extreme or a share is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = list[dict[int, float]]  # for each sequence: position -> value
+Criterion = tuple[str, float, float]  # name, lower, upper
+
+EXP_LIMIT, PPL_LIMIT, POSITIVE_LIMIT, SMALLEST_MEAN = 20.0, 80.0, 1e-4, 1e-8
+QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to compute, already parsed: ``lower`` None means 1/upper; ``criteria`` bounds are in nats (k1: of log ρ)."""
+
+    level: str | None = None
+    mode: str = "truncate"
+    lower: float | None = None
+    upper: float = 2.0
+    batch_normalize: bool = False
+    scope: str = "all"
+    criteria: tuple[Criterion, ...] = ()
+    veto: float | None = None
+    denominator: str = "accepted"
+    bad: str = "error"
+
+    @property
+    def low(self) -> float:
+        return 1 / self.upper if self.lower is None else self.lower
+
+
+@dataclass(frozen=True)
+class Result:
+    """All of it as nested lists and floats; ``weights`` are None without a level."""
+
+    weights: list[list[float]] | None
+    weights_unnormalized: list[list[float]] | None
+    mask: list[list[bool]]
+    denominators: list[list[float]]
+    skip: list[bool]
+    sequence_lengths: list[int]
+    metrics: dict[str, float]
+    breakdowns: dict[str, dict[Any, dict[str, float]]]
+    bad: dict[str, int]  # bad tokens of "train", of "rollout" and of "either"
+    first_bad: dict[str, tuple[int, int] | None]  # (sequence, position) of the first one of each policy
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs without what is masked: positions of m and of its good tokens, and their log-probs."""
+
+    length: int
+    given: list[list[int]]  # of the response mask
+    counted: list[list[int]]  # of m
+    good: list[list[int]]
+    train: Rows
+    rollout: Rows
+    log_ratio: Rows
+    bad: dict[str, list[tuple[int, int]]]
+    groups: list[int]
+    advantages: Sequence[Any] | None
+
+    @property
+    def sequences(self) -> list[int]:
+        """Sequences with a good token."""
+        return [i for i, tokens in enumerate(self.good) if tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.good))
+
+
+def correct(
+    train: Sequence[Sequence[float]],
+    rollout: Sequence[Sequence[float]],
+    mask: Sequence[Sequence[bool]],
+    settings: Settings | Mapping[str, Any],
+    *,
+    advantages: Sequence[Any] | None = None,
+    rewards: Sequence[float] | None = None,
+    group_ids: Sequence[int] | None = None,
+    versions: Sequence[Any] | None = None,
+    current_version: int | None = None,
+    max_staleness: int = 0,
+    mini_batch_ids: Sequence[int] | None = None,
+    num_mini_batches: int = 1,
+) -> Result:
+    """Correct a batch; ``advantages`` and ``versions`` hold a number or a list of numbers for each sequence."""
+    settings = as_settings(settings)
+    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids)
+    rejected = reject(batch, settings)
+    accepted = [
+        [t for t in batch.good[i] if not any(t in rows[i] for rows in rejected.values())] for i in all_of(batch)
+    ]
+    raw, bounded, applied, factor = weigh(batch, accepted, settings)
+    metrics = policy_metrics(batch) | rejection_metrics(batch, accepted, rejected, settings)
+    if settings.level is not None:
+        metrics |= weight_metrics(batch, raw, bounded, applied, settings)
+    if settings.level is not None and settings.batch_normalize:
+        metrics["rollout_is_batch_norm_factor"] = factor
+    denominators = count(batch, accepted, mini_batch_ids, num_mini_batches)
+    in_loss = accepted if settings.denominator == "accepted" else batch.counted
+    return Result(
+        weights=dense(applied, batch) if settings.level else None,
+        weights_unnormalized=dense(bounded, batch) if settings.level else None,
+        mask=[[t in tokens for t in range(batch.length)] for tokens in map(set, accepted)],
+        denominators=denominators,
+        skip=[row[2] == 0 for row in denominators],
+        sequence_lengths=[len(tokens) for tokens in in_loss],
+        metrics=metrics,
+        breakdowns=break_down(batch, accepted, rewards, versions, current_version, max_staleness),
+        bad={name: len(tokens) for name, tokens in batch.bad.items()},
+        first_bad={name: min(batch.bad[name], default=None) for name in ("train", "rollout")},
+    )
+
+
+# Arithmetic
+
+
+def clamp(x: float, limit: float = EXP_LIMIT) -> float:
+    return max(-limit, min(limit, x))
+
+
+def log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def deviation(values: Iterable[float], lost: int = 0) -> float:
+    """Standard deviation with len - ``lost`` in the denominator."""
+    values = list(values)
+    if len(values) < 1 + lost:
+        return 0.0
+    middle = mean(values)
+    return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - lost))
+
+
+def divergence(kind: str, x: float) -> float:
+    """k1 is log ρ here."""
+    return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - x}[kind]
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Linear between the two nearest of the sorted values."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def flat(rows: Rows) -> list[float]:
+    return [value for row in rows for value in row.values()]
+
+
+def all_of(batch: Batch) -> range:
+    return range(len(batch.given))
+
+
+def dense(rows: Rows, batch: Batch) -> list[list[float]]:
+    return [[row.get(t, 0.0) for t in range(batch.length)] for row in rows]
+
+
+# Reading
+
+
+def as_settings(settings: Settings | Mapping[str, Any]) -> Settings:
+    return settings if isinstance(settings, Settings) else Settings(**settings)
+
+
+def read(
+    train: Sequence[Sequence[float]],
+    rollout: Sequence[Sequence[float]],
+    mask: Sequence[Sequence[bool]],
+    settings: Settings,
+    *,
+    advantages: Sequence[Any] | None = None,
+    group_ids: Sequence[int] | None = None,
+) -> Batch:
+    given = [[t for t, valid in enumerate(row) if valid] for row in mask]
+    bad = {
+        name: [(i, t) for i, tokens in enumerate(given) for t in tokens if not is_log_prob(rows[i][t])]
+        for name, rows in (("train", train), ("rollout", rollout))
+    }
+    bad["either"] = sorted({*bad["train"], *bad["rollout"]})
+    broken = set(bad["either"])
+    good = [[t for t in tokens if (i, t) not in broken] for i, tokens in enumerate(given)]
+    kept_train, kept_rollout, log_ratio = (
+        [{t: value(i, t) for t in tokens} for i, tokens in enumerate(good)]
+        for value in (lambda i, t: train[i][t], lambda i, t: rollout[i][t], lambda i, t: train[i][t] - rollout[i][t])
+    )
+    return Batch(
+        length=len(mask[0]) if mask else 0,
+        given=given,
+        counted=good if settings.bad == "reject_token" else given,
+        good=good,
+        train=kept_train,
+        rollout=kept_rollout,
+        log_ratio=log_ratio,
+        bad=bad,
+        groups=list(group_ids) if group_ids is not None else list(range(len(mask))),
+        advantages=advantages,
+    )
+
+
+def is_log_prob(value: float) -> bool:
+    return math.isfinite(value) and value <= POSITIVE_LIMIT
+
+
+def at(values: Sequence[Any], i: int, t: int) -> float:
+    """Of token t in sequence i, where there is one value a token or one a sequence."""
+    return values[i][t] if isinstance(values[i], Sequence) else values[i]
+
+
+# Rejection
+
+
+def statistic(name: str, batch: Batch) -> Rows:
+    """What a criterion tests, at every good token: that of a sequence or a prompt is repeated. k1: log ρ."""
+    if name == "opsm":
+        return statistic("seq_mean_k1", batch)
+    aggregation, _, kind = name.rpartition("_")
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"unknown criterion {name!r}")
+    values = [{t: divergence(kind, x) for t, x in row.items()} for row in batch.log_ratio]
+    if aggregation == "token":
+        return values
+    if aggregation == "group_mean":
+        whole = {group: mean(flat(of_group(values, batch, group))) for group in batch.groups}
+        return [dict.fromkeys(row, whole[batch.groups[i]]) for i, row in enumerate(values)]
+    reduce: Callable[[Iterable[float]], float] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": max}[aggregation]
+    return [dict.fromkeys(row, reduce(row.values())) if row else {} for row in values]
+
+
+def of_group(rows: Rows, batch: Batch, group: int) -> Rows:
+    return [rows[i] for i in all_of(batch) if batch.groups[i] == group]
+
+
+def tested(name: str, batch: Batch) -> Rows:
+    """The statistic at the tokens that the criterion looks at: for ``opsm`` those with A < 0."""
+    rows = statistic(name, batch)
+    if name != "opsm":
+        return rows
+    if batch.advantages is None:
+        raise ValueError("opsm needs advantages")
+    return [{t: x for t, x in row.items() if at(batch.advantages, i, t) < 0} for i, row in enumerate(rows)]
+
+
+def reject(batch: Batch, settings: Settings) -> dict[str, list[set[int]]]:
+    """For each criterion, ``veto`` and ``bad`` the good tokens that it rejects, a set for each sequence."""
+    rejected = {
+        name: [{t for t, value in row.items() if not lower <= value <= upper} for row in tested(name, batch)]
+        for name, lower, upper in settings.criteria
+        if name != "group_any"
+    }
+    if settings.veto is not None:
+        vetoed = [any(x < log(settings.veto) for x in row.values()) for row in batch.log_ratio]
+        rejected["veto"] = whole_sequences(batch, vetoed)
+    if settings.bad == "reject_sequence":
+        holds_bad = [len(batch.good[i]) < len(batch.given[i]) for i in all_of(batch)]
+        rejected["bad"] = whole_sequences(batch, holds_bad)
+    if any(name == "group_any" for name, _, _ in settings.criteria):
+        lost = {batch.groups[i] for i in all_of(batch) if batch.given[i] and is_lost(i, batch, rejected)}
+        rejected["group_any"] = whole_sequences(batch, [group in lost for group in batch.groups])
+    return rejected
+
+
+def is_lost(i: int, batch: Batch, rejected: Mapping[str, list[set[int]]]) -> bool:
+    """True where no token of the sequence is left: every one is bad or rejected."""
+    return all(any(t in rows[i] for rows in rejected.values()) for t in batch.good[i])
+
+
+def whole_sequences(batch: Batch, chosen: Sequence[bool]) -> list[set[int]]:
+    return [set(batch.good[i]) if chosen[i] else set() for i in all_of(batch)]
+
+
+# Weights
+
+
+def weight_log(batch: Batch, settings: Settings) -> Rows:
+    """log w at every good token, before any clamp."""
+    names = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    return statistic(names[settings.level], batch) if settings.level else [{} for _ in all_of(batch)]
+
+
+def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[Rows, Rows, Rows, float]:
+    """(before the bounds, after them, after normalisation, the factor divided by)."""
+    logs = weight_log(batch, settings)
+    raw = [{t: math.exp(clamp(x)) for t, x in row.items()} for row in logs]
+    bounded = [{t: bound(raw[i][t], x, settings) for t, x in row.items()} for i, row in enumerate(logs)]
+    factor = mean_weight(bounded, accepted if settings.scope == "accepted" else batch.good, settings)
+    if not settings.batch_normalize or factor <= SMALLEST_MEAN:
+        factor = 1.0
+    return raw, bounded, [{t: w / factor for t, w in row.items()} for row in bounded], factor
+
+
+def bound(weight: float, x: float, settings: Settings) -> float:
+    if settings.mode == "mask":
+        return weight if log(settings.low) <= x <= log(settings.upper) else 0.0
+    if settings.mode == "clamp":
+        return min(max(weight, settings.low), settings.upper)
+    return min(weight, settings.upper)
+
+
+def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> float:
+    """Over tokens, or over sequences with a token in the scope, one weight each."""
+    if settings.level is None:
+        return 0.0
+    if settings.level == "token":
+        return mean(bounded[i][t] for i, tokens in enumerate(scope) for t in tokens)
+    return mean(bounded[i][tokens[0]] for i, tokens in enumerate(scope) if tokens)
+
+
+# Counts
+
+
+def count(batch: Batch, accepted: list[list[int]], ids: Sequence[int] | None, number: int) -> list[list[float]]:
+    """For each mini-batch: tokens and sequences with one under m, then under m'."""
+    counts = [[0.0] * 4 for _ in range(number)]
+    for i in all_of(batch):
+        row = counts[ids[i] if ids is not None else 0]
+        for column, tokens in ((0, batch.counted[i]), (2, accepted[i])):
+            row[column] += len(tokens)
+            row[column + 1] += bool(tokens)
+    return counts
+
+
+# Metrics
+
+
+def policy_metrics(batch: Batch) -> dict[str, float]:
+    x = flat(batch.log_ratio)
+    train = [mean(batch.train[i].values()) for i in batch.sequences]
+    rollout = [mean(batch.rollout[i].values()) for i in batch.sequences]
+    total = [math.fsum(batch.log_ratio[i].values()) for i in batch.sequences]
+    difference = [b - a for a, b in zip(train, rollout, strict=True)]
+    metrics = {
+        "kl": mean(-value for value in x),
+        "k3_kl": mean(divergence("k3", value) for value in x),
+        "training_ppl": mean(ppl(-value) for value in train),
+        "training_log_ppl": mean(-value for value in train),
+        "rollout_ppl": mean(ppl(-value) for value in rollout),
+        "rollout_log_ppl": mean(-value for value in rollout),
+        "log_ppl_diff": mean(difference),
+        "log_ppl_abs_diff": mean(map(abs, difference)),
+        "log_ppl_diff_max": max(difference, default=0.0),
+        "log_ppl_diff_min": min(difference, default=0.0),
+        "ppl_ratio": mean(ppl(value) for value in difference),
+        "chi2_token": mean(math.expm1(2 * clamp(value)) for value in x),
+        "chi2_seq": mean(math.expm1(2 * clamp(value)) for value in total),
+        "num_tokens": float(len(x)),
+        "num_sequences": float(len(total)),
+    }
+    return metrics | {f"log_ratio_p{share:02d}": quantile(x, share / 100) for share in QUANTILES}
+
+
+def ppl(x: float) -> float:
+    return math.exp(clamp(x, PPL_LIMIT))
+
+
+def moments(values: list[float]) -> dict[str, float]:
+    squares = math.fsum(value * value for value in values)
+    return {
+        "mean": mean(values),
+        "std": deviation(values),
+        "min": min(values, default=0.0),
+        "max": max(values, default=0.0),
+        "eff_sample_size": math.fsum(values) ** 2 / (len(values) * squares) if squares else 0.0,
+    }
+
+
+def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settings: Settings) -> dict[str, float]:
+    metrics = {}
+    for prefix, rows in (("rollout_is_raw_", raw), ("rollout_is_", bounded), ("rollout_is_applied_", applied)):
+        metrics |= {prefix + name: value for name, value in moments(flat(rows)).items()}
+    logs = weight_log(batch, settings)
+    low, high = log(settings.low), log(settings.upper)
+    tested_logs = flat(logs)
+    if settings.level != "token":
+        metrics["rollout_is_max"] = math.exp(clamp(max(tested_logs))) if tested_logs else 0.0
+        metrics["rollout_is_min"] = math.exp(clamp(min(tested_logs))) if tested_logs else 0.0
+    if settings.level == "sequence":
+        tested_logs = [logs[i][batch.good[i][0]] for i in batch.sequences]
+    metrics["rollout_is_ratio_fraction_high"] = mean(x > high for x in tested_logs)
+    metrics["rollout_is_ratio_fraction_low"] = mean(x < low for x in tested_logs)
+    outside = [[not low <= x <= high for x in logs[i].values()] for i in batch.sequences]
+    fraction, sequence_fraction = mean(x for row in outside for x in row), mean(map(any, outside))
+    if settings.mode in ("mask", "clamp"):
+        metrics["rollout_is_oob_ratio"] = fraction
+    if settings.mode == "mask":
+        metrics |= {"rollout_is_masked_fraction": fraction, "rollout_is_seq_masked_fraction": sequence_fraction}
+    return metrics | sequence_weight_metrics(batch, raw, bounded, settings)
+
+
+def sequence_weight_metrics(batch: Batch, raw: Rows, bounded: Rows, settings: Settings) -> dict[str, float]:
+    """Of the mean weight of each sequence."""
+    before, after = ([mean(rows[i].values()) for i in batch.sequences] for rows in (raw, bounded))
+    return {
+        "rollout_is_seq_mean": mean(after),
+        "rollout_is_seq_std": deviation(after, lost=1),
+        "rollout_is_seq_max": max(after, default=0.0),
+        "rollout_is_seq_min": min(after, default=0.0),
+        "rollout_is_seq_max_deviation": max((abs(q - 1) for q in after), default=0.0),
+        "rollout_is_seq_fraction_high": mean(q > settings.upper for q in before),
+        "rollout_is_seq_fraction_low": mean(q < settings.low for q in before),
+    }
+
+
+def rejection_metrics(
+    batch: Batch, accepted: list[list[int]], rejected: Mapping[str, list[set[int]]], settings: Settings
+) -> dict[str, float]:
+    lost = [set(batch.good[i]) - set(accepted[i]) for i in all_of(batch)]
+    metrics = shares("rollout_rs_", batch, lost)
+    for name, lower, upper in settings.criteria:
+        metrics |= shares(f"rollout_rs_{name}_", batch, rejected[name])
+        if name.startswith(("token_", "seq_")):
+            metrics |= statistic_metrics(name, batch, lower, upper)
+        if name.startswith(("token_", "seq_")) and name.endswith("_k1"):
+            metrics |= rho_metrics(name, batch, lower, upper)
+    if settings.veto is not None:
+        below = [x < log(settings.veto) for x in flat(batch.log_ratio)]
+        metrics["rollout_is_catastrophic_token_fraction"] = mean(below)
+        metrics["rollout_is_veto_fraction"] = mean(bool(rejected["veto"][i]) for i in batch.sequences)
+    return metrics
+
+
+def shares(prefix: str, batch: Batch, rejected: list[set[int]]) -> dict[str, float]:
+    return {
+        f"{prefix}masked_fraction": sum(map(len, rejected)) / batch.num_tokens if batch.num_tokens else 0.0,
+        f"{prefix}seq_masked_fraction": mean(bool(rejected[i]) for i in batch.sequences),
+    }
+
+
+def rho_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
+    """Shares of tokens, or of sequences, whose ρ is outside its bounds, by side."""
+    rows = statistic(name, batch)
+    values = flat(rows) if name == "token_k1" else [rows[i][batch.good[i][0]] for i in batch.sequences]
+    return {
+        f"rollout_rs_{name}_rho_fraction_above": mean(value > upper for value in values),
+        f"rollout_rs_{name}_rho_fraction_below": mean(value < lower for value in values),
+    }
+
+
+def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
+    """Of the statistic itself, k1 as -log ρ: over tokens, and over sequences (their token mean for ``token_*``)."""
+    is_k1, rows = name.endswith("k1"), statistic(name, batch)
+    if is_k1:
+        rows = [{t: -value for t, value in row.items()} for row in rows]
+        lower, upper = -upper, -lower
+    tokens, sequences = flat(rows), [mean(rows[i].values()) for i in batch.sequences]
+    units = tokens if name.startswith("token") else sequences
+    floor = lower if is_k1 else 0.0
+    metrics = {
+        "mean": mean(tokens),
+        "max": max(units, default=0.0),
+        "min": min(units, default=0.0),
+        "fraction_high": mean(value > upper for value in units),
+        "fraction_low": mean(value < lower for value in units),
+        "std": deviation(min(max(value, floor), upper) for value in tokens),
+        "seq_mean": mean(sequences),
+        "seq_std": deviation(sequences, lost=1),
+        "seq_max": max(sequences, default=0.0),
+        "seq_min": min(sequences, default=0.0),
+        "seq_max_deviation": max(map(abs, sequences), default=0.0),
+        "seq_fraction_high": mean(value > upper for value in sequences),
+    }
+    if is_k1:
+        metrics["seq_fraction_low"] = mean(value < lower for value in sequences)
+    return {f"rollout_rs_{name}_{key}": value for key, value in metrics.items()}
+
+
+# Breakdowns: breakdowns[what][bucket][quantity]; only buckets with a good token
+
+
+def break_down(
+    batch: Batch,
+    accepted: list[list[int]],
+    rewards: Sequence[float] | None,
+    versions: Sequence[Any] | None,
+    current: int | None,
+    most: int,
+) -> dict[str, dict[Any, dict[str, float]]]:
+    """By ``length`` floor(log2(good tokens)), by sign of the ``reward``, by ``staleness``, the last one open."""
+
+    def sign(i: int, t: int) -> str:
+        return "positive" if rewards[i] > 0 else "negative" if rewards[i] < 0 else "zero"
+
+    def staleness(i: int, t: int) -> int:
+        return min(max(current - int(at(versions, i, t)), 0), most)
+
+    buckets = {"length": lambda i, t: len(batch.good[i]).bit_length() - 1}
+    if rewards is not None:
+        buckets["reward"] = sign
+    if versions is not None and current is not None:
+        buckets["staleness"] = staleness
+    return {name: by_bucket(batch, accepted, bucket) for name, bucket in buckets.items()}
+
+
+def by_bucket(
+    batch: Batch, accepted: list[list[int]], bucket: Callable[[int, int], Any]
+) -> dict[Any, dict[str, float]]:
+    tokens: dict[Any, list[tuple[int, int]]] = {}
+    for i in all_of(batch):
+        for t in batch.good[i]:
+            tokens.setdefault(bucket(i, t), []).append((i, t))
+    kept = [set(row) for row in accepted]
+    return {
+        key: {
+            "tokens": float(len(members)),
+            "sequences": float(len({i for i, _ in members})),
+            "token_fraction": len(members) / batch.num_tokens,
+            "kl": mean(-batch.log_ratio[i][t] for i, t in members),
+            "masked_fraction": mean(t not in kept[i] for i, t in members),
+        }
+        for key, members in sorted(tokens.items())
+    }
+
+
+# How clearly a batch decides
+
+
+def distances(
+    train: Sequence[Sequence[float]],
+    rollout: Sequence[Sequence[float]],
+    mask: Sequence[Sequence[bool]],
+    settings: Settings | Mapping[str, Any],
+    *,
+    advantages: Sequence[Any] | None = None,
+    group_ids: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """For each test, those of metrics included, how near its statistic comes to one of its bounds, in its own unit."""
+    settings = as_settings(settings)
+    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids)
+    found = {}
+    for name, lower, upper in settings.criteria:
+        if name == "group_any":
+            continue
+        rows = tested(name, batch)
+        found[name] = nearest(flat(rows), lower, upper)
+        if name.startswith("token_"):
+            found[f"{name} of sequences"] = nearest((mean(row.values()) for row in rows if row), lower, upper)
+    if settings.veto is not None:
+        found["veto"] = nearest(flat(batch.log_ratio), log(settings.veto), math.inf)
+    if settings.level is not None:
+        logs, raw = weight_log(batch, settings), weigh(batch, batch.good, settings)[0]
+        found["weights"] = nearest(flat(logs), log(settings.low), log(settings.upper))
+        means = [mean(row.values()) for row in raw if row]
+        found["weights of sequences"] = nearest(means, settings.low, settings.upper)
+    return found
+
+
+def nearest(values: Iterable[float], lower: float, upper: float) -> float:
+    bounds = [value for value in (lower, upper) if math.isfinite(value)]
+    return min((abs(value - edge) for value in values for edge in bounds), default=math.inf)
+
+
+def distance_to_bounds(
+    train: Sequence[Sequence[float]],
+    rollout: Sequence[Sequence[float]],
+    mask: Sequence[Sequence[bool]],
+    settings: Settings | Mapping[str, Any],
+    *,
+    advantages: Sequence[Any] | None = None,
+    group_ids: Sequence[int] | None = None,
+) -> float:
+    """The smallest of :func:`distances`."""
+    found = distances(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids)
+    return min(found.values(), default=math.inf)
+
+
+# What the golden cases' configurations mean
+
+LEVEL_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def golden_settings(generation: str, config: Mapping[str, Any]) -> Settings:
+    """The settings of a golden case: ``gen1``, ``gen2``, ``gen3`` or ``slime``.
+
+    The two sources that zero the weights of rejected tokens, or leave out-of-bounds weights alone there, are told apart
+    by who compares: gen1's veto is a rejection here, slime's ``mask`` mode a criterion beside unbounded weights.
+    """
+    return {"gen1": _gen1, "gen2": _gen2, "gen3": _gen3, "slime": _slime}[generation](config)
+
+
+def on_ratio(name: str, lower: float | None, upper: float) -> Criterion:
+    """A k1 criterion from bounds on ρ."""
+    return name, log(1 / upper if lower is None else lower), log(upper)
+
+
+def _gen1(config: Mapping[str, Any]) -> Settings:
+    return Settings(
+        level=config["rollout_is_level"],
+        mode=config["rollout_is_mode"],
+        lower=config["rollout_is_threshold_lower"],
+        upper=config["rollout_is_threshold"],
+        veto=config["rollout_is_veto_threshold"],
+    )
+
+
+def _gen2(config: Mapping[str, Any]) -> Settings:
+    criteria: tuple[Criterion, ...] = ()
+    if config["rollout_rs"]:
+        bounds = config["rollout_rs_threshold_lower"], config["rollout_rs_threshold"]
+        criteria = (on_ratio(LEVEL_CRITERIA[config["rollout_rs"]], *bounds),)
+    return Settings(
+        level=config["rollout_is"],
+        upper=config["rollout_is_threshold"],
+        batch_normalize=config["rollout_is_batch_normalize"],
+        criteria=criteria,
+        veto=config["rollout_token_veto_threshold"],
+    )
+
+
+def _gen3(config: Mapping[str, Any]) -> Settings:
+    names = (config.get("rollout_rs") or "").split(",")
+    texts = str(config.get("rollout_rs_threshold")).split(",")
+    settings = Settings(
+        level=config.get("rollout_is"),
+        batch_normalize=config.get("rollout_is_batch_normalize", False),
+        criteria=tuple(_gen3_criterion(name, texts[i % len(texts)]) for i, name in enumerate(names) if name),
+    )
+    lower, _, upper = str(config.get("rollout_is_threshold", 2.0)).rpartition("_")
+    if lower:
+        settings = dataclasses.replace(settings, mode="mask", lower=float(lower))
+    return dataclasses.replace(settings, upper=float(upper))
+
+
+def _gen3_criterion(name: str, text: str) -> Criterion:
+    """The written k1 bounds are on -log ρ: ρ lies between the inverse ones."""
+    lower, _, upper = text.rpartition("_")
+    if not name.endswith("k1"):
+        return name, -math.inf, float(upper)
+    low = float(lower) if lower else 1 / float(upper)
+    return on_ratio(name, 1 / float(upper), 1 / low)
+
+
+def _slime(config: Mapping[str, Any]) -> Settings:
+    bounds, level = (config["tis_lower_bound"], config["tis_upper_bound"]), config["tis_level"]
+    settings = Settings(
+        level=level,
+        mode={"truncate": "truncate", "clip": "clamp", "mask": "truncate"}[config["tis_mode"]],
+        lower=bounds[0],
+        upper=bounds[1],
+        batch_normalize=config["tis_batch_normalize"],
+    )
+    criteria = []
+    if config["tis_mode"] == "mask":
+        criteria.append(on_ratio(LEVEL_CRITERIA[level], *bounds))
+        settings = dataclasses.replace(settings, lower=None, upper=math.inf)
+    if config["use_rs"]:
+        name = LEVEL_CRITERIA[config["rs_level"]]
+        criteria.append(on_ratio(name, config["rs_lower_bound"], config["rs_upper_bound"]))
+        settings = dataclasses.replace(settings, veto=config["rs_veto_threshold"])
+    return dataclasses.replace(settings, criteria=tuple(criteria))
