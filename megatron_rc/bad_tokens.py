@@ -43,7 +43,7 @@ def _first_of_sequence(part: Part, sequence: Tensor) -> Tensor:
     """[1] float64: 2 · position + policy of the first unusable local token of one sequence; +inf without one."""
     layout, device = part.layout, part.mask.device
     lengths = layout.local_lengths.to(device)
-    offsets = torch.arange(int(layout.local_lengths.max()), device=device)
+    offsets = torch.arange(max(layout.full_lengths) // layout.cp_size, device=device)
     inside = offsets < lengths[sequence]
     index = (lengths.cumsum(0) - lengths)[sequence] + offsets.minimum(lengths[sequence] - 1).clamp(min=0)
     if part.mask.dim() == 2:

@@ -310,7 +310,8 @@ def _check_bypass(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_a
     if config.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
         raise ValueError(
             "rollout_is_batch_normalize=True in bypass_mode scales all gradients by one factor, which must not scale "
-            f"the terms of entropy_coef={loss.entropy_coef} and kl_coef={loss.kl_coef}: set them to 0, or use decoupled mode"
+            f"the terms of entropy_coef={loss.entropy_coef} and kl_coef={loss.kl_coef}: set them to 0, or use "
+            "decoupled mode"
         )
     unknown = config.rollout_is_batch_normalize or (
         loss.aggregation != "token-sum"
@@ -321,5 +322,6 @@ def _check_bypass(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_a
         raise ValueError(
             "the loss's denominator is known only after the schedule (bypass_mode with "
             "rejection_denominator=accepted or rollout_is_batch_normalize), and scaling the gradients then would "
-            "scale the model's auxiliary losses too: use rejection_denominator=original without batch normalisation, or decoupled mode"
+            "scale the model's auxiliary losses too: use rejection_denominator=original without batch normalisation, "
+            "or decoupled mode"
         )

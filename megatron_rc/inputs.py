@@ -148,8 +148,13 @@ class Shards:
         return self.parts[0].mask.device
 
 
-def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> Shards:
+def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | None = None) -> Shards:
     """Check shapes, dtypes and counts, and fill in the defaults.
+
+    Args:
+        inputs: this rank's part.
+        sizes: what every rank agrees on.
+        groups: those that carry the sums; None where something else does: the layouts alone say which shard this is.
 
     Raises:
         ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
@@ -166,7 +171,8 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> 
     rollout = _listed("rollout_log_probs", inputs.rollout_log_probs, is_list, len(masks))
     layouts = _layouts(inputs.layout, masks, is_list, groups)
     for tensors in zip(masks, layouts, train, rollout, strict=True):
-        _check_tokens(*tensors, group_size(groups.cp))
+        _check_tokens(*tensors)
+        _check_cut(tensors[1], groups)
     num = [layout.num_sequences for layout in layouts]
     firsts = list(accumulate([0, *num[:-1]]))
     advantages, token_advantages = _sides("advantages", inputs.advantages, is_list, layouts, floating=True)
@@ -189,7 +195,7 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> 
         advantages=advantages,
         rewards=_per_sequence("rewards", inputs.rewards, is_list, num, floating=True),
         versions=versions,
-        rank=group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
+        rank=0 if groups is None else group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
         default_ids=ids is None,
     ).checked(masks[0].device)
 
@@ -227,23 +233,27 @@ def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None)
 
 
 def _layouts(
-    value: Layouts | None, masks: Sequence[Tensor], is_list: bool, groups: ParallelGroups
+    value: Layouts | None, masks: Sequence[Tensor], is_list: bool, groups: ParallelGroups | None
 ) -> list[SequenceLayout]:
     if value is not None:
         return _listed("layout", value, is_list, len(masks))
-    rank, size = group_rank(groups.cp), group_size(groups.cp)
+    cp = None if groups is None else groups.cp
+    rank, size = group_rank(cp), group_size(cp)
     for mask in masks:
         if mask.dim() != 2:
             raise ValueError(f"response_mask has shape {tuple(mask.shape)}: without a layout it must be [b, s]")
     return [SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size) for mask in masks]
 
 
-def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor, cp_size: int) -> None:
-    if layout.cp_size != cp_size:
+def _check_cut(layout: SequenceLayout, groups: ParallelGroups | None) -> None:
+    if groups is not None and layout.cp_size != group_size(groups.cp):
         raise ValueError(
-            f"the layout is cut over {layout.cp_size} context-parallel ranks, groups.cp has {cp_size}: give the layout "
-            "cp_rank and cp_size of that group"
+            f"the layout is cut over {layout.cp_size} context-parallel ranks, groups.cp has {group_size(groups.cp)}: "
+            "give the layout cp_rank and cp_size of that group"
         )
+
+
+def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor) -> None:
     for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout), ("response_mask", mask)):
         if tuple(value.shape) != layout.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: the layout's local shape is {layout.shape}")
