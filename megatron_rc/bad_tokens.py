@@ -14,6 +14,7 @@ from megatron_rc.inputs import MAX_SEQUENCE_ID, Part, Shards
 from megatron_rc.statistics import is_log_prob
 
 _STRIDE = 2**32
+_PIECE = 2**18  # tokens of a sequence that are looked at together
 _LOCAL_IDS = 2**11  # sequences that a rank can tell apart where none has an id
 
 
@@ -41,21 +42,32 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
 
 def _first_of_sequence(part: Part, sequence: Tensor) -> Tensor:
     """[1] float64: 2 · position + policy of the first unusable local token of one sequence; +inf without one."""
+    longest = max(part.layout.full_lengths) // part.layout.cp_size
+    pieces = range(0, longest, _PIECE)
+    return torch.stack([_first_of_piece(part, sequence, start, min(start + _PIECE, longest)) for start in pieces]).amin(
+        0
+    )
+
+
+def _first_of_piece(part: Part, sequence: Tensor, start: int, stop: int) -> Tensor:
+    """The same of its local tokens from ``start`` to ``stop``."""
     layout, device = part.layout, part.mask.device
     lengths = layout.local_lengths.to(device)
-    offsets = torch.arange(max(layout.full_lengths) // layout.cp_size, device=device)
-    inside = offsets < lengths[sequence]
-    index = (lengths.cumsum(0) - lengths)[sequence] + offsets.minimum(lengths[sequence] - 1).clamp(min=0)
+    offsets = torch.arange(start, stop, device=device)
     if part.mask.dim() == 2:
-        mask, train, rollout = (tensor[sequence].view(-1) for tensor in (part.mask, part.train, part.rollout))
+        tokens = [tensor[:, start:stop].index_select(0, sequence).view(-1) for tensor in _tensors(part)]
     else:
-        index = index.clamp(max=len(part.mask) - 1)
-        mask, train, rollout = (tensor[index] for tensor in (part.mask, part.train, part.rollout))
-    bad_train = ~is_log_prob(train.detach())
-    bad = inside & mask & (bad_train | ~is_log_prob(rollout.detach()))
+        begin = (lengths.cumsum(0) - lengths)[sequence]
+        tokens = [tensor[(begin + offsets).clamp(max=len(tensor) - 1)] for tensor in _tensors(part)]
+    mask, train, rollout = tokens
+    bad_train = ~is_log_prob(train)
+    bad = mask & (offsets < lengths[sequence]) & (bad_train | ~is_log_prob(rollout))
     position = layout.position_of(sequence.expand_as(offsets), offsets)
-    key = 2.0 * position + (~bad_train).double()
-    return torch.where(bad, key, torch.inf).amin().view(1)
+    return torch.where(bad, 2.0 * position + (~bad_train).double(), torch.inf).amin().view(1)
+
+
+def _tensors(part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    return part.mask, part.train.detach(), part.rollout.detach()
 
 
 def describe_bad_token(key: float, count: float, default_ids: bool) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.statistics import POSITIVE_LIMIT
+from megatron_rc.tokens import POSITIVE_LIMIT
 
 FINISH_REASONS = ("stop", "length", "abort")
 

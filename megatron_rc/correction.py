@@ -48,6 +48,7 @@ def correct_rollouts(
     max_staleness: int = 0,
     mini_batch_ids: Tensors | None = None,
     num_mini_batches: int = 1,
+    compile: bool = False,
 ) -> CorrectionResult:
     """Importance weights, accepted mask, denominators and metrics of a whole rollout batch.
 
@@ -70,6 +71,7 @@ def correct_rollouts(
         max_staleness: the last bucket of staleness holds everything from here on.
         mini_batch_ids: [n] int64 in [0, num_mini_batches). Default: 0.
         num_mini_batches: optimizer steps that share the batch.
+        compile: run the pass over padded tokens through ``torch.compile`` (seconds for the first call, then less time).
 
     The counts ``num_*``, ``current_version`` and ``max_staleness`` are the same on every rank.
 
@@ -96,13 +98,21 @@ def correct_rollouts(
         mini_batch_ids=mini_batch_ids,
     )
     groups = groups or ParallelGroups()
-    batch = _sums(inputs, config, Sizes(num_mini_batches, num_groups, current_version, max_staleness), groups)
+    sizes = Sizes(num_mini_batches, num_groups, current_version, max_staleness)
+    batch = _sums(inputs, config, sizes, groups, compile)
     return finish(batch, reduce_batch(batch.pair, groups))
 
 
-def _sums(inputs: PlanInputs, config: RolloutCorrectionConfig, sizes: Sizes, groups: ParallelGroups) -> BatchSums:
-    """Everything before the reduction over the batch."""
-    local = sequence_sums(collect_shards(inputs, sizes, groups), config)
+def _sums(
+    inputs: PlanInputs,
+    config: RolloutCorrectionConfig,
+    sizes: Sizes,
+    groups: ParallelGroups,
+    compile: bool,
+    first_id: int = 0,
+) -> BatchSums:
+    """Everything before the reduction over the batch; sequences without ids are counted from ``first_id``."""
+    local = sequence_sums(collect_shards(inputs, sizes, groups, first_id), config, compile=compile)
     sequences = reduce_sequences(local.pair, groups)
     prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_groups else None
     return batch_sums(local, sequences, prompts)
@@ -120,6 +130,7 @@ class RolloutCorrection:
         loss: the objective: its aggregation decides the denominators of bypass mode.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
             prediction).
+        compile: as :func:`correct_rollouts` has it.
 
     Attributes:
         step: what is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's step.
@@ -135,16 +146,19 @@ class RolloutCorrection:
         *,
         loss: PolicyLossConfig,
         has_auxiliary_losses: bool = False,
+        compile: bool = False,
     ) -> None:
         if config.bypass_mode:
             _check_bypass(config, loss, has_auxiliary_losses)
         self.config = config
         self.groups = groups
         self.loss = loss
+        self.compile = compile
         self.step: CorrectionResult | None = None
         self._plan: BypassPlan | None = None
         self._pair: Pair | None = None
-        self._mini_batch = 0
+        self._mini_batch: int | None = None
+        self._seen = 0
         self._headers: list[Tensor] = []
 
     @torch.no_grad()
@@ -180,14 +194,14 @@ class RolloutCorrection:
         """
         sizes = Sizes(num_mini_batches, num_groups, current_version, max_staleness)
         if self.config.bypass_mode:
-            self._headers = []
+            self._headers, self._pair, self._mini_batch, self._seen = [], None, None, 0
             self._plan = None if inputs is None else self._plan_bypass(inputs, sizes)
             return self._plan or BypassPlan(None)
         if inputs is None:
             shape = header_shape(self.config, sizes)
             header = torch.zeros(len(shape), dtype=torch.float64, device=device)
             return CorrectionResult(self.config, shape, self._broadcast(header))
-        batch = _sums(inputs, self.config, sizes, self.groups)
+        batch = _sums(inputs, self.config, sizes, self.groups, self.compile)
         result = finish(batch, reduce_batch(batch.pair, self.groups))
         result.header = self._broadcast(result.header)
         return result
@@ -214,25 +228,31 @@ class RolloutCorrection:
             mini_batch: the optimizer step, one for all micro-batches until ``finish_step``.
 
         Returns:
-            (weights, mask, lengths): detached weights, bounded but not normalised, or None; the accepted tokens m'; [n]
-            float64, tokens of each whole sequence in the denominator.
+            (weights, mask, lengths): detached weights, bounded but not normalised, or None where none are applied
+            (``ppo_clip`` only measures them); the accepted tokens m'; [n] float64, tokens of each whole sequence in the
+            denominator.
 
         Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: shapes that do not fit, or another mini-batch than that of the step so far.
             RuntimeError: decoupled mode, or no ``plan`` before.
         """
         if not self.config.bypass_mode or self._plan is None:
             raise RuntimeError("in_loss belongs to bypass_mode, after plan() on the last pipeline stage")
+        if self._mini_batch not in (None, mini_batch):
+            raise ValueError(
+                f"mini_batch={mini_batch} in the step of mini-batch {self._mini_batch}: call finish_step() in between"
+            )
         inputs = PlanInputs(log_probs, rollout_log_probs, response_mask, layout, advantages=advantages)
-        batch = _sums(inputs, self.config, Sizes(), self.groups)
+        batch = _sums(inputs, self.config, Sizes(), self.groups, self.compile, self._seen)
         sums, maxima = batch.pair
         if self._pair is not None:
             sums, maxima = self._pair[0] + sums, torch.maximum(self._pair[1], maxima)
         self._pair, self._mini_batch = (sums, maxima), mini_batch
+        self._seen += batch.local.shards.num_sequences
         weights, mask, lengths = batch.spread(None)
-        return None if weights is None else weights[0], mask[0], lengths
+        return weights[0] if weights and self.config.applies_weights else None, mask[0], lengths
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:
@@ -257,13 +277,15 @@ class RolloutCorrection:
             if self._pair is None or self._plan is None:
                 raise RuntimeError("finish_step() without a micro-batch: call in_loss() in the loss function first")
             header = torch.cat(reduce_batch(self._pair, self.groups))
+            # Found by the plan, which the other stages did not see.
+            shape.unpack(header)[0]["bad_mini_batch_ids"].add_(self._plan.bad_ids)
             message = torch.cat([header, self._factor(CorrectionResult(self.config, shape, header)).view(1)])
         else:
             message = torch.zeros(len(shape) + 1, dtype=torch.float64, device=device)
         message = self._broadcast(message)
         self.step = CorrectionResult(self.config, shape, message[:-1])
         self._headers.append(message[:-1])
-        self._pair = None
+        self._pair, self._mini_batch, self._seen = None, None, 0
         return message[-1]
 
     def metrics(self) -> dict[str, float]:
@@ -284,8 +306,8 @@ class RolloutCorrection:
 
     def _factor(self, step: CorrectionResult) -> Tensor:
         """D₀/G of the step that has just been reduced; G = (the aggregation's denominator) · w̄."""
-        if self._plan is None or self._plan.counts is None:
-            raise RuntimeError("finish_step() before plan()")
+        if self._plan is None or self._plan.counts is None or self._mini_batch is None:
+            raise RuntimeError("finish_step() before plan() and in_loss()")
         tokens, sequences, accepted_tokens, accepted_sequences = step.denominators[0]
         original = self._plan.counts[self._mini_batch]
         known = denominator(self.loss, original[0], original[1])

@@ -2,7 +2,7 @@
 
 A bin is a run of float32 numbers that share sign, exponent and the five leading bits of the mantissa, so a bin of the
 values around x is at most |x|/32 wide, and finding it takes two integer operations on the number's bits. Magnitudes
-below 2⁻¹⁴ share one bin, those above 2⁵ the outermost ones.
+below 2⁻¹⁵ share one bin, those above 2⁵ the outermost ones.
 
 A quantile is interpolated inside its bin: it is off by at most 1/32 of its value, or 2⁻¹⁴ (6e-5) near 0, for values
 within ±32.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 _DROPPED_BITS = 18  # of the 23 of the mantissa
 _PER_OCTAVE = 32
-_LOWEST, _HIGHEST = -14, 5  # powers of two between which bins are told apart
+_LOWEST, _HIGHEST = -15, 5  # powers of two between which bins are told apart
 _HALF = (_HIGHEST - _LOWEST) * _PER_OCTAVE
 NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of what is left of the bits, sign included
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
@@ -28,23 +28,25 @@ NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
-def count_codes(log_ratio: Tensor, scratch: Tensor) -> Tensor:
-    """How often each code, the leading bits of a float32, occurs.
+def codes_of(values: Tensor, out: Tensor) -> Tensor:
+    """The code of each value: the leading bits of it as a float32.
 
     Args:
-        log_ratio: any shape; converted to float32.
-        scratch: of the same shape, int32; overwritten.
-
-    Returns:
-        [codes] int64, which add up.
+        values: any shape.
+        out: int32, of the same shape; takes the codes and is returned.
     """
-    codes = torch.bitwise_right_shift(log_ratio.float().view(torch.int32), _DROPPED_BITS, out=scratch)
-    codes.bitwise_and_(NUM_CODES - 1)
+    torch.bitwise_right_shift(values.float().view(torch.int32), _DROPPED_BITS, out=out)
+    return out.bitwise_and_(NUM_CODES - 1)
+
+
+def count_codes(codes: Tensor) -> Tensor:
+    """[NUM_CODES] int64: how often each code occurs; these add up."""
+    codes = codes.view(-1)
     if codes.device.type == "cpu":
-        return torch.bincount(codes.view(-1), minlength=NUM_CODES)
+        return torch.bincount(codes, minlength=NUM_CODES)
     # bincount looks at its input on the host first.
     counts = torch.zeros(NUM_CODES, dtype=torch.int64, device=codes.device)
-    return counts.index_add_(0, codes.view(-1), torch.ones_like(codes.view(-1), dtype=torch.int64))
+    return counts.index_add_(0, codes, torch.ones_like(codes, dtype=torch.int64))
 
 
 def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def derive_metrics(statistics: Statistics, config: RolloutCorrectionConfig) -> d
     """Every metric of one rollout batch, under verl's names where it has one; see ``docs/metrics.md``.
 
     Returns:
-        ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens.
+        ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens (the normalisation factor is 1).
     """
     sums, maxima = statistics.sums, statistics.maxima
     policy = _policy_metrics(sums, maxima)
@@ -135,13 +135,18 @@ def _weight_metrics(sums: Numbers, maxima: Numbers, config: RolloutCorrectionCon
         metrics["rollout_is_seq_masked_fraction"] = _ratio(sums["sequences_outside"], sequences)
     if config.rollout_is_batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = 1 / factor
+        metrics["rollout_is_batch_norm_skipped"] = float(_mean_weight(sums) <= NORMALIZE_LIMIT)
     return metrics
 
 
 def normalization_factor(sums: Numbers) -> float:
     """1 / w̄; 1 where w̄ is not to be divided by."""
-    mean = _ratio(sums["normalize_weight"], sums["normalize_count"])
+    mean = _mean_weight(sums)
     return 1 / mean if mean > NORMALIZE_LIMIT else 1.0
+
+
+def _mean_weight(sums: Numbers) -> float:
+    return _ratio(sums["normalize_weight"], sums["normalize_count"])
 
 
 def _safe_exp(log: float) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_rc.alignment import MAX_PAIRS, shift_sums
 from megatron_rc.bad_tokens import first_bad_key
 from megatron_rc.config import RolloutCorrectionConfig
-from megatron_rc.histogram import NUM_CODES, bins_from_codes
+from megatron_rc.histogram import NUM_CODES, bins_from_codes, count_codes
 from megatron_rc.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
@@ -29,7 +29,8 @@ from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.rejection import Verdicts, decide, local_group_sums
 from megatron_rc.result import CorrectionResult, HeaderShape
-from megatron_rc.statistics import BlockTerms, BlockTokens, Scratch, Sums, TokenTerms, block_terms
+from megatron_rc.statistics import BlockTerms, BlockTokens, Sums, block_terms
+from megatron_rc.tokens import Scratch, TokenTerms
 from megatron_rc.totals import (
     breakdown_totals,
     mini_batch_counts,
@@ -114,8 +115,13 @@ class BatchSums:
         return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
 
 
-def sequence_sums(shards: Shards, config: RolloutCorrectionConfig) -> LocalSums:
+def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False) -> LocalSums:
     """The pass over the local tokens. Collectives: none.
+
+    Args:
+        shards: the local tokens.
+        config: what to correct.
+        compile: run the pass over padded tokens through ``torch.compile``.
 
     Raises:
         ValueError: a criterion needs advantages or group ids that are not there.
@@ -128,6 +134,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig) -> LocalSums:
     total = _Accumulator(shards, config)
     shift: Sums = {}
     scratch = _ScratchPool(shards)
+    compiled = _CompiledBlocks(shards, config, scratch) if compile else None
     for index, part in enumerate(shards.parts):
         for block in _blocks(part):
             tokens = BlockTokens(
@@ -137,7 +144,8 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig) -> LocalSums:
                 None if weights is None else block.take(weights[index]),
                 block.take(kept[index]),
             )
-            total.add(block_terms(tokens, block, config, scratch.of(block)), _rows(part, block), block)
+            terms = compiled(tokens, block) if compiled else block_terms(tokens, block, config, scratch.of(block))
+            total.add(terms, _rows(part, block), block)
         shift = _added(shift, shift_sums(part, shards.dtype, MAX_PAIRS // len(shards.parts)))
     sequence, sequence_max, batch, batch_max = total.named()
     return LocalSums(
@@ -241,7 +249,7 @@ class _Accumulator:
             self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], extremes)
         self.batch += torch.stack(list(terms.batch.values()))
         self.batch_max = torch.maximum(self.batch_max, torch.stack(list(terms.batch_max.values())))
-        self.codes += terms.codes
+        self.codes += count_codes(terms.codes)
         self.num_tokens += math.prod(block.shape)
 
     def named(self) -> tuple[Sums, Sums, Sums, Sums]:
@@ -275,9 +283,14 @@ def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Nam
     return _Names(tuple(terms.sequence), tuple(terms.sequence_max), tuple(terms.batch), tuple(terms.batch_max))
 
 
-@functools.lru_cache(maxsize=64)
 def header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
     """What lies where in the header of every rank, whatever its data: that of a batch without sequences."""
+    version = None if sizes.current_version is None else 0
+    return _header_shape(config, dataclasses.replace(sizes, current_version=version))
+
+
+@functools.lru_cache(maxsize=64)
+def _header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
     nothing = torch.zeros(0, 0)
     no_ids = torch.zeros(0, dtype=torch.int64)
     inputs = PlanInputs(nothing, nothing, nothing.bool(), advantages=torch.zeros(0))
@@ -316,6 +329,32 @@ class _ScratchPool:
         if block.shape != self._shape:
             self._shape, self._scratch = block.shape, Scratch(block.shape, *self._options)
         return self._scratch
+
+
+class _CompiledBlocks:
+    """Blocks through ``torch.compile``, while they have the first block's shape; the last ones run as they are."""
+
+    def __init__(self, shards: Shards, config: RolloutCorrectionConfig, scratch: _ScratchPool) -> None:
+        self._config, self._scratch, self._device = config, scratch, shards.device
+        self._block: Block | None = None
+
+    def __call__(self, tokens: BlockTokens, block: Block) -> BlockTerms:
+        if self._block is None and block.lengths is None:
+            # One and the same block for the compiler, which would otherwise compile for every place in the batch.
+            self._block = Block((), 0, block.rows, 0, None, block.shape)
+            self._mask, self._kept = (torch.empty(block.shape, dtype=torch.int32, device=self._device) for _ in "mk")
+        if self._block is None or block.lengths is not None or block.shape != self._block.shape:
+            return block_terms(tokens, block, self._config, self._scratch.of(block))
+        wide = dataclasses.replace(tokens, mask=self._mask.copy_(tokens.mask), kept=self._kept)
+        terms = _compiled_block_terms()(wide, self._block, self._config, None)
+        tokens.kept.copy_(self._kept)
+        return terms
+
+
+@functools.cache
+def _compiled_block_terms() -> Callable[..., BlockTerms]:
+    compiled: Callable[..., BlockTerms] = torch.compile(block_terms, dynamic=False)
+    return compiled
 
 
 def _named(local: LocalSums, pair: Pair) -> Sums:

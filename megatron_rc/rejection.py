@@ -103,7 +103,7 @@ def group_columns(config: RolloutCorrectionConfig) -> list[str]:
 def local_group_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
     """[num_groups, columns] float64 of this rank's responses."""
     verdicts = decide(sums, shards, config, None)
-    lost = ((verdicts.tokens > 0) & (verdicts.accepted == 0)).double()
+    lost = ((sums["response"] > 0) & (verdicts.accepted == 0)).double()
     if shards.group_ids is None:
         raise ValueError("group criteria need group_ids")
     values = {"valid": sums["valid"], "k1": sums["train"] - sums["rollout"], "lost": lost} | sums

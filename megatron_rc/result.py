@@ -155,23 +155,19 @@ class BypassPlan:
 
     def __init__(self, counts: Tensor | None) -> None:
         self.counts = counts
-        self._host: list[list[float]] | None = None
 
     @property
     def skip(self) -> Tensor | None:
         """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
         return None if self.counts is None else self.counts[:, 0] == 0
 
-    def check(self) -> None:
-        """Raise ValueError if a mini-batch id was out of range on any rank. Host synchronisations: one."""
-        if self.counts is not None and self.counts_on_host()[0][3]:
-            raise ValueError("mini_batch_ids: some are out of range, all must lie in [0, num_mini_batches)")
+    @property
+    def bad_ids(self) -> Tensor:
+        """0-D float64: mini-batch ids that were out of range."""
+        return torch.zeros(()) if self.counts is None else self.counts[0, 3]
 
-    def counts_on_host(self) -> list[list[float]]:
-        """``counts`` as Python floats."""
-        if self._host is None:
-            self._host = [] if self.counts is None else self.counts.tolist()
-        return self._host
+    def check(self) -> None:
+        """Nothing: raising would stop one pipeline stage alone; the first step's ``check()`` says what was wrong."""
 
 
 def merge_headers(shape: HeaderShape, headers: Sequence[Tensor]) -> Tensor:

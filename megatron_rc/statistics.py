@@ -6,9 +6,7 @@ the batch. Sums are float64 and found by name, so that they add up over blocks, 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,99 +14,12 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.criteria import OPSM, Criterion
-from megatron_rc.histogram import count_codes
 from megatron_rc.parallel.blocks import Block
+from megatron_rc.tokens import POSITIVE_LIMIT, FusedTerms, Scratch, TokenTerms
 from megatron_rc.weights import EXP_LIMIT, bounded_weights, log_bounds, within
 
-POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
-_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
-
 Sums = dict[str, Tensor]
-
-
-class Scratch:
-    """Buffers for the blocks of one shape: on a CPU, memory that was just used costs a fifth of new memory."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        kind, self.infinity = _BITS[dtype]
-        empty = functools.partial(torch.empty, shape, device=device)
-        self.log_ratio, self.one, self.two = (empty(dtype=dtype) for _ in range(3))
-        self.bits = empty(dtype=kind)
-        self.valid, self.flags = empty(dtype=torch.bool), empty(dtype=torch.bool)
-        self.wide = empty(dtype=torch.float64)
-        # Counts and codes come when nothing is in ``two``.
-        self.narrow = self.two.view(torch.int32) if dtype == torch.float32 else empty(dtype=torch.int32)
-
-
-class TokenTerms:
-    """Per-token tensors of one block; every value at an invalid position is exactly 0.
-
-    The bits of whatever stands at an invalid position, NaN and infinities included, are cleared before any arithmetic.
-
-    Attributes:
-        scratch: holds everything; ``one``, ``two``, ``narrow`` and ``flags`` may be overwritten by any method.
-        valid: bool, in the response mask, with two usable log-probs.
-        bits: an integer per token with all bits set where valid, none elsewhere.
-        log_ratio: log ρ = log π_train - log π_rollout.
-        train_sum: [rows] float64.
-        rollout_sum: [rows] float64.
-    """
-
-    def __init__(self, train: Tensor, rollout: Tensor, mask: Tensor, block: Block, scratch: Scratch) -> None:
-        self._block, self.scratch = block, scratch
-        self.valid, self.bits, self.log_ratio = scratch.valid, scratch.bits, scratch.log_ratio
-        # What has to be cut off to make a usable log-prob of it: no bit is set where that is nothing.
-        for value, excess in ((train, scratch.one), (rollout, scratch.two)):
-            torch.clamp(value, torch.finfo(value.dtype).min, POSITIVE_LIMIT, out=excess)
-            torch.sub(value, excess, out=excess)
-        excess = self._as_bits(scratch.one).bitwise_or_(self._as_bits(scratch.two))
-        self.valid.copy_(torch.eq(excess, 0, out=excess)).logical_and_(mask)
-        self.bits.copy_(self.valid).neg_()
-        self.train_sum = self.sum(self.hold(train, out=self.log_ratio))
-        self.rollout_sum = self.sum(self.hold(rollout, out=scratch.one))
-        self.log_ratio -= scratch.one
-
-    def hold(self, values: Tensor, out: Tensor) -> Tensor:
-        """The values where valid, 0 elsewhere, whatever stands there."""
-        torch.bitwise_and(self._as_bits(values), self.bits, out=self._as_bits(out))
-        return out
-
-    def flag(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """Where valid values compare with the bound; in ``scratch.flags``."""
-        # A comparison is vectorised where its output is as wide as its input, and not where that is bool.
-        wide = compare(values, bound, out=self.scratch.two) if values.dtype == self.scratch.two.dtype else None
-        flags = compare(values, bound) if wide is None else self._as_bits(wide)
-        return self.scratch.flags.copy_(flags).logical_and_(self.valid)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """[rows] float64."""
-        return self._block.sum(self.scratch.wide.copy_(values))
-
-    def total(self, values: Tensor) -> Tensor:
-        """0-D float64."""
-        return self.scratch.wide.copy_(values).sum()
-
-    def count(self, flags: Tensor) -> Tensor:
-        """[rows] float64."""
-        return self._block.count(self.scratch.narrow.copy_(flags))
-
-    def total_count(self, flags: Tensor) -> Tensor:
-        """0-D float64."""
-        return self.scratch.narrow.copy_(flags).sum(dtype=torch.int32).double()
-
-    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(largest, largest negative) over the valid tokens, 0-D float64."""
-        hole = self.scratch.one  # 0 where valid, +inf elsewhere
-        torch.bitwise_not(self.bits, out=self._as_bits(hole)).bitwise_and_(self.scratch.infinity)
-        largest = torch.sub(values, hole, out=self.scratch.two).amax().double()
-        return largest, -hole.add_(values).amin().double()
-
-    def codes(self) -> Tensor:
-        """Counts for the histogram of log ρ."""
-        return count_codes(self.log_ratio, self.scratch.narrow)
-
-    def _as_bits(self, values: Tensor) -> Tensor:
-        return values.view(self.bits.dtype)
+Terms = TokenTerms | FusedTerms
 
 
 @dataclass
@@ -120,7 +31,7 @@ class BlockTerms:
         sequence_max: [rows] float64 maxima by name.
         batch: 0-D float64 sums by name.
         batch_max: 0-D float64 maxima by name; a minimum is the largest negative.
-        codes: counts for the histogram of log ρ.
+        codes: the bin of each log ρ, int32, the block's shape; lives in the scratch.
     """
 
     sequence: Sums = field(default_factory=dict)
@@ -151,24 +62,39 @@ class BlockTokens:
     kept: Tensor
 
 
-def block_terms(tokens: BlockTokens, block: Block, config: RolloutCorrectionConfig, scratch: Scratch) -> BlockTerms:
-    """All that is known of a block before anything is known of whole sequences."""
+def block_terms(
+    tokens: BlockTokens, block: Block, config: RolloutCorrectionConfig, scratch: Scratch | None
+) -> BlockTerms:
+    """All that is known of a block before anything is known of whole sequences.
+
+    Args:
+        tokens: inputs and outputs.
+        block: which tokens these are.
+        config: decides which terms there are.
+        scratch: buffers of the block's shape; None in a compiled call, whose ``mask`` and ``kept`` are int32.
+    """
+    terms: TokenTerms | FusedTerms
+    if scratch is None:
+        terms = FusedTerms(tokens.train, tokens.rollout, tokens.mask)
+    else:
+        terms = TokenTerms(tokens.train, tokens.rollout, tokens.mask, block, scratch)
     out = BlockTerms()
-    terms = TokenTerms(tokens.train, tokens.rollout, tokens.mask, block, scratch)
     out.sequence |= {"response": terms.count(tokens.mask), "valid": terms.count(terms.valid)}
     _policy_terms(terms, out)
     if config.rollout_is == "token" and tokens.weights is not None:
         _weight_terms(terms, tokens.weights, config, out)
     elif tokens.weights is not None:
         tokens.weights.copy_(terms.valid)
-    tokens.kept.copy_(terms.valid)
+    kept = terms.begin_mask(tokens.kept)
     wide = terms.log_ratio.double() if any(c.divergence in ("k2", "k3") for c in config.criteria) else terms.log_ratio
     for criterion in config.criteria:
-        _criterion_terms(criterion, wide, terms, tokens.kept, block, out)
+        _criterion_terms(criterion, wide, terms, kept, block, out)
     if config.rollout_token_veto_threshold is not None:
         limit = math.log(config.rollout_token_veto_threshold)
         out.sequence["catastrophic"] = terms.count(terms.flag(torch.lt, terms.log_ratio, limit))
-    _kept_terms(terms, tokens, config, out)
+    _kept_terms(terms, kept, tokens, config, out)
+    terms.end_mask(kept, tokens.kept)
+    out.codes = terms.codes()
     return out
 
 
@@ -189,19 +115,18 @@ def divergence(kind: str, log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
 
 
-def _policy_terms(terms: TokenTerms, out: BlockTerms) -> None:
+def _policy_terms(terms: Terms, out: BlockTerms) -> None:
     """How far the two policies are apart."""
-    excess = torch.clamp(terms.log_ratio, -EXP_LIMIT, EXP_LIMIT, out=terms.scratch.one).expm1_()
+    excess = terms.clamp(terms.log_ratio, -EXP_LIMIT, EXP_LIMIT).expm1_()
     out.sequence |= {"train": terms.train_sum, "rollout": terms.rollout_sum, "excess": terms.sum(excess)}
     out.batch["excess_squared"] = terms.total(excess.square_())
     out.batch_max["log_ratio"], out.batch_max["-log_ratio"] = terms.extremes(terms.log_ratio)
-    out.codes = terms.codes()
 
 
-def _weight_terms(terms: TokenTerms, weights: Tensor, config: RolloutCorrectionConfig, out: BlockTerms) -> None:
+def _weight_terms(terms: Terms, weights: Tensor, config: RolloutCorrectionConfig, out: BlockTerms) -> None:
     """Token-level weights; the bounds are compared in log space."""
     lower, upper = log_bounds(config)
-    bounded = bounded_weights(terms.log_ratio, config, out=terms.scratch.two)
+    bounded = bounded_weights(terms.log_ratio, config, out=terms.spare)
     terms.hold(bounded, out=weights)
     out.batch_max["weight"] = weights.amax().double()
     out.sequence["weight"] = terms.sum(weights)
@@ -215,10 +140,10 @@ def _weight_terms(terms: TokenTerms, weights: Tensor, config: RolloutCorrectionC
 
 
 def _criterion_terms(
-    criterion: Criterion, wide: Tensor, terms: TokenTerms, kept: Tensor, block: Block, out: BlockTerms
+    criterion: Criterion, wide: Tensor, terms: Terms, kept: Tensor, block: Block, out: BlockTerms
 ) -> None:
     """What a criterion needs of tokens; a token-level one takes what it rejects out of ``kept``."""
-    name, kind, scratch = criterion.name, criterion.divergence, terms.scratch
+    name, kind = criterion.name, criterion.divergence
     statistic = terms.log_ratio
     if kind in ("k2", "k3"):
         exact = torch.where(terms.valid, divergence(kind, wide), 0)
@@ -233,19 +158,21 @@ def _criterion_terms(
     if kind != "k1":
         out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = terms.extremes(statistic)
     out.batch[f"high_{name}"] = terms.total_count(terms.flag(torch.gt, statistic, criterion.upper))
-    clamped = torch.clamp(statistic, criterion.floor, criterion.upper, out=scratch.one)
-    accepted = terms.flag(torch.eq, torch.sub(statistic, clamped, out=scratch.two), 0)
+    clamped = terms.clamp(statistic, criterion.floor, criterion.upper)
+    accepted = terms.inside(statistic, clamped)
     out.sequence[f"accepted_{name}"] = terms.count(accepted)
     kept.logical_and_(accepted)
     out.batch[f"clamped_{name}"] = terms.total(terms.hold(clamped, out=clamped))
     out.batch[f"clamped_squared_{name}"] = terms.total(clamped.square_())
 
 
-def _kept_terms(terms: TokenTerms, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms) -> None:
+def _kept_terms(
+    terms: Terms, kept: Tensor, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms
+) -> None:
     """Tokens and weights that the token-level criteria leave, of all and of those with a negative advantage."""
-    subsets = {"kept": tokens.kept}
+    subsets = {"kept": kept}
     if tokens.negative is not None and any(criterion.name == OPSM for criterion in config.criteria):
-        subsets["kept_negative"] = tokens.kept & tokens.negative
+        subsets["kept_negative"] = kept & tokens.negative
         out.sequence["negative"] = terms.count(terms.valid & tokens.negative)
     for name, chosen in subsets.items():
         out.sequence[name] = terms.count(chosen)

@@ -9,7 +9,8 @@ from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.criteria import Criterion
 from megatron_rc.inputs import Shards
 from megatron_rc.rejection import Verdicts, accepted_weight, sequence_statistic
-from megatron_rc.statistics import Sums, TokenTerms
+from megatron_rc.statistics import Sums
+from megatron_rc.tokens import TokenTerms
 from megatron_rc.weights import EXP_LIMIT, bounded_weights, exp_ratio, log_bounds
 
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))

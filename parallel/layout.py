@@ -33,17 +33,22 @@ def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zig
     Raises:
         ValueError: the length does not divide, or the rank lies outside the group.
     """
+    chunks = _num_chunks(length, cp_rank, cp_size, split)
+    grid = torch.arange(length).view(chunks, length // chunks)
+    held = [cp_rank, chunks - 1 - cp_rank] if chunks > cp_size else [cp_rank]
+    return grid[held].reshape(-1)
+
+
+def _num_chunks(length: int, cp_rank: int, cp_size: int, split: Split) -> int:
+    """How many equal chunks a sequence is cut into; raises as :func:`shard_positions` does."""
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in [0, {cp_size}): pass the rank inside the CP group")
     if split not in ("zigzag", "contiguous"):
         raise ValueError(f"split={split!r} is unknown: use 'zigzag' or 'contiguous'")
-    zigzag = split == "zigzag" and cp_size > 1
-    chunks = 2 * cp_size if zigzag else cp_size
+    chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
     if length % chunks:
         raise ValueError(f"a sequence of {length} tokens does not divide into {chunks} chunks: pad it to a multiple")
-    grid = torch.arange(length).view(chunks, length // chunks)
-    held = [cp_rank, chunks - 1 - cp_rank] if zigzag else [cp_rank]
-    return grid[held].reshape(-1)
+    return chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +87,7 @@ class SequenceLayout:
         Raises:
             ValueError: the length does not divide, or the rank lies outside the group.
         """
-        shard_positions(local_length * cp_size, cp_rank, cp_size, split)
+        _num_chunks(local_length * cp_size, cp_rank, cp_size, split)
         return cls((local_length * cp_size,) * batch_size, (batch_size, local_length), cp_rank, cp_size, split)
 
     @classmethod
@@ -106,7 +111,7 @@ class SequenceLayout:
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
         for length in set(local):
-            shard_positions(length * cp_size, cp_rank, cp_size, split)
+            _num_chunks(length * cp_size, cp_rank, cp_size, split)
         return cls(tuple(length * cp_size for length in local), (bounds[-1],), cp_rank, cp_size, split)
 
     @property

@@ -31,7 +31,7 @@ def bypass(name, **more):
 
 
 def wanted_factor(batch, expected, config, aggregation="token-mean"):
-    """D₀/G by the formulas, from the oracle's counts: D₀ counts the response mask, whatever is wrong with its tokens."""
+    """D₀/G by the formulas; D₀ counts the response mask, whatever is wrong with its tokens."""
     tokens, sequences, *kept = torch.tensor(expected.denominators).sum(0).tolist()
     if not kept[0]:
         return 0.0
@@ -180,7 +180,7 @@ def bad_token_in_one_micro_batch():
 def test_a_bad_token_is_the_same_error_on_all_ranks(ranks):
     messages = ranks.run(bad_token_in_one_micro_batch, Layout(cp=2, dp=2))
     assert set(messages) == {messages[0]}
-    assert messages[0].startswith("the training log-prob of sample 1 of data-parallel rank 1")
+    assert messages[0].startswith("the training log-prob of sample 3 of data-parallel rank 1")
 
 
 def test_steps_do_not_mix_and_their_metrics_merge():
@@ -215,9 +215,33 @@ def test_a_plan_without_tokens_says_so_before_the_schedule():
     plan = correction.plan(PlanInputs(None, mask.float(), mask, mini_batch_ids=ids), num_mini_batches=2)
     assert plan.skip.tolist() == [False, True]
     assert plan.counts[:, :3].tolist() == [[1, 1, 2], [0, 0, 2]]
-    wrong = correction.plan(PlanInputs(None, mask.float(), mask, mini_batch_ids=ids + 1), num_mini_batches=2)
-    with pytest.raises(ValueError, match="mini_batch_ids"):
-        wrong.check()
+
+
+def test_ids_out_of_range_are_reported_by_the_first_step():
+    """Not by the plan, which the other pipeline stages do not see."""
+    correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    train = torch.full((2, 2), -1.0)
+    correction.plan(PlanInputs(None, train, mask, mini_batch_ids=torch.tensor([1, 2])), num_mini_batches=2).check()
+    correction.in_loss(train, train, mask, mini_batch=1)
+    with pytest.raises(ValueError, match="mini_batch=0 in the step of mini-batch 1"):
+        correction.in_loss(train, train, mask, mini_batch=0)
+    correction.finish_step()
+    with pytest.raises(ValueError, match="mini_batch_ids: 1 values"):
+        correction.step.check()
+
+
+def test_ppo_clip_measures_weights_and_hands_out_none():
+    config = bypass("sequence", loss_type="ppo_clip", rollout_is_batch_normalize=False)
+    correction = RolloutCorrection(config, ALONE, loss=PolicyLossConfig())
+    batch, expected = clear_batch("sequence")
+    correction.plan(PlanInputs(None, batch.train, batch.mask))
+    weights, mask, _ = correction.in_loss(batch.train, batch.rollout, batch.mask)
+    assert weights is None
+    assert torch.equal(mask, torch.tensor(expected.mask))
+    correction.finish_step()
+    got = correction.step.metrics()["rollout_corr/rollout_is_mean"]
+    assert got == pytest.approx(expected.metrics["rollout_is_mean"], rel=1e-9)
 
 
 def test_calls_out_of_order_are_errors():

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts, pipeline
 from megatron_rc.parallel import SequenceLayout
+from tests import oracle
 from tests.corrections import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
 
 SIGNS = {"positive": "reward_positive", "negative": "reward_negative", "zero": "reward_zero"}
@@ -46,6 +47,7 @@ def assert_metrics(got, found, rel):
     }
     assert not wrong
     extra = {name for name in got if name not in expected and "log_ratio_p" not in name and "bad_log_probs" not in name}
+    extra.discard("rollout_corr/rollout_is_batch_norm_skipped")
     assert not extra
 
 
@@ -147,7 +149,7 @@ def test_a_batch_without_tokens_is_skipped_without_nan(name, shape):
     assert result.skip.tolist() == [True] * 3
     assert result.mask.shape == shape
     metrics = result.metrics()
-    assert {value for key, value in metrics.items() if "norm_factor" not in key} == {0.0}
+    assert {value for key, value in metrics.items() if "batch_norm" not in key} == {0.0}
 
 
 def test_effective_sample_size_is_of_the_whole_batch():
@@ -209,6 +211,29 @@ def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
     monkeypatch.setitem(pipeline.BLOCK_TOKENS, "cpu", num_tokens)
     batch, found = clear_batch(name)
     assert_same(correct(name, batch), found)
+
+
+@pytest.mark.parametrize("name", ["token", "token accepted scope", "sequence icepop", "maxima and veto"])
+@pytest.mark.parametrize("num_tokens", [2 * WIDTH, 5 * WIDTH])
+def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
+    """One graph, traced and run without a C++ compiler; the last block may have another shape and runs as it is."""
+    traced = torch.compile(pipeline.block_terms, backend="aot_eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(pipeline, "_compiled_block_terms", lambda: traced)
+    monkeypatch.setitem(pipeline.BLOCK_TOKENS, "cpu", num_tokens)
+    batch, found = clear_batch(name)
+    assert_same(correct(name, batch, compile=True), found)
+
+
+def test_a_response_of_bad_tokens_alone_is_a_lost_one():
+    fields = {"rollout_rs": "group_any", "bad_log_probs": "reject_token", "rejection_denominator": "original"}
+    rollout = torch.tensor([[math.nan, math.nan], [-1.0, -1.0], [-1.0, -1.0], [math.nan, -1.0]])
+    train, mask = torch.full((4, 2), -1.0), torch.ones(4, 2, dtype=torch.bool)
+    ids = torch.tensor([0, 0, 1, 1])
+    config = RolloutCorrectionConfig(rollout_is=None, **fields)
+    result = correct_rollouts(train, rollout, mask, config, group_ids=ids, num_groups=2)
+    settings = {"bad": "reject_token", "denominator": "original", "criteria": (("group_any", -math.inf, math.inf),)}
+    want = oracle.correct(train.tolist(), rollout.tolist(), mask.tolist(), settings, group_ids=ids.tolist())
+    assert result.mask.tolist() == want.mask == [[False] * 2, [False] * 2, [True] * 2, [False, True]]
 
 
 @pytest.mark.parametrize("name", CASES)

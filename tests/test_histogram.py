@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.histogram import NUM_BINS, NUM_CODES, QUANTILES, bins_from_codes, count_codes, quantiles
+from megatron_rc.histogram import NUM_BINS, NUM_CODES, QUANTILES, bins_from_codes, codes_of, count_codes, quantiles
 
 RELATIVE, ABSOLUTE = 1 / 32, 2**-14
 
 
 def bins_of(values, num_zeros=0):
-    codes = count_codes(values, torch.empty(values.shape, dtype=torch.int32))
+    codes = count_codes(codes_of(values, torch.empty(values.shape, dtype=torch.int32)))
     assert codes.shape == (NUM_CODES,)
     return bins_from_codes(codes, torch.tensor(num_zeros))
 

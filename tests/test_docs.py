@@ -1,0 +1,160 @@
+"""The documents say what the code does: every metric is named in docs/metrics.md, and README's examples run."""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.criteria import NAMES, TABLE
+from megatron_rc.histogram import QUANTILES
+from megatron_rc.losses import PolicyLossConfig
+from megatron_rc.parallel import ParallelGroups
+from tests.corrections import CASES, clear_batch
+from tests.test_correction import correct
+
+ROOT = Path(__file__).resolve().parent.parent
+PREFIX = "rollout_corr/"
+MEASURED = [name for name in NAMES if name.rpartition("_")[0] in TABLE and not name.startswith("group_")]
+# What stands for several names in docs/metrics.md: each of these, or any number.
+WORDS = {
+    "criterion": NAMES,
+    "measured": MEASURED,
+    "ratio": [name for name in MEASURED if name.endswith("_k1")],
+    "percent": [f"{percent:02d}" for percent in QUANTILES],
+    "sign": ["negative", "zero", "positive"],
+}
+NUMBERS = ("from", "to", "steps")
+SECTIONS = r"^## `rollout_corr/.*?(?=^## (?!`rollout_corr/))"
+
+
+def names_in(text):
+    """Regular expressions from the first column of the tables whose first column is ``name``."""
+    found = []
+    for table in re.findall(r"^\| name \|.*?(?=\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL):
+        for row in table.splitlines()[2:]:
+            for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+                found += expanded(name)
+    return found
+
+
+def expanded(name):
+    """The name once for each of the words that stand in its place; ``\\d+`` for a number."""
+    pieces = re.split(r"<(\w+)>", name)
+    choices = [[r"\d+"] if word in NUMBERS else WORDS[word] for word in pieces[1::2]]
+    for chosen in itertools.product(*choices):
+        yield "".join(piece + word for piece, word in zip(pieces[::2], [*chosen, ""], strict=True))
+
+
+@functools.cache
+def documented():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    return "".join(re.findall(SECTIONS, text, flags=re.MULTILINE | re.DOTALL))
+
+
+def bypass_metrics(**fields):
+    """Those of one step in bypass mode, merged."""
+    batch, _ = clear_batch("nothing")
+    config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce", **fields)
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    correction.plan(PlanInputs(None, batch.rollout, batch.mask))
+    correction.in_loss(batch.train, batch.rollout, batch.mask)
+    correction.finish_step()
+    return correction.metrics()
+
+
+@functools.cache
+def emitted():
+    """Every name that some configuration emits, without the prefix."""
+    metrics = [correct(name, clear_batch(name)[0]).metrics() for name in CASES]
+    names = {name for found in [*metrics, bypass_metrics()] for name in found}
+    assert all(name.startswith(PREFIX) for name in names)
+    return {name.removeprefix(PREFIX) for name in names}
+
+
+def test_every_metric_is_documented_once():
+    patterns = names_in(documented())
+    matches = {name: [pattern for pattern in patterns if re.fullmatch(pattern, name)] for name in emitted()}
+    assert len(matches) > 200
+    assert not {name: found for name, found in matches.items() if len(found) != 1}
+
+
+def test_every_documented_metric_exists():
+    patterns = names_in(documented())
+    assert not [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in emitted())]
+
+
+def test_the_oldest_names_are_those_of_the_first_table():
+    first = names_in(documented().split("\n## ")[0])
+    with_mark = {name for name in first if not name.startswith(("log_ratio_p", "bad_log_probs"))}
+    for prefix in ("mismatch/", PREFIX):
+        metrics = bypass_metrics(metric_prefix=prefix)
+        marked = {name.removeprefix(prefix + "mismatch_") for name in metrics if name.startswith(prefix + "mismatch_")}
+        assert marked == (with_mark if prefix == "mismatch/" else set())
+    assert len(with_mark) == 15
+
+
+def test_files_named_in_the_documents_exist():
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
+        assert not [link for link in links if not (document.parent / link).exists()], document
+
+
+def test_the_tree_lists_every_module():
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    listed = set(re.findall(r"^  (\w+)\.py ", tree, flags=re.MULTILINE))
+    modules = {path.stem for path in (ROOT / "megatron_rc").glob("*.py") if path.stem != "__init__"}
+    assert listed <= modules <= set(re.findall(r"\w+", tree))
+
+
+def examples():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def run(index):
+    """What an example of README leaves behind; it stands by itself."""
+    namespace = {}
+    torch.manual_seed(0)
+    exec(compile(examples()[index], f"README.md, example {index}", "exec"), namespace)
+    return namespace
+
+
+def test_readme_corrects_a_batch(capsys):
+    found = run(0)
+    assert f"{PREFIX}kl" in capsys.readouterr().out
+    assert found["loss"].isfinite()
+    assert 0 < int(found["result"].mask.sum()) < int(found["response_mask"].sum())
+
+
+def test_readme_corrects_inside_megatron(monkeypatch):
+    monkeypatch.setattr(ParallelGroups, "from_megatron", classmethod(lambda cls: ParallelGroups()))
+    logits, labels, mask = torch.randn(3, 8, 10), torch.randint(10, (3, 8)), torch.ones(3, 8, dtype=torch.bool)
+    rollout = torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    result = run(1)["correct"](logits, labels, rollout, mask, RolloutCorrectionConfig.decoupled_token_is())
+    result.check()
+    torch.testing.assert_close(result.weights, torch.ones(3, 8))
+
+
+def test_readme_reads_another_programs_settings(capsys):
+    assert run(2)["config"].rollout_rs_threshold == "0.2_2.0"
+    assert "[0.2, 2]" in capsys.readouterr().out
+
+
+def test_readme_carries_the_sums_by_itself():
+    found = run(3)
+    whole = correct_rollouts(
+        found["old"], found["rollout"], found["mask"], found["config"], sequence_ids=torch.arange(4)
+    )
+    for layout_rank, result in enumerate(found["results"]):
+        layout = type(found["layout"]).padded(4, 16, cp_rank=layout_rank, cp_size=2)
+        assert torch.equal(result.mask, layout.cut(whole.mask))
+        torch.testing.assert_close(result.weights, layout.cut(whole.weights))
+        assert result.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
+
+
+def test_every_example_is_run():
+    assert len(examples()) == 4
