@@ -36,20 +36,20 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
             continue
         here = slice(part.first, part.first + count)
         chosen = torch.where(bad[here] > 0, ids[here].double(), torch.inf).argmin().view(1)
-        keys.append(_first_of_sequence(part, chosen) + ids[here][chosen].double() * _STRIDE)
+        keys.append(_first_of_sequence(part, chosen, shards.dtype) + ids[here][chosen].double() * _STRIDE)
     return torch.cat(keys).amin()
 
 
-def _first_of_sequence(part: Part, sequence: Tensor) -> Tensor:
+def _first_of_sequence(part: Part, sequence: Tensor, dtype: torch.dtype) -> Tensor:
     """[1] float64: 2 · position + policy of the first unusable local token of one sequence; +inf without one."""
     longest = max(part.layout.full_lengths) // part.layout.cp_size
     pieces = range(0, longest, _PIECE)
-    return torch.stack([_first_of_piece(part, sequence, start, min(start + _PIECE, longest)) for start in pieces]).amin(
-        0
-    )
+    return torch.stack(
+        [_first_of_piece(part, sequence, dtype, start, min(start + _PIECE, longest)) for start in pieces]
+    ).amin(0)
 
 
-def _first_of_piece(part: Part, sequence: Tensor, start: int, stop: int) -> Tensor:
+def _first_of_piece(part: Part, sequence: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """The same of its local tokens from ``start`` to ``stop``."""
     layout, device = part.layout, part.mask.device
     lengths = layout.local_lengths.to(device)
@@ -60,8 +60,8 @@ def _first_of_piece(part: Part, sequence: Tensor, start: int, stop: int) -> Tens
         begin = (lengths.cumsum(0) - lengths)[sequence]
         tokens = [tensor[(begin + offsets).clamp(max=len(tensor) - 1)] for tensor in _tensors(part)]
     mask, train, rollout = tokens
-    bad_train = ~is_log_prob(train)
-    bad = mask & (offsets < lengths[sequence]) & (bad_train | ~is_log_prob(rollout))
+    bad_train = ~is_log_prob(train.to(dtype))
+    bad = mask & (offsets < lengths[sequence]) & (bad_train | ~is_log_prob(rollout.to(dtype)))
     position = layout.position_of(sequence.expand_as(offsets), offsets)
     return torch.where(bad, 2.0 * position + (~bad_train).double(), torch.inf).amin().view(1)
 

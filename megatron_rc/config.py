@@ -231,7 +231,7 @@ class RolloutCorrectionConfig(Presets):
                     f"rollout_is_threshold_lower={lower!r} does nothing with rollout_is_mode='truncate': set the mode "
                     "to mask or clamp, or drop it"
                 )
-            return mode, (1 / bounds, bounds)
+            return mode, (min(1 / bounds, bounds), bounds)
         low = 1 / bounds if lower is None else lower
         positive("rollout_is_threshold_lower", low)
         ordered("rollout_is_threshold", bounds, low, bounds)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rc.aggregation import denominator
 from megatron_rc.config import RolloutCorrectionConfig
-from megatron_rc.inputs import Layouts, PlanInputs, Sizes, Tensors, collect_masks, collect_shards
+from megatron_rc.inputs import Layouts, PlanInputs, Sizes, Tensors, check_sizes, collect_masks, collect_shards
 from megatron_rc.losses import PolicyLossConfig
 from megatron_rc.metrics import derive_metrics
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
@@ -193,6 +193,7 @@ class RolloutCorrection:
             ValueError: shapes or ids that do not fit. Bad data is reported by ``check()`` of the result.
         """
         sizes = Sizes(num_mini_batches, num_groups, current_version, max_staleness)
+        self._check_plan(inputs, sizes)
         if self.config.bypass_mode:
             self._headers, self._pair, self._mini_batch, self._seen = [], None, None, 0
             self._plan = None if inputs is None else self._plan_bypass(inputs, sizes)
@@ -240,6 +241,8 @@ class RolloutCorrection:
         """
         if not self.config.bypass_mode or self._plan is None:
             raise RuntimeError("in_loss belongs to bypass_mode, after plan() on the last pipeline stage")
+        if not 0 <= mini_batch < self._plan.num_mini_batches:
+            raise ValueError(f"mini_batch={mini_batch} is not in [0, {self._plan.num_mini_batches}) of the plan")
         if self._mini_batch not in (None, mini_batch):
             raise ValueError(
                 f"mini_batch={mini_batch} in the step of mini-batch {self._mini_batch}: call finish_step() in between"
@@ -298,6 +301,14 @@ class RolloutCorrection:
         shape = header_shape(self.config, Sizes())
         metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
         return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
+
+    def _check_plan(self, inputs: PlanInputs | None, sizes: Sizes) -> None:
+        """What every stage can see, before any of them waits for another."""
+        check_sizes(sizes)
+        if self.config.needs_groups and sizes.num_groups is None:
+            raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
+        if (inputs is None) == self.groups.is_last_stage:
+            raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
 
     def _plan_bypass(self, inputs: PlanInputs, sizes: Sizes) -> BypassPlan:
         masks = collect_masks(inputs, sizes, self.groups)

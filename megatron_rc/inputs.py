@@ -90,7 +90,7 @@ class Shards:
         versions: one a sequence, or None (also where they are per token).
         rank: of this process among those that hold other sequences.
         default_ids: the caller gave no sequence ids.
-        bad: 0-D counts, by what is wrong, of side inputs out of their range; those are clamped into it.
+        bad: [n] bool by what is wrong: side inputs out of their range, which are clamped into it.
     """
 
     parts: tuple[Part, ...]
@@ -118,28 +118,26 @@ class Shards:
         return self.parts[0].layout.cp_rank == 0
 
     def checked(self, device: torch.device) -> Shards:
-        """The same on a device, with what is out of range counted and clamped."""
-        limits = {
-            "sequence_ids": (0, MAX_SEQUENCE_ID - 1),
-            "mini_batch_ids": (0, self.sizes.num_mini_batches - 1),
-            "group_ids": (0, (self.sizes.num_groups or 1) - 1),
-            "policy_versions": (None, self.sizes.current_version),
-        }
-        given = {name: getattr(self, name.replace("policy_", "")) for name in limits}
+        """The same on a device, with ids clamped into their range, and flags where that or a NaN was found."""
+        limits: tuple[tuple[str, str, int | None, int | None], ...] = (
+            ("sequence_ids", "sequence_ids", 0, MAX_SEQUENCE_ID - 1),
+            ("mini_batch_ids", "mini_batch_ids", 0, self.sizes.num_mini_batches - 1),
+            ("group_ids", "group_ids", 0, (self.sizes.num_groups or 1) - 1),
+            ("versions", "policy_versions", None, self.sizes.current_version),
+        )
         moved, bad = {}, {}
-        for name, (lower, upper) in limits.items():
-            value = given[name]
-            bad[f"bad_{name}"] = torch.zeros((), dtype=torch.float64, device=device)
-            if value is not None:
-                moved[name.replace("policy_", "")] = clamped = value.to(device).clamp(lower, upper)
-                bad[f"bad_{name}"] = (clamped != value.to(device)).sum().double()
+        nothing = torch.zeros(self.num_sequences, dtype=torch.bool, device=device)
+        for field_name, name, lower, upper in limits:
+            bad[f"bad_{name}"] = nothing
+            if (value := getattr(self, field_name)) is not None:
+                value = value.to(device)
+                moved[field_name] = value.clamp(lower, upper)
+                bad[f"bad_{name}"] = moved[field_name] != value
         for name in ("advantages", "rewards"):
-            value = getattr(self, name)
-            bad[f"bad_{name}"] = torch.zeros((), dtype=torch.float64, device=device)
-            if value is not None:
+            bad[f"bad_{name}"] = nothing
+            if (value := getattr(self, name)) is not None:
                 moved[name] = value.to(device)
-                bad[f"bad_{name}"] = (~moved[name].isfinite()).sum().double()
-        bad["default_ids"] = torch.full((), float(self.default_ids), dtype=torch.float64, device=device)
+                bad[f"bad_{name}"] = ~moved[name].isfinite()
         return dataclasses.replace(self, **moved, bad=bad)
 
     @property
@@ -161,13 +159,15 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | No
         ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
             only.
     """
-    _check_sizes(inputs, sizes)
+    check_sizes(sizes)
+    _check_pairs(inputs, sizes)
     is_list = not isinstance(inputs.response_mask, Tensor)
     masks: list[Tensor] = _listed("response_mask", inputs.response_mask, is_list, None)
     if not masks:
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
-    if inputs.train_log_probs is None:
-        raise ValueError("train_log_probs are missing: the correction compares them with rollout_log_probs")
+    if inputs.train_log_probs is None or inputs.rollout_log_probs is None:
+        name = "train_log_probs" if inputs.train_log_probs is None else "rollout_log_probs"
+        raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
     train = _listed("train_log_probs", inputs.train_log_probs, is_list, len(masks))
     rollout = _listed("rollout_log_probs", inputs.rollout_log_probs, is_list, len(masks))
     layouts = _layouts(inputs.layout, masks, is_list, groups)
@@ -201,23 +201,27 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | No
     ).checked(masks[0].device)
 
 
-def _check_sizes(inputs: PlanInputs, sizes: Sizes) -> None:
+def check_sizes(sizes: Sizes) -> None:
+    """Raise ValueError for counts that cannot be."""
     if sizes.num_mini_batches < 1:
         raise ValueError(f"num_mini_batches={sizes.num_mini_batches} must be at least 1")
     if sizes.num_groups is not None and sizes.num_groups < 1:
         raise ValueError(f"num_groups={sizes.num_groups} must be at least 1")
     if sizes.max_staleness < 0:
         raise ValueError(f"max_staleness={sizes.max_staleness} must be 0 or more")
+    if sizes.max_staleness and sizes.current_version is None:
+        raise ValueError(
+            f"max_staleness={sizes.max_staleness} does nothing without policy_versions and current_version"
+        )
+
+
+def _check_pairs(inputs: PlanInputs, sizes: Sizes) -> None:
     if (inputs.group_ids is None) != (sizes.num_groups is None):
         raise ValueError(
             "group_ids and num_groups come together: num_groups is the count of prompts, equal on all ranks"
         )
     if (inputs.policy_versions is None) != (sizes.current_version is None):
         raise ValueError("policy_versions and current_version come together: staleness is their difference")
-    if sizes.max_staleness and sizes.current_version is None:
-        raise ValueError(
-            f"max_staleness={sizes.max_staleness} does nothing without policy_versions and current_version"
-        )
 
 
 def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:
@@ -247,10 +251,18 @@ def _layouts(
 
 
 def _check_cut(layout: SequenceLayout, groups: ParallelGroups | None) -> None:
-    if groups is not None and layout.cp_size != group_size(groups.cp):
+    if groups is None:
+        return
+    size, rank = group_size(groups.cp), group_rank(groups.cp)
+    if size > 1 and (groups.dp_cp is None or group_size(groups.dp_cp) % size):
         raise ValueError(
-            f"the layout is cut over {layout.cp_size} context-parallel ranks, groups.cp has {group_size(groups.cp)}: "
-            "give the layout cp_rank and cp_size of that group"
+            f"groups.cp has {size} ranks, groups.dp_cp {group_size(groups.dp_cp)}: dp_cp holds all ranks with "
+            "different tokens, those of cp among them; without data parallelism it is the cp group itself"
+        )
+    if (layout.cp_size, layout.cp_rank) != (size, rank):
+        raise ValueError(
+            f"the layout is that of rank {layout.cp_rank} of {layout.cp_size} context-parallel ranks, this is rank "
+            f"{rank} of {size} of groups.cp: give the layout cp_rank and cp_size of that group"
         )
 
 
@@ -322,7 +334,7 @@ class Masks:
         lengths: [n] float64, tokens of each whole sequence, padding included.
         mini_batch_ids: [n] int64.
         num_mini_batches: of the rollout batch.
-        bad_ids: 0-D float64, ids that were out of range.
+        bad_ids: [n] bool, ids that were out of range.
         is_first_cp_rank: this rank counts whole sequences.
     """
 
@@ -338,7 +350,7 @@ class Masks:
         columns = torch.stack([tokens, (tokens > 0).double(), self.lengths, torch.zeros_like(tokens)], dim=1)
         counts = torch.zeros(self.num_mini_batches, 4, dtype=torch.float64, device=tokens.device)
         counts.index_add_(0, self.mini_batch_ids, columns)
-        counts[0, 3] = self.bad_ids
+        counts[0, 3] = (self.bad_ids & (tokens > 0)).sum()
         return counts * self.is_first_cp_rank
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rc.alignment import MAX_PAIRS, shift_sums
+from megatron_rc.alignment import shift_sums
 from megatron_rc.bad_tokens import first_bad_key
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.histogram import NUM_CODES, bins_from_codes, count_codes
@@ -132,7 +132,6 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
     kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
     total = _Accumulator(shards, config)
-    shift: Sums = {}
     scratch = _ScratchPool(shards)
     compiled = _CompiledBlocks(shards, config, scratch) if compile else None
     for index, part in enumerate(shards.parts):
@@ -146,14 +145,13 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
             )
             terms = compiled(tokens, block) if compiled else block_terms(tokens, block, config, scratch.of(block))
             total.add(terms, _rows(part, block), block)
-        shift = _added(shift, shift_sums(part, shards.dtype, MAX_PAIRS // len(shards.parts)))
     sequence, sequence_max, batch, batch_max = total.named()
     return LocalSums(
         shards=shards,
         config=config,
         sequence=sequence,
         sequence_max=sequence_max,
-        batch=batch | shift,
+        batch=batch | shift_sums(shards.parts, shards.dtype),
         batch_max=batch_max,
         weights=None if weights is None else tuple(weights),
         kept=tuple(kept),
@@ -189,7 +187,9 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     verdicts = decide(named, shards, config, None if prompts is None else prompts[0])
     totals, extremes = sequence_totals(named, verdicts, config)
     whole = {"mini_batches": mini_batch_counts(verdicts, shards)} | breakdown_totals(named, verdicts, shards)
-    whole |= totals | shards.bad
+    present = named["response"] > 0
+    whole |= totals | {name: (flags & present).sum() for name, flags in shards.bad.items()}
+    whole["default_ids"] = present.new_full((), float(shards.default_ids), dtype=torch.float64)
     # Whole sequences are counted once: on the first CP rank.
     sums = {name: value.double() * shards.is_first_cp_rank for name, value in whole.items()}
     sums = _added(_added(sums, local.batch), _apply(local, verdicts))
@@ -275,7 +275,7 @@ class _Names:
 @functools.lru_cache(maxsize=64)
 def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Names:
     """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
-    (block,) = SequenceLayout.padded(1, 1).blocks(1, torch.device("cpu"))
+    (block,) = SequenceLayout.padded(1, 1).blocks(1)
     nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
     negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
     tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone())
@@ -313,9 +313,8 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
         raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
 
 
-def _blocks(part: Part) -> Iterator[Block]:
-    device = part.mask.device
-    return part.layout.blocks(BLOCK_TOKENS.get(device.type, BLOCK_TOKENS["cuda"]), device)
+def _blocks(part: Part) -> list[Block]:
+    return part.layout.blocks(BLOCK_TOKENS.get(part.mask.device.type, BLOCK_TOKENS["cuda"]))
 
 
 class _ScratchPool:
@@ -339,11 +338,11 @@ class _CompiledBlocks:
         self._block: Block | None = None
 
     def __call__(self, tokens: BlockTokens, block: Block) -> BlockTerms:
-        if self._block is None and block.lengths is None:
+        if self._block is None and block.is_even:
             # One and the same block for the compiler, which would otherwise compile for every place in the batch.
             self._block = Block((), 0, block.rows, 0, None, block.shape)
             self._mask, self._kept = (torch.empty(block.shape, dtype=torch.int32, device=self._device) for _ in "mk")
-        if self._block is None or block.lengths is not None or block.shape != self._block.shape:
+        if self._block is None or not block.is_even or block.shape != self._block.shape:
             return block_terms(tokens, block, self._config, self._scratch.of(block))
         wide = dataclasses.replace(tokens, mask=self._mask.copy_(tokens.mask), kept=self._kept)
         terms = _compiled_block_terms()(wide, self._block, self._config, None)
@@ -366,15 +365,20 @@ def _named(local: LocalSums, pair: Pair) -> Sums:
 def _apply(local: LocalSums, verdicts: Verdicts) -> Sums:
     """Turn ``kept`` into the accepted mask, in place; sums by staleness where tokens have their own versions."""
     sums: Sums = {}
-    if not local.config.rejects_sequences and not any(part.versions is not None for part in local.shards.parts):
+    parts = local.shards.parts
+    if not local.config.rejects_sequences and all(part.versions is None and part.advantages is None for part in parts):
         return sums
     scratch = _ScratchPool(local.shards)
     for part, mask in zip(local.shards.parts, local.kept, strict=True):
         for block in _blocks(part):
             kept, rows = block.take(mask), _rows(part, block)
             kept &= block.expand(verdicts.accept[rows])
-            if verdicts.accept_negative is not None and part.advantages is not None:
-                kept &= block.expand(verdicts.accept_negative[rows]) | ~(block.take(part.advantages) < 0)
+            if part.advantages is not None:
+                advantages = block.take(part.advantages)
+                bad = (block.take(part.mask) & ~advantages.isfinite()).sum().double()
+                sums = _added(sums, {"bad_advantages": bad})
+                if verdicts.accept_negative is not None:
+                    kept &= block.expand(verdicts.accept_negative[rows]) | ~(advantages < 0)
             if part.versions is not None:
                 train, rollout = _log_probs(part, block, local.shards.dtype)
                 terms = TokenTerms(train, rollout, block.take(part.mask), block, scratch.of(block))

@@ -70,20 +70,22 @@ def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, groups: 
     if config.bad_log_probs == "reject_sequence":
         accept = accept & (sums["response"] == valid)
     tokens = sums["valid"] if config.bad_log_probs == "reject_token" else sums["response"]
-    return Verdicts(tokens, accept, accept_negative, _left("kept", sums, accept, accept_negative), rejected_by)
+    return Verdicts(
+        tokens, accept, accept_negative, _left("kept", "kept_negative", sums, accept, accept_negative), rejected_by
+    )
 
 
-def _left(name: str, sums: Sums, accept: Tensor, accept_negative: Tensor | None) -> Tensor:
+def _left(name: str, negative: str, sums: Sums, accept: Tensor, accept_negative: Tensor | None) -> Tensor:
     """[n] float64: the part of a sum over token-level survivors that the verdicts on sequences leave."""
     left = sums[name]
     if accept_negative is not None:
-        left = left - torch.where(accept_negative, 0, sums[f"{name.replace('kept', 'kept_negative')}"])
+        left = left - torch.where(accept_negative, 0, sums[negative])
     return torch.where(accept, left, 0)
 
 
 def accepted_weight(sums: Sums, verdicts: Verdicts) -> Tensor:
     """[n] float64: the sum of token-level weights over accepted tokens."""
-    return _left("kept_weight", sums, verdicts.accept, verdicts.accept_negative)
+    return _left("kept_weight", "kept_negative_weight", sums, verdicts.accept, verdicts.accept_negative)
 
 
 def sequence_statistic(criterion: Criterion, sums: Sums) -> Tensor:

@@ -162,12 +162,14 @@ class BypassPlan:
         return None if self.counts is None else self.counts[:, 0] == 0
 
     @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps that share the batch; 0 where that is not known."""
+        return 0 if self.counts is None else len(self.counts)
+
+    @property
     def bad_ids(self) -> Tensor:
         """0-D float64: mini-batch ids that were out of range."""
         return torch.zeros(()) if self.counts is None else self.counts[0, 3]
-
-    def check(self) -> None:
-        """Nothing: raising would stop one pipeline stage alone; the first step's ``check()`` says what was wrong."""
 
 
 def merge_headers(shape: HeaderShape, headers: Sequence[Tensor]) -> Tensor:

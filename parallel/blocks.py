@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Block:
         first: the sequence of its first token.
         rows: number of sequences that it touches, from ``first`` on.
         start: place of its first token among the local tokens of that token's sequence.
-        lengths: [rows] int64, tokens of each sequence in it, on the values' device; None for equal ones.
+        counts: tokens of each sequence in it; None for equal ones.
         shape: shape of its values.
     """
 
@@ -32,13 +33,24 @@ class Block:
     first: int
     rows: int
     start: int
-    lengths: Tensor | None
+    counts: tuple[int, ...] | None
     shape: tuple[int, ...]
 
     @property
-    def sequences(self) -> slice:
-        """Which sequences it touches."""
-        return slice(self.first, self.first + self.rows)
+    def is_even(self) -> bool:
+        """True where every sequence has equally many tokens in it, and values are ``[rows, length]``."""
+        return self.counts is None
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """[rows] int64, tokens of each sequence in it; sent to the device once."""
+        if device not in self._sent:
+            counts = self.counts if self.counts is not None else (self.shape[1],) * self.rows
+            self._sent[device] = torch.tensor(counts, device=device)
+        return self._sent[device]
+
+    @functools.cached_property
+    def _sent(self) -> dict[torch.device, Tensor]:
+        return {}
 
     def take(self, tensor: Tensor) -> Tensor:
         """The block's part of a tensor of the shard's shape, as a view of shape :attr:`shape`."""
@@ -46,29 +58,30 @@ class Block:
 
     def sum(self, values: Tensor) -> Tensor:
         """[rows] float64: the sum over each sequence, of float64 values."""
-        if self.lengths is not None:
+        if not self.is_even:
             return self._reduce(values, "sum")
         # A sum of everything is quicker than one of a single row.
         return values.sum(1) if self.rows > 1 else values.sum().view(1)
 
     def count(self, values: Tensor) -> Tensor:
         """[rows] float64: the sum over each sequence, of small int32 values."""
-        if self.lengths is None:
+        if self.is_even:
             return values.sum(1, dtype=torch.int32).double()
         return self._reduce(values, "sum")
 
     def max(self, values: Tensor) -> Tensor:
         """[rows] float64: the largest value of each sequence."""
-        return values.amax(1).double() if self.lengths is None else self._reduce(values, "max")
+        return values.amax(1).double() if self.is_even else self._reduce(values, "max")
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """Each token's own value of ``[rows]``, in a shape that broadcasts against the block's values."""
-        if self.lengths is None:
+        if self.is_even:
             return per_sequence.unsqueeze(1)
-        return torch.repeat_interleave(per_sequence, self.lengths, output_size=self.shape[0])
+        lengths = self.lengths(per_sequence.device)
+        return torch.repeat_interleave(per_sequence, lengths, output_size=self.shape[0])
 
     def _reduce(self, values: Tensor, kind: Literal["sum", "max"]) -> Tensor:
-        return torch.segment_reduce(values.double(), kind, lengths=self.lengths, unsafe=True)
+        return torch.segment_reduce(values.double(), kind, lengths=self.lengths(values.device), unsafe=True)
 
 
 def cut_padded(shape: tuple[int, ...], num_tokens: int) -> Iterator[Block]:
@@ -86,7 +99,7 @@ def cut_padded(shape: tuple[int, ...], num_tokens: int) -> Iterator[Block]:
             yield Block(index, row, count, column, None, (count, stop - column))
 
 
-def cut_packed(lengths: Sequence[int], num_tokens: int, device: torch.device) -> Iterator[Block]:
+def cut_packed(lengths: Sequence[int], num_tokens: int) -> Iterator[Block]:
     """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens."""
     ends = list(accumulate(lengths))
     for low in range(0, ends[-1] if ends else 0, num_tokens):
@@ -98,4 +111,4 @@ def cut_packed(lengths: Sequence[int], num_tokens: int, device: torch.device) ->
         if len(set(parts)) == 1:
             yield Block(index, first, len(parts), start, None, (len(parts), parts[0]))
         else:
-            yield Block(index, first, len(parts), start, torch.tensor(parts, device=device), (high - low,))
+            yield Block(index, first, len(parts), start, tuple(parts), (high - low,))

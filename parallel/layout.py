@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -185,11 +185,38 @@ class SequenceLayout:
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         return per_sequence[self.sequence_index.to(per_sequence.device)].view(self.shape)
 
-    def blocks(self, num_tokens: int, device: torch.device) -> Iterator[Block]:
-        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty."""
-        if len(self.shape) == 2:
-            return cut_padded(self.shape, num_tokens)
-        return cut_packed([length // self.cp_size for length in self.full_lengths], num_tokens, device)
+    def blocks(self, num_tokens: int) -> list[Block]:
+        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once."""
+        if num_tokens not in self._cuts:
+            local = [length // self.cp_size for length in self.full_lengths]
+            pieces = cut_padded(self.shape, num_tokens) if len(self.shape) == 2 else cut_packed(local, num_tokens)
+            self._cuts[num_tokens] = list(pieces)
+        return self._cuts[num_tokens]
+
+    @cached_property
+    def _cuts(self) -> dict[int, list[Block]]:
+        return {}
+
+    def neighbours(self, block: Block, device: torch.device) -> Tensor:
+        """Which tokens of a block are followed by the next position of their sequence, in the block.
+
+        Returns:
+            bool, the block's shape less the last token of its last dimension; broadcasts against it.
+        """
+        # Where each sequence has its seam between two chunks, counted from its first token in the block.
+        seams = self.local_lengths[block.first : block.first + block.rows].to(device) // 2 - 1
+        seams[0] -= block.start
+        if self.cp_size == 1 or self.split == "contiguous":
+            seams.fill_(-1)
+        if block.is_even:
+            return torch.arange(block.shape[1] - 1, device=device) != seams.unsqueeze(1)
+        lengths, total = block.lengths(device), block.shape[0]
+        begins = lengths.cumsum(0) - lengths
+        apart = torch.cat([begins - 1, torch.where((seams >= 0) & (seams < lengths), begins + seams, -1)])
+        flags = torch.ones(total + 1, dtype=torch.bool, device=device)
+        # What lies outside goes to the last place, which is cut off.
+        flags[torch.where(apart < 0, total, apart)] = False
+        return flags[: total - 1]
 
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
         """Positions in their whole sequences of some local tokens.
@@ -207,22 +234,6 @@ class SequenceLayout:
         chunk = local // 2
         second = offsets >= chunk
         return offsets + chunk * torch.where(second, 2 * self.cp_size - 2 - self.cp_rank, self.cp_rank)
-
-    def neighbours(self, limit: int) -> Tensor:
-        """Flat local indices i, at most about ``limit`` and evenly spread, such that i + 1 holds the next position.
-
-        Returns:
-            [k], int64, on the CPU.
-        """
-        total = sum(self.full_lengths) // self.cp_size
-        index = torch.arange(0, max(total - 1, 0), max(1, total // limit))
-        ends = self.local_lengths.cumsum(0)
-        sequence = torch.searchsorted(ends, index, right=True)
-        offset, length = index - (ends - self.local_lengths)[sequence], self.local_lengths[sequence]
-        keep = offset + 1 < length
-        if self.cp_size > 1 and self.split == "zigzag":
-            keep &= offset + 1 != length // 2
-        return index[keep]
 
     @cached_property
     def local_lengths(self) -> Tensor:

@@ -28,7 +28,7 @@ class Case:
         sides: which side inputs it is given: advantages, token_advantages, groups, versions, token_versions.
         spread: standard deviation of log ρ.
         bad: tokens with unusable log-probs are in the batch.
-        rejects: names of what must reject between 2 % and 98 % of the tokens.
+        rejects: names of what must reject between 10 % and 90 % of the tokens.
     """
 
     fields: dict[str, Any]
@@ -185,13 +185,14 @@ CASES = {
         rejects=("seq_sum_k1", "group_mean_k1"),
     ),
     "group of the vetoed": Case(
-        {"rollout_is": "token", "rollout_token_veto_threshold": 0.25, **rs("group_any,opsm,group_mean_k2", "0.3,0.3")},
+        {"rollout_is": "token", "rollout_token_veto_threshold": 0.4, **rs("group_any,opsm,group_mean_k2", "0.02,0.16")},
         {
             "level": "token",
-            "veto": 0.25,
-            "criteria": (("opsm", -0.3, math.inf), ("group_mean_k2", NONE, 0.3), ("group_any", NONE, math.inf)),
+            "veto": 0.4,
+            "criteria": (("opsm", -0.02, math.inf), ("group_mean_k2", NONE, 0.16), ("group_any", NONE, math.inf)),
         },
         ("groups", "advantages"),
+        rejects=("opsm", "group_mean_k2", "group_any"),
     ),
     "bad tokens": Case(
         {
@@ -253,7 +254,7 @@ def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
         "rewards": torch.tensor([1.0, -0.5, 0.0] * 4),
         "advantages": torch.randn(ROWS, generator=generator),
         "token_advantages": torch.randn(ROWS, WIDTH, generator=generator),
-        "group_ids": torch.arange(ROWS) // 3,
+        "group_ids": torch.arange(ROWS) % 5,
         "policy_versions": torch.tensor([7, 6, 2] * 4),
         "token_policy_versions": torch.randint(3, 8, (ROWS, WIDTH), generator=generator),
     }

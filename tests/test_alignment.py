@@ -50,20 +50,45 @@ def test_shards_compare_true_neighbours_only(split):
         for rank in range(4):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
-            (part,) = collect_shards(inputs, Sizes()).parts
-            for name, value in shift_sums(part, torch.float32, 10**6).items():
+            parts = collect_shards(inputs, Sizes()).parts
+            for name, value in shift_sums(parts, torch.float32).items():
                 total[name] = total.get(name, 0.0) + float(value)
         # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
         assert total["shift_pairs"] == 4 * 24 * (14 if split == "zigzag" else 15)
         assert find_lag(total) == (late is not rollout)
 
 
-def test_packed_sequences_are_not_neighbours():
-    layout = SequenceLayout.packed([0, 3, 3, 4, 9])
-    assert layout.neighbours(100).tolist() == [0, 1, 4, 5, 6, 7]
-    assert SequenceLayout.padded(0, 4).neighbours(10).tolist() == []
-    assert SequenceLayout.padded(3, 0).neighbours(10).tolist() == []
-    assert SequenceLayout.padded(2, 1000).neighbours(10).tolist() == list(range(0, 1999, 200))
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 100])
+def test_neighbours_are_next_positions_of_one_sequence(cp_size, num_tokens):
+    """In every block, whatever it cuts: sequences of many lengths, none at all, two chunks each under zigzag."""
+    local = [0, 6, 2, 2, 0, 4, 8, 8, 2]
+    bounds = [sum(local[:index]) for index in range(len(local) + 1)]
+    for layout in (
+        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size),
+        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size),
+        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size),
+    ):
+        positions, sequences = layout.positions(), layout.sequence_index.view(layout.shape)
+        for block in layout.blocks(num_tokens):
+            here, of = block.take(positions), block.take(sequences)
+            want = (here[..., 1:] == here[..., :-1] + 1) & (of[..., 1:] == of[..., :-1])
+            got = layout.neighbours(block, positions.device)
+            assert torch.equal(got.expand(want.shape), want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "valid"), [((64, 2048), slice(1638, None)), ((2048, 128), slice(77, None)), ((4096, 128), slice(12, 128))]
+)
+@pytest.mark.parametrize("pieces", [1, 64])
+def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
+    train, rollout, _ = make_batch(shape=shape)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:, valid] = True
+    late = rollout.roll(1, dims=1)
+    parts = [list(tensor.chunk(pieces)) for tensor in (train, late, mask)]
+    with pytest.raises(ValueError, match="shifted by"):
+        correct_rollouts(*parts, CONFIG).check()
 
 
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])

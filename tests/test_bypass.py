@@ -12,7 +12,7 @@ from megatron_rc.parallel.groups import group_rank
 from tests.corrections import CASES, clear_batch
 from tests.ranks import Layout
 from tests.test_correction import assert_metrics
-from tests.test_shards import ROWS, Recorder, my_layout, my_part, my_positions
+from tests.test_shards import ROWS, WIDTH, Recorder, my_layout, my_part, my_places
 
 AGGREGATIONS = {
     "token-mean": None,
@@ -51,7 +51,6 @@ def run_step(correction, batch, split, form="padded"):
     pieces = [piece for piece in rows.split(4)]
     layout, (_, _, mask), _ = my_part(batch.rows(rows), form)
     plan = correction.plan(PlanInputs(None, mask.float(), mask, layout))
-    plan.check()
     found = []
     for piece in pieces:
         layout, (train, rollout, mask), sides = my_part(batch.rows(piece), form)
@@ -59,7 +58,7 @@ def run_step(correction, batch, split, form="padded"):
             train.requires_grad_(), rollout, mask, layout=layout, advantages=sides.get("advantages")
         )
         assert weights is None or not weights.requires_grad
-        place = piece.unsqueeze(1), my_positions(len(piece), form)
+        place = my_places(piece, layout)
         found.append((place, weights, kept, lengths, piece))
     return found, correction.finish_step(), plan
 
@@ -82,8 +81,8 @@ def test_micro_batches_and_factor_match_the_oracle(name, aggregation):
     for place, weights, kept, lengths, rows in found:
         if weights is not None:
             want = torch.tensor(expected.weights_unnormalized, dtype=torch.float64)[place]
-            torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-12)
-        assert torch.equal(kept, torch.tensor(expected.mask)[place])
+            torch.testing.assert_close(weights.view(-1), want, rtol=1e-9, atol=1e-12)
+        assert torch.equal(kept.view(-1), torch.tensor(expected.mask)[place])
         assert lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
     assert float(factor) == pytest.approx(wanted_factor(batch, expected, config, aggregation), rel=1e-12)
     step = correction.step
@@ -116,11 +115,11 @@ def test_shards_match_the_oracle_within_the_budget(ranks, name, form):
     maximum = [("MAX", 2)] if "seq_max" in (config.rollout_rs or "") else []
     for found, factor, seen, metrics, counts in everywhere:
         for place, weights, kept, lengths, rows in found:
-            assert torch.equal(kept.view(place[1].shape), torch.tensor(expected.mask)[place])
+            assert torch.equal(kept.view(-1), torch.tensor(expected.mask)[place])
             assert lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
             if weights is not None:
                 wanted = torch.tensor(expected.weights_unnormalized, dtype=torch.float64)[place]
-                torch.testing.assert_close(weights.view(place[1].shape), wanted, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(weights.view(-1), wanted, rtol=1e-9, atol=1e-12)
         assert factor == pytest.approx(want, rel=1e-12)
         assert metrics == everywhere[0][3]
         assert counts[0, 0] == sum(row[0] for row in expected.denominators)
@@ -141,7 +140,6 @@ def pipeline_step(reject_all):
     inputs = PlanInputs(None, train, mask) if groups.is_last_stage else None
     with Recorder() as seen:
         plan = correction.plan(inputs, num_mini_batches=1)
-        plan.check()
         if groups.is_last_stage:
             correction.in_loss(train, train - 0.5, mask)
         factor = correction.finish_step(torch.device("cpu"))
@@ -162,7 +160,7 @@ def bad_token_in_one_micro_batch():
     groups = ParallelGroups.from_megatron()
     config = bypass("token")
     correction = RolloutCorrection(config, groups, loss=PolicyLossConfig())
-    layout = my_layout(2, "padded")
+    layout = my_layout([WIDTH] * 2, "padded")
     train, mask = torch.full(layout.shape, -1.0), torch.ones(layout.shape, dtype=torch.bool)
     correction.plan(PlanInputs(None, train, mask, layout))
     for index in range(2):
@@ -222,7 +220,7 @@ def test_ids_out_of_range_are_reported_by_the_first_step():
     correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
     mask = torch.ones(2, 2, dtype=torch.bool)
     train = torch.full((2, 2), -1.0)
-    correction.plan(PlanInputs(None, train, mask, mini_batch_ids=torch.tensor([1, 2])), num_mini_batches=2).check()
+    correction.plan(PlanInputs(None, train, mask, mini_batch_ids=torch.tensor([1, 2])), num_mini_batches=2)
     correction.in_loss(train, train, mask, mini_batch=1)
     with pytest.raises(ValueError, match="mini_batch=0 in the step of mini-batch 1"):
         correction.in_loss(train, train, mask, mini_batch=0)

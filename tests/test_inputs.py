@@ -30,6 +30,7 @@ def arguments(name="token"):
             "train_log_probs is torch.int64: expected a float",
         ),
         ({"train_log_probs": None}, "train_log_probs are missing"),
+        ({"rollout_log_probs": None}, "rollout_log_probs are missing"),
         ({"train_log_probs": [torch.zeros(12, 16)]}, "train_log_probs is a list: give one tensor for everything"),
         ({"mini_batch_ids": INTS[:7]}, r"mini_batch_ids is torch.int64 \(7,\): expected int64, one for each of 12"),
         ({"sequence_ids": torch.zeros(12)}, "sequence_ids is torch.float32"),
@@ -45,7 +46,10 @@ def arguments(name="token"):
         ({"max_staleness": 2}, "max_staleness=2 does nothing"),
         ({"policy_versions": INTS, "current_version": 1, "max_staleness": -1}, "max_staleness=-1 must be 0 or more"),
         ({"layout": SequenceLayout.padded(12, 8)}, "the layout's local shape is"),
-        ({"layout": SequenceLayout.padded(12, 16, cp_size=2)}, "is cut over 2 context-parallel ranks, groups.cp has 1"),
+        (
+            {"layout": SequenceLayout.padded(12, 16, cp_size=2)},
+            "is that of rank 0 of 2 context-parallel ranks, this is rank 0 of 1",
+        ),
         (
             {name: torch.zeros(5) for name in NAMES[:2]} | {"response_mask": torch.zeros(5).bool()},
             r"it must be \[b, s\]",
@@ -72,9 +76,9 @@ def test_criteria_name_the_input_that_they_lack(name, message):
     [
         (
             {"mini_batch_ids": INTS + 2, "num_mini_batches": 2},
-            r"mini_batch_ids: 12 values .* lie in \[0, num_mini_batches",
+            r"mini_batch_ids: 11 values .* lie in \[0, num_mini_batches",
         ),
-        ({"mini_batch_ids": INTS - 1}, "mini_batch_ids: 12 values"),
+        ({"mini_batch_ids": INTS - 1}, "mini_batch_ids: 11 values"),
         ({"group_ids": torch.arange(12), "num_groups": 11}, r"group_ids: 1 values .* lie in \[0, num_groups"),
         ({"sequence_ids": torch.arange(12) - 1}, "sequence_ids: 1 values"),
         ({"sequence_ids": torch.arange(12) + 2**21 - 11}, "sequence_ids: 1 values"),
@@ -82,8 +86,9 @@ def test_criteria_name_the_input_that_they_lack(name, message):
             {"policy_versions": torch.arange(12), "current_version": 9},
             "policy_versions: 2 values .* at most current_version",
         ),
-        ({"rewards": torch.full((12,), math.nan)}, "rewards: 12 values .* finite"),
-        ({"advantages": torch.full((12,), math.inf)}, "advantages: 12 values .* finite"),
+        ({"rewards": torch.full((12,), math.nan)}, "rewards: 11 values .* finite"),
+        ({"advantages": torch.full((12,), math.inf)}, "advantages: 11 values .* finite"),
+        ({"advantages": torch.full((12, 16), math.nan)}, "advantages: [0-9]+ values .* finite"),
     ],
 )
 def test_values_out_of_range_are_reported_by_check(change, message):
@@ -116,6 +121,23 @@ def test_the_lowest_bad_token_is_named(policy, value):
         ValueError, match=rf"the {name} log-prob of sample 2, position 0 .* \(3 such tokens in the batch\)"
     ):
         result.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_limit_that_rounds_is_still_named(dtype):
+    train = torch.tensor([[-1.0, 1.01e-4, -1.0]]).to(dtype)
+    result = correct_rollouts(train, train.clamp(max=-0.1), torch.ones(1, 3, dtype=torch.bool), config_of("token"))
+    with pytest.raises(ValueError, match=r"sample 0 of data-parallel rank 0 .*, position 1"):
+        result.check()
+
+
+def test_what_a_masked_sequence_says_is_no_error():
+    """Dummies that fill a batch carry anything."""
+    given = arguments()
+    given["response_mask"][4] = False
+    sides = {"rewards": torch.zeros(12), "policy_versions": INTS.clone(), "sequence_ids": torch.arange(12)}
+    sides["rewards"][4], sides["policy_versions"][4], sides["sequence_ids"][4] = math.nan, 99, -7
+    correct_rollouts(**given, config=config_of("token"), **sides, current_version=1).check()
 
 
 def test_rounding_above_zero_is_no_error():

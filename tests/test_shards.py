@@ -24,29 +24,40 @@ def my_rows(split):
     return torch.arange(ROWS).split(split)[group_rank(ParallelGroups.from_megatron().dp)]
 
 
-def my_layout(count, form):
+def row_lengths(batch, form):
+    """Tokens of each row that are kept: all, or packed only up to the last valid one, in multiples of 8."""
+    if form != "packed":
+        return [WIDTH] * len(batch.mask)
+    return [8 * math.ceil((int(row.nonzero().max()) + 1) / 8) if row.any() else 0 for row in batch.mask]
+
+
+def my_layout(lengths, form):
     """How this rank's slice of some rows is cut."""
     cp = ParallelGroups.from_megatron().cp
     where = {"cp_rank": group_rank(cp), "cp_size": group_size(cp)}
-    local = WIDTH // where["cp_size"]
     if form == "packed":
-        return SequenceLayout.packed([local * index for index in range(count + 1)], **where)
-    return SequenceLayout.padded(count, local, split="contiguous" if form == "contiguous" else "zigzag", **where)
-
-
-def my_positions(count, form):
-    return my_layout(count, form).positions().view(count, WIDTH // group_size(ParallelGroups.from_megatron().cp))
+        local = [length // where["cp_size"] for length in lengths]
+        return SequenceLayout.packed([sum(local[:index]) for index in range(len(local) + 1)], **where)
+    split = "contiguous" if form == "contiguous" else "zigzag"
+    return SequenceLayout.padded(len(lengths), WIDTH // where["cp_size"], split=split, **where)
 
 
 def my_part(batch, form):
     """(layout, tensors, sides) of these rows on this rank."""
-    layout = my_layout(len(batch.mask), form)
+    lengths = row_lengths(batch, form)
+    layout = my_layout(lengths, form)
 
     def cut(tensor):
-        return layout.cut(tensor.reshape(-1) if form == "packed" else tensor)
+        rows = [row[:length] for row, length in zip(tensor, lengths, strict=True)]
+        return layout.cut(torch.cat([*rows, tensor.new_empty(0)]) if form == "packed" else tensor)
 
     sides = {name: cut(value) if value.dim() == 2 else value for name, value in batch.sides.items()}
     return layout, [cut(tensor) for tensor in (batch.train, batch.rollout, batch.mask)], sides
+
+
+def my_places(rows, layout):
+    """(row, position) of each local token in the whole batch, flat."""
+    return rows[layout.sequence_index], layout.positions().reshape(-1)
 
 
 def correct_shards(batches, split, form):
@@ -69,7 +80,8 @@ def correct_shards(batches, split, form):
         if weights is not None:
             weights = torch.cat([part.reshape(-1) for part in (weights if form == "lists" else [weights])])
         numbers = (result.denominators, result.skip, result.sequence_lengths, result.metrics())
-        found[name] = (rows, my_positions(len(rows), form), weights, mask, numbers)
+        places = my_places(rows, my_layout(row_lengths(batch.rows(rows), form), form))
+        found[name] = (rows, places, weights, mask, numbers)
     return found
 
 
@@ -82,13 +94,12 @@ def test_shards_match_the_oracle(ranks, layout, form):
         everywhere = ranks.run(correct_shards, layout, batches, split, form)
         for name, (_, expected) in clear.items():
             for rank in everywhere:
-                rows, positions, weights, mask, numbers = rank[name]
+                rows, place, weights, mask, numbers = rank[name]
                 denominators, skip, lengths, metrics = numbers
-                place = rows.unsqueeze(1), positions
-                assert torch.equal(mask.view(positions.shape), torch.tensor(expected.mask)[place])
+                assert torch.equal(mask, torch.tensor(expected.mask)[place])
                 if weights is not None:
                     want = torch.tensor(expected.weights, dtype=torch.float64)[place]
-                    torch.testing.assert_close(weights.view(positions.shape), want, rtol=1e-9, atol=1e-12)
+                    torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-12)
                 assert denominators.tolist() == expected.denominators
                 assert skip.tolist() == expected.skip
                 assert lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
@@ -113,7 +124,7 @@ def correct_wrongly(batches, variant):
     original = getattr(correction, name)
     setattr(correction, name, lambda pair, _: original(pair, groups))
     try:
-        return correct_shards(batches, [7, 5], "padded")
+        return correct_shards(batches, [6, 6], "padded")
     finally:
         setattr(correction, name, original)
 
@@ -129,8 +140,8 @@ def test_a_wrong_reduction_is_noticed(ranks, variant):
     batch, expected = clear_batch("groups")
     noticed = False
     for rank in ranks.run(correct_wrongly, Layout(cp=2, dp=2), {"groups": batch}, variant):
-        rows, positions, _, mask, (denominators, *_) = rank["groups"]
-        same = torch.equal(mask.view(positions.shape), torch.tensor(expected.mask)[rows.unsqueeze(1), positions])
+        _, place, _, mask, (denominators, *_) = rank["groups"]
+        same = torch.equal(mask, torch.tensor(expected.mask)[place])
         noticed |= not (same and denominators.tolist() == expected.denominators)
     assert noticed
 
@@ -173,17 +184,14 @@ class Recorder:
 def count_collectives(names, length):
     """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
     groups, found = ParallelGroups.from_megatron(), {}
-    layout = (
-        my_layout(2, "padded")
-        if length == WIDTH
-        else SequenceLayout.padded(
-            2, length // group_size(groups.cp), cp_rank=group_rank(groups.cp), cp_size=group_size(groups.cp)
-        )
-    )
+    where = {"cp_rank": group_rank(groups.cp), "cp_size": group_size(groups.cp)}
+    layout = SequenceLayout.padded(2, length // where["cp_size"], **where)
     for name in names:
         train = torch.full(layout.shape, -1.0)
         mask = torch.rand(layout.shape) < dist.get_rank() / 4
         sides = {"group_ids": torch.zeros(2, dtype=torch.int64), "advantages": torch.ones(2)}
+        if "token_advantages" in CASES[name].sides:
+            sides["advantages"] = torch.ones(layout.shape)
         with Recorder() as seen:
             result = correct_rollouts(train, train - 0.1, mask, config_of(name), layout, groups, num_groups=2, **sides)
             result.check()
@@ -206,7 +214,7 @@ def budget(name, layout):
 
 @pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
 def test_the_collectives_are_those_of_the_budget(ranks, layout):
-    names = [name for name in CASES if CASES[name].settings.get("scope") != "accepted" or "opsm" in name]
+    names = list(CASES)
     short, long = (ranks.run(count_collectives, layout, names, length) for length in (WIDTH, 8 * WIDTH))
     for name in names:
         calls = [rank[name] for rank in short]
@@ -219,7 +227,7 @@ def test_the_collectives_are_those_of_the_budget(ranks, layout):
 def check_bad_token(policy, value, with_ids):
     """Data that one rank alone sees as bad; the error of each rank."""
     groups = ParallelGroups.from_megatron()
-    layout = my_layout(4, "padded")
+    layout = my_layout([WIDTH] * 4, "padded")
     train, rollout = torch.full(layout.shape, -1.0), torch.full(layout.shape, -1.1)
     if dist.get_rank() == dist.get_world_size() - 1:
         {"training": train, "rollout": rollout}[policy][2, 5] = value
