@@ -38,8 +38,10 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     """Add one long option for each field of the config, ``--rollout-correction-preset`` and ``-config``.
 
     Megatron-LM's two options for importance sampling are added too. An option that the parser already has is left
-    alone. Every default is None, "not given". Returns the parser.
+    alone. Every default is None, "not given". Abbreviations are switched off, which would hide a misspelt flag. Returns
+    the parser.
     """
+    parser.allow_abbrev = False
     group = parser.add_argument_group("rollout correction")
     presets = f"{', '.join(PRESETS)}; NAME@{RELEASES[1]} for the numbers of that release; the fields below override it"
     _add(parser, group, _PRESET, metavar="NAME", help=f"one of {presets}")

@@ -62,8 +62,11 @@ def _first_of_piece(part: Part, sequence: Tensor, dtype: torch.dtype, start: int
     mask, train, rollout = tokens
     bad_train = ~is_log_prob(train.to(dtype))
     bad = mask & (offsets < lengths[sequence]) & (bad_train | ~is_log_prob(rollout.to(dtype)))
-    position = layout.position_of(sequence.expand_as(offsets), offsets)
-    return torch.where(bad, 2.0 * position + (~bad_train).double(), torch.inf).amin().view(1)
+    # The first flag is the one that is furthest from the end.
+    furthest = (bad * torch.arange(stop - start, 0, -1, dtype=torch.int32, device=device)).amax().long().view(1)
+    place = (stop - start - furthest).clamp(max=stop - start - 1)
+    key = 2.0 * layout.position_of(sequence, place + start) + (~bad_train[place]).double()
+    return torch.where(furthest > 0, key, torch.inf)
 
 
 def _tensors(part: Part) -> tuple[Tensor, Tensor, Tensor]:

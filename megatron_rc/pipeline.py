@@ -41,8 +41,9 @@ from megatron_rc.totals import (
 from megatron_rc.weights import bounded_weights, normalization
 
 Pair = tuple[Tensor, Tensor]
-# Tokens of one pass through a CPU core's cache; a GPU wants fewer and larger kernels.
-BLOCK_TOKENS = {"cpu": 2**17, "cuda": 2**18}
+# Tokens of one block, at least and at most: an eighth of the shard, so that the scratch stays below a tensor of its
+# size, and no more than stays in a CPU's cache.
+MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
 
 
 def _blocks(part: Part) -> list[Block]:
-    return part.layout.blocks(BLOCK_TOKENS.get(part.mask.device.type, BLOCK_TOKENS["cuda"]))
+    return part.layout.blocks(min(max(part.mask.numel() // 8, MIN_BLOCK), MAX_BLOCK))
 
 
 class _ScratchPool:

@@ -174,7 +174,10 @@ def _kept_terms(
     if tokens.negative is not None and any(criterion.name == OPSM for criterion in config.criteria):
         subsets["kept_negative"] = kept & tokens.negative
         out.sequence["negative"] = terms.count(terms.valid & tokens.negative)
+    single = [criterion.name for criterion in config.criteria if criterion.aggregation == "token"]
     for name, chosen in subsets.items():
-        out.sequence[name] = terms.count(chosen)
+        # What a single criterion leaves has been counted.
+        known = f"accepted_{single[0]}" if len(single) == 1 else "" if single else "valid"
+        out.sequence[name] = out.sequence[known] if name == "kept" and known else terms.count(chosen)
         if tokens.weights is not None and config.rollout_is_batch_normalize_scope == "accepted":
             out.sequence[f"{name}_weight"] = terms.sum(torch.where(chosen, tokens.weights, 0))

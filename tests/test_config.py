@@ -550,3 +550,9 @@ def test_a_description_says_every_fact():
 )
 def test_facts_of_a_description(config, fact):
     assert fact in config.describe().splitlines()
+
+
+def test_abbreviations_are_off():
+    parser = add_rollout_correction_args(argparse.ArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--rollout-correction-pre", "disabled"])

@@ -24,6 +24,12 @@ def correct(name, batch, **more):
     )
 
 
+def use_blocks(monkeypatch, num_tokens):
+    """Cut all shards into blocks of this size."""
+    monkeypatch.setattr(pipeline, "MIN_BLOCK", num_tokens)
+    monkeypatch.setattr(pipeline, "MAX_BLOCK", num_tokens)
+
+
 def expected_metrics(found):
     """All that the oracle has, under the names of the library."""
     metrics = {name: value for name, value in found.metrics.items() if not name.startswith("log_ratio_p")}
@@ -105,7 +111,7 @@ def test_extreme_ratios_stay_finite():
 @pytest.mark.parametrize("split", [1, 2])
 def test_sums_over_long_sequences_are_exact(split, monkeypatch):
     """32k tokens, in one block and in blocks of a part of the row."""
-    monkeypatch.setitem(pipeline.BLOCK_TOKENS, "cpu", 2**15 // split)
+    use_blocks(monkeypatch, 2**15 // split)
     generator = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(2, 2**15, generator=generator)
     train = (rollout + 1e-4 * torch.randn(2, 2**15, generator=generator)).clamp(max=0)
@@ -208,7 +214,7 @@ def test_lists_of_micro_batches_are_one_batch(name, pieces):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_tokens", [5, 16, 37])
 def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
-    monkeypatch.setitem(pipeline.BLOCK_TOKENS, "cpu", num_tokens)
+    use_blocks(monkeypatch, num_tokens)
     batch, found = clear_batch(name)
     assert_same(correct(name, batch), found)
 
@@ -219,7 +225,7 @@ def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
     """One graph, traced and run without a C++ compiler; the last block may have another shape and runs as it is."""
     traced = torch.compile(pipeline.block_terms, backend="aot_eager", fullgraph=True, dynamic=False)
     monkeypatch.setattr(pipeline, "_compiled_block_terms", lambda: traced)
-    monkeypatch.setitem(pipeline.BLOCK_TOKENS, "cpu", num_tokens)
+    use_blocks(monkeypatch, num_tokens)
     batch, found = clear_batch(name)
     assert_same(correct(name, batch, compile=True), found)
 
@@ -240,7 +246,7 @@ def test_a_response_of_bad_tokens_alone_is_a_lost_one():
 @pytest.mark.parametrize("num_tokens", [7, 10**6])
 def test_packed_tokens_give_the_same(name, num_tokens, monkeypatch):
     """Rows cut to different lengths, none at all among them, one after the other."""
-    monkeypatch.setitem(pipeline.BLOCK_TOKENS, "cpu", num_tokens)
+    use_blocks(monkeypatch, num_tokens)
     batch, found = clear_batch(name)
     lengths = [WIDTH if batch.mask[row].any() else 0 for row in range(ROWS)]
     keep = [int(batch.mask[row].nonzero().max()) + 1 if length else 0 for row, length in enumerate(lengths)]
