@@ -25,6 +25,8 @@ MAX_SEQUENCE_ID = 2**21  # with a position below 2³² a key is exact in float64
 class PlanInputs:
     """One rank's part of a rollout batch: one tensor each, or lists with one a micro-batch.
 
+    What may be given one a sequence or one a token is read as one a sequence where both shapes are the same.
+
     Attributes:
         train_log_probs: log π_old, the layout's local shape, nats. None in bypass mode, where π_θ comes later.
         rollout_log_probs: log π_rollout of the same tokens, of the same shape.

@@ -206,10 +206,10 @@ def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
 
 
 def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
-    """Normalise and lay out the weights. Collectives: none.
+    """Normalise and lay out the weights, once: they are finished in place. Collectives: none.
 
     Args:
-        batch: of this rank; its tokens' weights are finished in place.
+        batch: of this rank.
         pair: reduced over ``dp_cp``.
     """
     config, header, factor = batch.local.config, torch.cat(pair), None

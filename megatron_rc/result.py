@@ -161,6 +161,13 @@ class BypassPlan:
         """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
         return None if self.counts is None else self.counts[:, 0] == 0
 
+    def check(self) -> None:
+        """Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises, on every stage."""
+
+    def metrics(self) -> dict[str, float]:
+        """No metrics yet: those of a step follow ``finish_step``."""
+        return {}
+
     @property
     def num_mini_batches(self) -> int:
         """Optimizer steps that share the batch; 0 where that is not known."""

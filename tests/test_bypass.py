@@ -211,6 +211,8 @@ def test_a_plan_without_tokens_says_so_before_the_schedule():
     mask = torch.tensor([[True, False], [False, False]])
     ids = torch.tensor([0, 1])
     plan = correction.plan(PlanInputs(None, mask.float(), mask, mini_batch_ids=ids), num_mini_batches=2)
+    plan.check()
+    assert plan.metrics() == {}
     assert plan.skip.tolist() == [False, True]
     assert plan.counts[:, :3].tolist() == [[1, 1, 2], [0, 0, 2]]
 
