@@ -342,7 +342,8 @@ class _CompiledBlocks:
         if self._block is None and block.is_even:
             # One and the same block for the compiler, which would otherwise compile for every place in the batch.
             self._block = Block((), 0, block.rows, 0, None, block.shape)
-            self._mask, self._kept = (torch.empty(block.shape, dtype=torch.int32, device=self._device) for _ in "mk")
+            self._mask = torch.empty(block.shape, dtype=torch.int32, device=self._device)
+            self._kept = torch.empty_like(self._mask)
         if self._block is None or not block.is_even or block.shape != self._block.shape:
             return block_terms(tokens, block, self._config, self._scratch.of(block))
         wide = dataclasses.replace(tokens, mask=self._mask.copy_(tokens.mask), kept=self._kept)

@@ -48,10 +48,10 @@ class BlockTokens:
     Attributes:
         train: log π_train, float32 or float64.
         rollout: log π_rollout, alike.
-        mask: the response mask, bool.
+        mask: the response mask, bool (int32 in a compiled call).
         negative: bool, where the advantage of the token is below 0; None where ``opsm`` does not test tokens.
         weights: takes the bounded weights at token level, else 1 where valid; None without weights.
-        kept: bool, takes where valid and accepted by the token-level criteria.
+        kept: bool (int32 in a compiled call), takes where valid and accepted by the token-level criteria.
     """
 
     train: Tensor
@@ -73,7 +73,7 @@ def block_terms(
         config: decides which terms there are.
         scratch: buffers of the block's shape; None in a compiled call, whose ``mask`` and ``kept`` are int32.
     """
-    terms: TokenTerms | FusedTerms
+    terms: Terms
     if scratch is None:
         terms = FusedTerms(tokens.train, tokens.rollout, tokens.mask)
     else:

@@ -101,7 +101,7 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
         totals["sequences_outside"] = (outside["above"] | outside["below"]).double()
         totals["raw_excess_squared"] = valid * (raw - 1).square()
         totals["weight_excess_squared"] = valid * (weight - 1).square()
-        maxima |= {"log_weight": log_weight, "-log_weight": -log_weight, "weight": weight, "-weight": -weight}
+        maxima |= {"log_weight": log_weight, "-log_weight": -log_weight, "weight": weight}
         counted = verdicts.accepted > 0 if config.rollout_is_batch_normalize_scope == "accepted" else valid > 0
         totals["normalize_weight"] = torch.where(counted, weight, 0)
         totals["normalize_count"] = counted.double()
@@ -180,7 +180,8 @@ def mini_batch_counts(verdicts: Verdicts, shards: Shards) -> Tensor:
 
 def _bucket(index: Tensor, count: int, columns: Tensor) -> Tensor:
     buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
-    return buckets.index_add_(0, index.clamp(0, count - 1), columns)  # ids out of range are reported by check()
+    # The last bucket holds everything from there on.
+    return buckets.index_add_(0, index.clamp(max=count - 1), columns)
 
 
 def _ppl(value: Tensor) -> Tensor:
