@@ -42,14 +42,11 @@ def _run_sums(part: Part, block: Block, dtype: torch.dtype) -> Tensor:
     train, rollout = (tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in tensors)
     mask = block.take(part.mask)
     both = (mask[..., :-1] & mask[..., 1:] & part.layout.neighbours(block, mask.device)).to(dtype)
-
-    def distance(one: Tensor, other: Tensor) -> Tensor:
-        return (one - other).abs_().clamp_(max=CLIP).mul_(both).sum(dtype=torch.float64)
-
-    first, second = (train[..., :-1], rollout[..., :-1]), (train[..., 1:], rollout[..., 1:])
-    straight = (distance(*first) + distance(*second)) / 2
-    pairs = both.sum(dtype=torch.float64)
-    return torch.stack([pairs, straight, distance(first[0], second[1]), distance(second[0], first[1])])
+    ones = torch.stack([train[..., :-1], train[..., 1:], train[..., :-1], train[..., 1:]])
+    others = torch.stack([rollout[..., :-1], rollout[..., 1:], rollout[..., 1:], rollout[..., :-1]])
+    distances = ones.sub_(others).abs_().clamp_(max=CLIP).mul_(both).view(4, -1).sum(1, dtype=torch.float64)
+    straight = distances[:2].mean(0, keepdim=True)
+    return torch.cat([both.sum(dtype=torch.float64).view(1), straight, distances[2:]])
 
 
 def find_lag(sums: Mapping[str, float]) -> int:

@@ -11,6 +11,7 @@ within ±32.
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -24,49 +25,63 @@ _LOWEST, _HIGHEST = -15, 5  # powers of two between which bins are told apart
 _HALF = (_HIGHEST - _LOWEST) * _PER_OCTAVE
 NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of what is left of the bits, sign included
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
+_PIECE = 2**16  # codes whose int64 copy stays in a CPU's cache
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
-def codes_of(values: Tensor, out: Tensor) -> Tensor:
+def codes_of(values: Tensor, out: Tensor | None = None) -> Tensor:
     """The code of each value: the leading bits of it as a float32.
 
     Args:
         values: any shape.
         out: int32, of the same shape; takes the codes and is returned.
     """
-    torch.bitwise_right_shift(values.float().view(torch.int32), _DROPPED_BITS, out=out)
-    return out.bitwise_and_(NUM_CODES - 1)
+    codes = torch.bitwise_right_shift(values.float().view(torch.int32), _DROPPED_BITS, out=out)
+    return torch.bitwise_and(codes, NUM_CODES - 1, out=out)
 
 
-def count_codes(codes: Tensor) -> Tensor:
-    """[NUM_CODES] int64: how often each code occurs; these add up."""
-    codes = codes.view(-1)
-    if codes.device.type == "cpu":
-        return torch.bincount(codes, minlength=NUM_CODES)
-    # bincount looks at its input on the host first.
-    counts = torch.zeros(NUM_CODES, dtype=torch.int64, device=codes.device)
-    return counts.index_add_(0, codes, torch.ones_like(codes, dtype=torch.int64))
+class CodeCounter:
+    """Counts how often each code occurs.
+
+    Attributes:
+        counts: [counters, NUM_CODES] float64: a counter a thread, as a scatter runs in parallel over rows only.
+        num_values: how many were counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(torch.get_num_threads(), NUM_CODES, dtype=torch.float64, device=device)
+        self.num_values = 0
+        self._index = torch.empty(_PIECE, dtype=torch.int64, device=device)
+        self._one = self.counts.new_ones(1, 1)
+
+    def add(self, codes: Tensor) -> None:
+        """Count int32 codes, contiguous, of any shape."""
+        for piece in codes.view(-1).split(_PIECE):
+            shares = math.gcd(len(piece), len(self.counts))
+            index = self._index[: len(piece)].copy_(piece).view(shares, -1)
+            self.counts[:shares].scatter_add_(1, index, self._one.expand(index.shape))
+        self.num_values += codes.numel()
 
 
 def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
     """The histogram, from counts of codes.
 
     Args:
-        codes: the sum of what :func:`count_codes` gave.
+        codes: the ``counts`` of a :class:`CodeCounter`, or a sum of such.
         num_zeros: 0-D, how many of the counted values were not data but exact zeros in their place.
 
     Returns:
         [NUM_BINS] float64, ascending values.
     """
-    positive, negative = codes[: NUM_CODES // 2], codes[NUM_CODES // 2 :]
+    positive, negative = codes.sum(0).split(NUM_CODES // 2)
     above, below = _magnitudes(positive), _magnitudes(negative)
     middle = positive[:_FIRST].sum() + negative[:_FIRST].sum()
-    return torch.cat([below.flip(0), (middle - num_zeros).view(1), above]).double()
+    return torch.cat([below.flip(0), (middle - num_zeros).view(1), above])
 
 
 def _magnitudes(codes: Tensor) -> Tensor:
-    """[half] int64: the bins between the powers, with everything larger in the last."""
+    """[half]: the bins between the powers, with everything larger in the last."""
     inside = codes[_FIRST : _FIRST + _HALF].clone()
     inside[-1] += codes[_FIRST + _HALF :].sum()
     return inside

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,16 +20,15 @@ from torch import Tensor
 from megatron_rc.alignment import shift_sums
 from megatron_rc.bad_tokens import first_bad_key
 from megatron_rc.config import RolloutCorrectionConfig
-from megatron_rc.histogram import NUM_CODES, bins_from_codes, count_codes
+from megatron_rc.histogram import CodeCounter, bins_from_codes
 from megatron_rc.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.rejection import Verdicts, decide, local_group_sums
 from megatron_rc.result import CorrectionResult, HeaderShape
-from megatron_rc.statistics import BlockTerms, BlockTokens, Sums, block_terms
-from megatron_rc.tokens import Scratch, TokenTerms
+from megatron_rc.statistics import BlockTerms, BlockTokens, Sums, block_terms, fused_terms, is_log_prob
+from megatron_rc.tokens import Scratch, run_length
 from megatron_rc.totals import (
     breakdown_totals,
     mini_batch_counts,
@@ -41,7 +39,7 @@ from megatron_rc.totals import (
 from megatron_rc.weights import bounded_weights, normalization
 
 Pair = tuple[Tensor, Tensor]
-# Tokens of one block, at least and at most: an eighth of the shard, so that the scratch stays below a tensor of its
+# Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
 # size, and no more than stays in a CPU's cache.
 MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
 
@@ -133,10 +131,9 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
     kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
     total = _Accumulator(shards, config)
-    scratch = _ScratchPool(shards)
-    compiled = _CompiledBlocks(shards, config, scratch) if compile else None
+    terms_of = _BlockPass(shards, config, compile)
     for index, part in enumerate(shards.parts):
-        for block in _blocks(part):
+        for block in _blocks(part, compile):
             tokens = BlockTokens(
                 *_log_probs(part, block, shards.dtype),
                 block.take(part.mask),
@@ -144,8 +141,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
                 None if weights is None else block.take(weights[index]),
                 block.take(kept[index]),
             )
-            terms = compiled(tokens, block) if compiled else block_terms(tokens, block, config, scratch.of(block))
-            total.add(terms, _rows(part, block), block)
+            total.add(terms_of(tokens, block), _rows(part, block))
     sequence, sequence_max, batch, batch_max = total.named()
     return LocalSums(
         shards=shards,
@@ -189,10 +185,13 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     totals, extremes = sequence_totals(named, verdicts, config)
     whole = {"mini_batches": mini_batch_counts(verdicts, shards)} | breakdown_totals(named, verdicts, shards)
     present = named["response"] > 0
-    whole |= totals | {name: (flags & present).sum() for name, flags in shards.bad.items()}
+    bad = (torch.stack(list(shards.bad.values())) & present).sum(1)
+    whole |= totals | dict(zip(shards.bad, bad.unbind(), strict=True))
     whole["default_ids"] = present.new_full((), float(shards.default_ids), dtype=torch.float64)
     # Whole sequences are counted once: on the first CP rank.
-    sums = {name: value.double() * shards.is_first_cp_rank for name, value in whole.items()}
+    sums = {name: value.double() for name, value in whole.items()}
+    if not shards.is_first_cp_rank:
+        sums = {name: torch.zeros_like(value) for name, value in sums.items()}
     sums = _added(_added(sums, local.batch), _apply(local, verdicts))
     maxima = extremes | local.batch_max
     maxima["-bad_key"] = -first_bad_key(shards, named["response"] - named["valid"])
@@ -239,19 +238,19 @@ class _Accumulator:
         self.batch, self.batch_max = zeros(len(self.names.batch)), zeros(len(self.names.batch_max))
         for maxima in (self.sequence_max, self.batch_max):
             maxima.fill_(-torch.inf)
-        self.codes = torch.zeros(NUM_CODES, dtype=torch.int64, device=shards.device)
-        self.num_tokens = 0
+        self.codes = CodeCounter(shards.device)
 
-    def add(self, terms: BlockTerms, rows: slice, block: Block) -> None:
+    def add(self, terms: BlockTerms, rows: slice) -> None:
         """Add what one block contributes to some sequences and to the batch."""
-        self.sequence[:, rows] += torch.stack(list(terms.sequence.values()))
+        shape = (rows.stop - rows.start, -1)
+        stacked = torch.stack(list(terms.sequence.values())).unflatten(1, shape)
+        self.sequence[:, rows] += stacked.sum(2, dtype=torch.float64)
         if terms.sequence_max:
-            extremes = torch.stack(list(terms.sequence_max.values()))
-            self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], extremes)
-        self.batch += torch.stack(list(terms.batch.values()))
-        self.batch_max = torch.maximum(self.batch_max, torch.stack(list(terms.batch_max.values())))
-        self.codes += count_codes(terms.codes)
-        self.num_tokens += math.prod(block.shape)
+            largest = torch.stack(list(terms.sequence_max.values())).unflatten(1, shape).amax(2)
+            self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], largest)
+        self.batch += torch.stack(list(terms.batch.values())).sum(1, dtype=torch.float64)
+        self.batch_max = torch.maximum(self.batch_max, torch.stack(list(terms.batch_max.values())).amax(1))
+        self.codes.add(terms.codes)
 
     def named(self) -> tuple[Sums, Sums, Sums, Sums]:
         """Sequences' sums and maxima, the batch's sums and maxima, by name."""
@@ -259,7 +258,7 @@ class _Accumulator:
         sequence = dict(zip(names.sequence, self.sequence.unbind(), strict=True))
         sequence_max = dict(zip(names.sequence_max, self.sequence_max.unbind(), strict=True))
         batch = dict(zip(names.batch, self.batch.unbind(), strict=True))
-        batch["bins"] = bins_from_codes(self.codes, self.num_tokens - sequence["valid"].sum())
+        batch["bins"] = bins_from_codes(self.codes.counts, self.codes.num_values - sequence["valid"].sum())
         return sequence, sequence_max, batch, dict(zip(names.batch_max, self.batch_max.unbind(), strict=True))
 
 
@@ -276,11 +275,10 @@ class _Names:
 @functools.lru_cache(maxsize=64)
 def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Names:
     """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
-    (block,) = SequenceLayout.padded(1, 1).blocks(1)
     nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
     negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
     tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone())
-    terms = block_terms(tokens, block, config, Scratch(block.shape, nothing.dtype, nothing.device))
+    terms = block_terms(tokens, config, Scratch((1, 1), nothing.dtype, nothing.device))
     return _Names(tuple(terms.sequence), tuple(terms.sequence_max), tuple(terms.batch), tuple(terms.batch_max))
 
 
@@ -314,8 +312,10 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
         raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
 
 
-def _blocks(part: Part) -> list[Block]:
-    return part.layout.blocks(min(max(part.mask.numel() // 8, MIN_BLOCK), MAX_BLOCK))
+def _blocks(part: Part, compile: bool = False) -> list[Block]:
+    # A compiled pass has less scratch, and more to do for each call.
+    most = part.mask.numel() // (4 if compile else 6)
+    return part.layout.blocks(min(max(most, MIN_BLOCK), MAX_BLOCK * (4 if compile else 1)))
 
 
 class _ScratchPool:
@@ -325,36 +325,47 @@ class _ScratchPool:
         self._options = (shards.dtype, shards.device)
         self._shape: tuple[int, ...] | None = None
 
-    def of(self, block: Block) -> Scratch:
-        if block.shape != self._shape:
-            self._shape, self._scratch = block.shape, Scratch(block.shape, *self._options)
+    def of(self, tokens: BlockTokens) -> Scratch:
+        shape = tuple(tokens.mask.shape)
+        if shape != self._shape:
+            self._shape, self._scratch = shape, Scratch(shape, *self._options)
         return self._scratch
 
 
-class _CompiledBlocks:
-    """Blocks through ``torch.compile``, while they have the first block's shape; the last ones run as they are."""
+class _BlockPass:
+    """The terms of one block after the other.
 
-    def __init__(self, shards: Shards, config: RolloutCorrectionConfig, scratch: _ScratchPool) -> None:
-        self._config, self._scratch, self._device = config, scratch, shards.device
-        self._block: Block | None = None
+    Blocks go through ``torch.compile``, if asked for, while they have the first one's shape.
+    """
+
+    def __init__(self, shards: Shards, config: RolloutCorrectionConfig, compile: bool) -> None:
+        self._config, self._compile, self._scratch = config, compile, _ScratchPool(shards)
+        self._fused_shape: tuple[int, ...] | None = None
 
     def __call__(self, tokens: BlockTokens, block: Block) -> BlockTerms:
-        if self._block is None and block.is_even:
-            # One and the same block for the compiler, which would otherwise compile for every place in the batch.
-            self._block = Block((), 0, block.rows, 0, None, block.shape)
-            self._mask = torch.empty(block.shape, dtype=torch.int32, device=self._device)
-            self._kept = torch.empty_like(self._mask)
-        if self._block is None or not block.is_even or block.shape != self._block.shape:
-            return block_terms(tokens, block, self._config, self._scratch.of(block))
+        if not block.is_even:
+            lengths = block.lengths(tokens.mask.device)
+            return block_terms(tokens, self._config, self._scratch.of(tokens), lengths)
+        tokens = tokens.in_runs(run_length(block.shape[1]))
+        shape = tuple(tokens.mask.shape)
+        if self._compile and self._fused_shape in (None, shape):
+            return self._fused(tokens, shape)
+        return block_terms(tokens, self._config, self._scratch.of(tokens))
+
+    def _fused(self, tokens: BlockTokens, shape: tuple[int, ...]) -> BlockTerms:
+        if self._fused_shape is None:
+            self._fused_shape = shape
+            self._mask = torch.empty(shape, dtype=torch.int32, device=tokens.mask.device)
+            self._kept, self._zero = torch.empty_like(self._mask), self._mask.new_zeros(shape[0], 1)
         wide = dataclasses.replace(tokens, mask=self._mask.copy_(tokens.mask), kept=self._kept)
-        terms = _compiled_block_terms()(wide, self._block, self._config, None)
+        terms = _compiled_terms()(wide, self._zero, self._config)
         tokens.kept.copy_(self._kept)
         return terms
 
 
 @functools.cache
-def _compiled_block_terms() -> Callable[..., BlockTerms]:
-    compiled: Callable[..., BlockTerms] = torch.compile(block_terms, dynamic=False)
+def _compiled_terms() -> Callable[..., BlockTerms]:
+    compiled: Callable[..., BlockTerms] = torch.compile(fused_terms, dynamic=False)
     return compiled
 
 
@@ -370,7 +381,6 @@ def _apply(local: LocalSums, verdicts: Verdicts) -> Sums:
     parts = local.shards.parts
     if not local.config.rejects_sequences and all(part.versions is None and part.advantages is None for part in parts):
         return sums
-    scratch = _ScratchPool(local.shards)
     for part, mask in zip(local.shards.parts, local.kept, strict=True):
         for block in _blocks(part):
             kept, rows = block.take(mask), _rows(part, block)
@@ -382,9 +392,9 @@ def _apply(local: LocalSums, verdicts: Verdicts) -> Sums:
                 if verdicts.accept_negative is not None:
                     kept &= block.expand(verdicts.accept_negative[rows]) | ~(advantages < 0)
             if part.versions is not None:
-                train, rollout = _log_probs(part, block, local.shards.dtype)
-                terms = TokenTerms(train, rollout, block.take(part.mask), block, scratch.of(block))
-                sums = _added(sums, token_staleness(terms, kept, block.take(part.versions), local.shards))
+                valid, log_ratio = _valid_log_ratio(part, block, local.shards.dtype)
+                versions = block.take(part.versions)
+                sums = _added(sums, token_staleness(valid, log_ratio, kept, versions, local.shards))
     return sums
 
 
@@ -396,6 +406,13 @@ def _added(sums: Sums, more: Sums) -> Sums:
 def _rows(part: Part, block: Block) -> slice:
     """The sequences of a block among those of all micro-batches."""
     return slice(part.first + block.first, part.first + block.first + block.rows)
+
+
+def _valid_log_ratio(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(valid tokens, log ρ, 0 elsewhere)."""
+    train, rollout = _log_probs(part, block, dtype)
+    valid = block.take(part.mask) & is_log_prob(train) & is_log_prob(rollout)
+    return valid, torch.where(valid, train - rollout, 0)
 
 
 def _log_probs(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.criteria import OPSM, Criterion
-from megatron_rc.parallel.blocks import Block
 from megatron_rc.tokens import POSITIVE_LIMIT, FusedTerms, Scratch, TokenTerms
-from megatron_rc.weights import EXP_LIMIT, bounded_weights, log_bounds, within
+from megatron_rc.weights import EXP_LIMIT, apply_bounds, log_bounds, within
 
 Sums = dict[str, Tensor]
 Terms = TokenTerms | FusedTerms
@@ -24,13 +23,13 @@ Terms = TokenTerms | FusedTerms
 
 @dataclass
 class BlockTerms:
-    """What one block contributes.
+    """What one block contributes, by name: for each of its runs, or in any other parts that add up.
 
     Attributes:
-        sequence: [rows] float64 sums by name.
-        sequence_max: [rows] float64 maxima by name.
-        batch: 0-D float64 sums by name.
-        batch_max: 0-D float64 maxima by name; a minimum is the largest negative.
+        sequence: [runs] sums, float64, float32 or counts.
+        sequence_max: [runs] maxima.
+        batch: [parts] sums.
+        batch_max: [parts] maxima; a minimum is the largest negative.
         codes: the bin of each log ρ, int32, the block's shape; lives in the scratch.
     """
 
@@ -61,37 +60,58 @@ class BlockTokens:
     weights: Tensor | None
     kept: Tensor
 
+    def in_runs(self, run: int) -> BlockTokens:
+        """The same tokens, [runs, run]; every row is a multiple of the run."""
+        return BlockTokens(
+            train=self.train.reshape(-1, run),
+            rollout=self.rollout.reshape(-1, run),
+            mask=self.mask.reshape(-1, run),
+            negative=None if self.negative is None else self.negative.reshape(-1, run),
+            weights=None if self.weights is None else self.weights.view(-1, run),
+            kept=self.kept.view(-1, run),
+        )
+
 
 def block_terms(
-    tokens: BlockTokens, block: Block, config: RolloutCorrectionConfig, scratch: Scratch | None
+    tokens: BlockTokens, config: RolloutCorrectionConfig, scratch: Scratch, lengths: Tensor | None = None
 ) -> BlockTerms:
     """All that is known of a block before anything is known of whole sequences.
 
     Args:
-        tokens: inputs and outputs.
-        block: which tokens these are.
+        tokens: inputs and outputs, [runs, run] each, or flat.
         config: decides which terms there are.
-        scratch: buffers of the block's shape; None in a compiled call, whose ``mask`` and ``kept`` are int32.
+        scratch: buffers of the tokens' shape.
+        lengths: [runs] int64, the tokens of each run where they are flat, else None.
     """
-    terms: Terms
-    if scratch is None:
-        terms = FusedTerms(tokens.train, tokens.rollout, tokens.mask)
-    else:
-        terms = TokenTerms(tokens.train, tokens.rollout, tokens.mask, block, scratch)
+    return _terms_of(TokenTerms(tokens.train, tokens.rollout, tokens.mask, scratch, lengths), tokens, config)
+
+
+def fused_terms(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConfig) -> BlockTerms:
+    """The same for a compiler.
+
+    Args:
+        tokens: inputs and outputs, [runs, run] each; ``mask`` and ``kept`` are int32.
+        zero: as :class:`FusedTerms` has it.
+        config: decides which terms there are.
+    """
+    return _terms_of(FusedTerms(tokens.train, tokens.rollout, tokens.mask, zero), tokens, config)
+
+
+def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig) -> BlockTerms:
     out = BlockTerms()
-    out.sequence |= {"response": terms.count(tokens.mask), "valid": terms.count(terms.valid)}
-    _policy_terms(terms, out)
+    out.sequence |= {"response": terms.response, "valid": terms.count(terms.valid)}
+    ratio = _policy_terms(terms, out)
     if config.rollout_is == "token" and tokens.weights is not None:
-        _weight_terms(terms, tokens.weights, config, out)
+        _weight_terms(terms, ratio, tokens.weights, config, out)
     elif tokens.weights is not None:
         tokens.weights.copy_(terms.valid)
     kept = terms.begin_mask(tokens.kept)
     wide = terms.log_ratio.double() if any(c.divergence in ("k2", "k3") for c in config.criteria) else terms.log_ratio
     for criterion in config.criteria:
-        _criterion_terms(criterion, wide, terms, kept, block, out)
+        _criterion_terms(criterion, wide, terms, kept, out)
     if config.rollout_token_veto_threshold is not None:
         limit = math.log(config.rollout_token_veto_threshold)
-        out.sequence["catastrophic"] = terms.count(terms.flag(torch.lt, terms.log_ratio, limit))
+        out.sequence["catastrophic"] = terms.count_where(torch.lt, terms.log_ratio, limit)
     _kept_terms(terms, kept, tokens, config, out)
     terms.end_mask(kept, tokens.kept)
     out.codes = terms.codes()
@@ -115,55 +135,58 @@ def divergence(kind: str, log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
 
 
-def _policy_terms(terms: Terms, out: BlockTerms) -> None:
-    """How far the two policies are apart."""
-    excess = terms.clamp(terms.log_ratio, -EXP_LIMIT, EXP_LIMIT).expm1_()
-    out.sequence |= {"train": terms.train_sum, "rollout": terms.rollout_sum, "excess": terms.sum(excess)}
-    out.batch["excess_squared"] = terms.total(excess.square_())
+def _policy_terms(terms: Terms, out: BlockTerms) -> Tensor:
+    """How far the two policies are apart; returns ρ, which may be overwritten."""
     out.batch_max["log_ratio"], out.batch_max["-log_ratio"] = terms.extremes(terms.log_ratio)
+    ratio = terms.ratio()
+    excess = terms.excess(ratio)
+    out.sequence |= {"train": terms.train_sum, "rollout": terms.rollout_sum, "excess": terms.near_sum(excess)}
+    out.batch["excess_squared"] = terms.near_total(excess.square_())
+    return ratio
 
 
-def _weight_terms(terms: Terms, weights: Tensor, config: RolloutCorrectionConfig, out: BlockTerms) -> None:
+def _weight_terms(
+    terms: Terms, ratio: Tensor, weights: Tensor, config: RolloutCorrectionConfig, out: BlockTerms
+) -> None:
     """Token-level weights; the bounds are compared in log space."""
     lower, upper = log_bounds(config)
-    bounded = bounded_weights(terms.log_ratio, config, out=terms.spare)
-    terms.hold(bounded, out=weights)
-    out.batch_max["weight"] = weights.amax().double()
-    out.sequence["weight"] = terms.sum(weights)
+    bounded = apply_bounds(ratio, terms.log_ratio, config)
+    held = terms.hold(bounded, out=weights)
+    out.batch_max["weight"] = terms.largest(held)
+    out.sequence["weight"] = terms.near_sum(held)
     excess = bounded.sub_(1)
-    out.batch["weight_excess_squared"] = terms.total(terms.hold(excess, out=excess).square_())
+    out.batch["weight_excess_squared"] = terms.near_total(terms.hold(excess, out=excess).square_())
     for name, compare, bound in (("above", torch.gt, upper), ("below", torch.lt, lower)):
-        outside = terms.flag(compare, terms.log_ratio, bound)
-        out.batch[name] = terms.total_count(outside)
+        outside = terms.count_where(compare, terms.log_ratio, bound)
+        out.batch[name] = terms.whole(outside)
         if config.is_mode == "mask":
-            out.sequence[f"outside_{name}"] = terms.count(outside)
+            out.sequence[f"outside_{name}"] = outside
 
 
-def _criterion_terms(
-    criterion: Criterion, wide: Tensor, terms: Terms, kept: Tensor, block: Block, out: BlockTerms
-) -> None:
+def _criterion_terms(criterion: Criterion, wide: Tensor, terms: Terms, kept: Tensor, out: BlockTerms) -> None:
     """What a criterion needs of tokens; a token-level one takes what it rejects out of ``kept``."""
     name, kind = criterion.name, criterion.divergence
     statistic = terms.log_ratio
     if kind in ("k2", "k3"):
         exact = torch.where(terms.valid, divergence(kind, wide), 0)
-        out.sequence[kind] = block.sum(exact)
+        out.sequence[kind] = terms.sum(exact)
         statistic = exact.to(statistic.dtype)
         if criterion.aggregation == "seq_max":
-            out.sequence[f"over_{name}"] = terms.count(terms.flag(torch.gt, exact, criterion.upper))
+            out.sequence[f"over_{name}"] = terms.count_where(torch.gt, exact, criterion.upper)
             # Valid statistics are not negative, invalid ones 0.
-            out.sequence_max[name] = block.max(exact)
+            out.sequence_max[name] = terms.max(exact)
     if criterion.aggregation != "token":
         return
     if kind != "k1":
         out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = terms.extremes(statistic)
-    out.batch[f"high_{name}"] = terms.total_count(terms.flag(torch.gt, statistic, criterion.upper))
+    out.batch[f"high_{name}"] = terms.whole(terms.count_where(torch.gt, statistic, criterion.upper))
     clamped = terms.clamp(statistic, criterion.floor, criterion.upper)
     accepted = terms.inside(statistic, clamped)
     out.sequence[f"accepted_{name}"] = terms.count(accepted)
     kept.logical_and_(accepted)
-    out.batch[f"clamped_{name}"] = terms.total(terms.hold(clamped, out=clamped))
-    out.batch[f"clamped_squared_{name}"] = terms.total(clamped.square_())
+    clamped = terms.hold(clamped, out=clamped)
+    out.batch[f"clamped_{name}"] = terms.near_total(clamped)
+    out.batch[f"clamped_squared_{name}"] = terms.near_total(clamped.square_())
 
 
 def _kept_terms(
@@ -180,4 +203,4 @@ def _kept_terms(
         known = f"accepted_{single[0]}" if len(single) == 1 else "" if single else "valid"
         out.sequence[name] = out.sequence[known] if name == "kept" and known else terms.count(chosen)
         if tokens.weights is not None and config.rollout_is_batch_normalize_scope == "accepted":
-            out.sequence[f"{name}_weight"] = terms.sum(torch.where(chosen, tokens.weights, 0))
+            out.sequence[f"{name}_weight"] = terms.near_sum(torch.where(chosen, tokens.weights, 0))

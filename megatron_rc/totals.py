@@ -10,7 +10,6 @@ from megatron_rc.criteria import Criterion
 from megatron_rc.inputs import Shards
 from megatron_rc.rejection import Verdicts, accepted_weight, sequence_statistic
 from megatron_rc.statistics import Sums
-from megatron_rc.tokens import TokenTerms
 from megatron_rc.weights import EXP_LIMIT, bounded_weights, exp_ratio, log_bounds
 
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
@@ -29,19 +28,19 @@ def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionCon
     totals, maxima = _policy_totals(sums)
     totals |= {
         "accepted_tokens": verdicts.accepted,
-        "sequences_with_rejected": (verdicts.accepted < sums["valid"]).double(),
+        "sequences_with_rejected": verdicts.accepted < sums["valid"],
     }
     if config.rollout_is is not None:
         _weight_totals(sums, verdicts, config, totals, maxima)
     for criterion in config.criteria:
         rejected = verdicts.rejected_by[criterion.name]
         totals[f"rejected_{criterion.name}"] = rejected
-        totals[f"sequences_rejected_{criterion.name}"] = (rejected > 0).double()
+        totals[f"sequences_rejected_{criterion.name}"] = rejected > 0
         if criterion.has_statistic:
             _criterion_totals(criterion, sums, totals, maxima)
     if config.rollout_token_veto_threshold is not None:
         totals["catastrophic"] = sums["catastrophic"]
-        totals["vetoed"] = (sums["catastrophic"] > 0).double()
+        totals["vetoed"] = sums["catastrophic"] > 0
     some = sums["valid"] > 0
     added = torch.where(some, torch.stack(list(totals.values())), 0).sum(1)
     largest = _largest(torch.where(some, torch.stack(list(maxima.values())), -torch.inf))
@@ -86,7 +85,7 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
     if config.rollout_is == "token":
         raw, weight = 1 + sums["excess"] / length, sums["weight"] / length
         if config.is_mode == "mask":
-            totals["sequences_outside"] = (sums["outside_above"] + sums["outside_below"] > 0).double()
+            totals["sequences_outside"] = sums["outside_above"] + sums["outside_below"] > 0
         totals["normalize_weight"], totals["normalize_count"] = sums["weight"], valid
         if config.rollout_is_batch_normalize_scope == "accepted":
             totals["normalize_weight"] = accepted_weight(sums, verdicts)
@@ -96,22 +95,22 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
         raw, weight = exp_ratio(log_weight), bounded_weights(log_weight, config)
         lower, upper = log_bounds(config)
         outside = {"above": log_weight > upper, "below": log_weight < lower}
-        totals |= {name: flag.double() for name, flag in outside.items()}
+        totals |= outside
         totals |= {f"tokens_{name}": torch.where(flag, valid, 0) for name, flag in outside.items()}
-        totals["sequences_outside"] = (outside["above"] | outside["below"]).double()
+        totals["sequences_outside"] = outside["above"] | outside["below"]
         totals["raw_excess_squared"] = valid * (raw - 1).square()
         totals["weight_excess_squared"] = valid * (weight - 1).square()
         maxima |= {"log_weight": log_weight, "-log_weight": -log_weight, "weight": weight}
         counted = verdicts.accepted > 0 if config.rollout_is_batch_normalize_scope == "accepted" else valid > 0
         totals["normalize_weight"] = torch.where(counted, weight, 0)
-        totals["normalize_count"] = counted.double()
+        totals["normalize_count"] = counted
     totals |= {
         "raw": raw * valid,
         "weight": weight * valid,
         "sequence_weight_excess": weight - 1,
         "sequence_weight_excess_squared": (weight - 1).square(),
-        "sequence_weight_high": (raw > config.is_bounds[1]).double(),
-        "sequence_weight_low": (raw < config.is_bounds[0]).double(),
+        "sequence_weight_high": raw > config.is_bounds[1],
+        "sequence_weight_low": raw < config.is_bounds[0],
     }
     maxima |= {"sequence_weight": weight, "-sequence_weight": -weight}
 
@@ -122,7 +121,7 @@ def _criterion_totals(criterion: Criterion, sums: Sums, totals: Sums, maxima: Su
         statistic = torch.where(valid > 0, sums[f"max_{name}"], 0)
     else:
         statistic = sequence_statistic(criterion, sums)
-    high, low = (statistic > criterion.upper).double(), (statistic < criterion.lower).double()
+    high, low = statistic > criterion.upper, statistic < criterion.lower
     totals |= {
         f"sequence_{name}": statistic,
         f"sequence_squared_{name}": statistic.square(),
@@ -155,11 +154,11 @@ def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Sums:
     }
 
 
-def token_staleness(terms: TokenTerms, accepted: Tensor, versions: Tensor, shards: Shards) -> Sums:
+def token_staleness(valid: Tensor, log_ratio: Tensor, accepted: Tensor, versions: Tensor, shards: Shards) -> Sums:
     """The sums by staleness of some tokens that have their own versions, and how many versions are too new."""
-    columns = torch.stack([terms.valid, terms.valid & ~accepted, terms.log_ratio], dim=-1).double()
+    columns = torch.stack([valid.double(), (valid & ~accepted).double(), log_ratio.double()], dim=-1)
     index = staleness(versions, shards).reshape(-1)
-    newer = terms.valid & (versions > (shards.sizes.current_version or 0))
+    newer = valid & (versions > (shards.sizes.current_version or 0))
     return {
         "staleness": _bucket(index, shards.sizes.max_staleness + 1, columns.reshape(-1, 3)),
         "bad_policy_versions": newer.sum().double(),

@@ -29,8 +29,12 @@ def bounded_weights(log_ratio: Tensor, config: RolloutCorrectionConfig, out: Ten
     ``truncate`` min(w, hi): Ionides 2008, "Truncated Importance Sampling". ``clamp``: min(max(w, lo), hi). ``mask``: w
     inside [lo, hi], else 0 (IcePop: Ling Team 2025, "Every Step Evolves").
     """
+    return apply_bounds(exp_ratio(log_ratio, out), log_ratio, config)
+
+
+def apply_bounds(weights: Tensor, log_ratio: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """The second step of :func:`bounded_weights`, in place."""
     lower, upper = config.is_bounds
-    weights = exp_ratio(log_ratio, out)
     if config.is_mode == "truncate":
         return weights.clamp_(max=upper)
     if config.is_mode == "clamp":

@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,23 +55,6 @@ class Block:
         """The block's part of a tensor of the shard's shape, as a view of shape :attr:`shape`."""
         return tensor[self.index].view(self.shape) if len(self.index) == 1 else tensor[self.index]
 
-    def sum(self, values: Tensor) -> Tensor:
-        """[rows] float64: the sum over each sequence, of float64 values."""
-        if not self.is_even:
-            return self._reduce(values, "sum")
-        # A sum of everything is quicker than one of a single row.
-        return values.sum(1) if self.rows > 1 else values.sum().view(1)
-
-    def count(self, values: Tensor) -> Tensor:
-        """[rows] float64: the sum over each sequence, of small int32 values."""
-        if self.is_even:
-            return values.sum(1, dtype=torch.int32).double()
-        return self._reduce(values, "sum")
-
-    def max(self, values: Tensor) -> Tensor:
-        """[rows] float64: the largest value of each sequence."""
-        return values.amax(1).double() if self.is_even else self._reduce(values, "max")
-
     def expand(self, per_sequence: Tensor) -> Tensor:
         """Each token's own value of ``[rows]``, in a shape that broadcasts against the block's values."""
         if self.is_even:
@@ -80,16 +62,15 @@ class Block:
         lengths = self.lengths(per_sequence.device)
         return torch.repeat_interleave(per_sequence, lengths, output_size=self.shape[0])
 
-    def _reduce(self, values: Tensor, kind: Literal["sum", "max"]) -> Tensor:
-        return torch.segment_reduce(values.double(), kind, lengths=self.lengths(values.device), unsafe=True)
-
 
 def cut_padded(shape: tuple[int, ...], num_tokens: int) -> Iterator[Block]:
     """Blocks of a ``[b, s]`` shard: whole rows while they fit, else pieces of one row."""
     rows, length = shape
     if not length:
         return
-    step = max(1, num_tokens // length)
+    most = max(1, num_tokens // length)
+    # Equal blocks where that does not make them much smaller.
+    step = next((step for step in range(most, most // 2, -1) if rows % step == 0), most)
     width = min(length, num_tokens)
     for row in range(0, rows, step):
         count = min(step, rows - row)

@@ -203,6 +203,8 @@ class SequenceLayout:
         Returns:
             bool, the block's shape less the last token of its last dimension; broadcasts against it.
         """
+        if block.is_even and (self.cp_size == 1 or self.split == "contiguous"):
+            return torch.ones(1, 1, dtype=torch.bool, device=device)
         # Where each sequence has its seam between two chunks, counted from its first token in the block.
         seams = self.local_lengths[block.first : block.first + block.rows].to(device) // 2 - 1
         seams[0] -= block.start

@@ -153,7 +153,8 @@ def test_readme_carries_the_sums_by_itself():
         layout = type(found["layout"]).padded(4, 16, cp_rank=layout_rank, cp_size=2)
         assert torch.equal(result.mask, layout.cut(whole.mask))
         torch.testing.assert_close(result.weights, layout.cut(whole.weights))
-        assert result.metrics() == pytest.approx(whole.metrics(), rel=1e-9)
+        # float32 log-probs: what the runs of a slice add up in float32 is right to 1e-7.
+        assert result.metrics() == pytest.approx(whole.metrics(), rel=1e-6)
 
 
 def test_every_example_is_run():

@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.histogram import NUM_BINS, NUM_CODES, QUANTILES, bins_from_codes, codes_of, count_codes, quantiles
+from megatron_rc.histogram import NUM_BINS, NUM_CODES, QUANTILES, CodeCounter, bins_from_codes, codes_of, quantiles
 
 RELATIVE, ABSOLUTE = 1 / 32, 2**-14
 
 
 def bins_of(values, num_zeros=0):
-    codes = count_codes(codes_of(values, torch.empty(values.shape, dtype=torch.int32)))
-    assert codes.shape == (NUM_CODES,)
-    return bins_from_codes(codes, torch.tensor(num_zeros))
+    counter = CodeCounter(values.device)
+    counter.add(codes_of(values, torch.empty(values.shape, dtype=torch.int32)))
+    assert counter.counts.shape[1:] == (NUM_CODES,)
+    return bins_from_codes(counter.counts, torch.tensor(num_zeros))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
