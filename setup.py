@@ -46,7 +46,14 @@ setup(
         ],
         "gpu": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],
-        "test": ["hypothesis", "psutil", "pytest", "pytest-timeout", "setuptools>=68"],
+        "test": [
+            "hypothesis",
+            "psutil",
+            "pytest",
+            "pytest-timeout",
+            "setuptools>=68",
+            "triton; platform_system == 'Linux'",
+        ],
         "dev": ["mypy", "ruff", "types-PyYAML"],
     },
 )

@@ -206,6 +206,7 @@ def _add_training_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--global-batch-size", type=int, help="sequences of one optimizer step, over all ranks")
     group.add_argument("--train-iters", type=int, help="optimizer steps in all, those before a checkpoint included")
     _switch(group, "--bf16", "bfloat16 weights with float32 master weights")
+    _switch(group, "--fused-linear-log-probs", "log-probs from hidden states chunk by chunk, without any logits")
     _switch(group, "--calculate-per-token-loss", "let Megatron normalise by tokens; the gradients are the same")
     group.add_argument("--recompute-granularity", choices=["full", "selective"], help="recompute activations")
     group.add_argument("--recompute-method", choices=["uniform", "block"], help="which layers, for 'full'")

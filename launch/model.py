@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
 
 
 def build_config(args: argparse.Namespace) -> TransformerConfig:
@@ -81,6 +82,8 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[GP
                 vp_stage=vp_stage,
             )
         )
+        if args.fused_linear_log_probs and chunks[-1].post_process:
+            skip_output_layer(chunks[-1])
     if not args.on_cpu:
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -142,6 +145,19 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def skip_output_layer(chunk: GPTModel) -> None:
+    """Let the model return the hidden states that its output layer would multiply, as ``[b, s, h]``.
+
+    With sequence parallelism they are this rank's slice, ``[b, s/tp, h]``. The layer keeps its weight and its name in
+    checkpoints.
+    """
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        return hidden, None
+
+    chunk.output_layer.forward = forward
 
 
 def unwrap(model: Any) -> GPTModel:

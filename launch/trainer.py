@@ -22,7 +22,12 @@ from megatron_rc.launch.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.model import build_chunks, build_config, build_optimizer, unwrap, wrap_chunks
 from megatron_rc.losses import STATISTICS, kl_penalty, policy_loss
-from megatron_rc.parallel import ParallelGroups, SequenceLayout, vocab_parallel_log_probs_and_entropy
+from megatron_rc.parallel import (
+    ParallelGroups,
+    SequenceLayout,
+    linear_log_probs_and_entropy,
+    vocab_parallel_log_probs_and_entropy,
+)
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.result import CorrectionResult
@@ -93,7 +98,7 @@ class Trainer:
         self.reference = self._build_reference() if args.loss.kl_coef else []
         self.correction = RolloutCorrection(args.correction, groups, loss=args.loss)
         self.device = next(chunks[0].parameters()).device
-        self.iteration, self.skipped = 0, 0
+        self.iteration, self.skipped, self._scored_at = 0, 0, -1
         if args.load:
             self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler, self.reference)
 
@@ -113,6 +118,7 @@ class Trainer:
             ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
         """
         local = self._slice(batch)
+        self._scored_at = self._steps
         old = self._log_probs(self.model, local)
         ref = self._log_probs(self.reference, local) if self.reference else None
         per_rank = self.args.global_batch_size // self.args.data_parallel_size
@@ -153,6 +159,7 @@ class Trainer:
         Raises:
             AgreedError: on every rank, if the loss is not finite; the weights are as before the step.
         """
+        is_first = self._steps == self._scored_at
         self.iteration += 1
         denominators = prepared.plan.denominators_on_host()[mini_batch]
         if denominators[2] == 0:
@@ -166,7 +173,7 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         logs = self._run(self.model, rows, partial(self._loss, self._scale(denominator)), forward_only=False)
-        metrics = self._loss_metrics(logs, denominator)
+        metrics = self._loss_metrics(logs, denominator, is_first=is_first)
         learning_rate = self._learning_rate()
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
@@ -175,6 +182,11 @@ class Trainer:
             "lr": learning_rate,
             "skipped_steps": float(self.skipped),
         }
+
+    @property
+    def _steps(self) -> int:
+        """Steps that changed the weights."""
+        return self.iteration - self.skipped
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -228,18 +240,31 @@ class Trainer:
         )
         return list(collected) if self.groups.is_last_stage else []
 
-    def _policy(self, logits: Tensor, local: Slice) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs_and_entropy(
-            logits,
-            local.labels,
+    def _policy(self, model: torch.nn.Module, output: Tensor, local: Slice) -> tuple[Tensor, Tensor]:
+        """[n, s/cp] log-probs of the labels and entropy, from the model's logits or hidden states."""
+        settings = {"vocab_size": self.args.vocab_size, "temperature": self.args.rl_default_temperature}
+        if not self.args.fused_linear_log_probs:
+            log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+                output, local.labels, self.groups.tp, mask=local.response_mask, **settings
+            )
+            return log_probs, entropy
+        chunk = unwrap(model)
+        tied = chunk.share_embeddings_and_output_weights
+        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        log_probs, entropy = linear_log_probs_and_entropy(
+            output.transpose(0, 1),
+            weight,
+            local.labels.t(),
             self.groups.tp,
-            vocab_size=self.args.vocab_size,
-            mask=local.response_mask,
-            temperature=self.args.rl_default_temperature,
+            sequence_parallel=self.args.sequence_parallel,
+            gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
+            mask=local.response_mask.t(),
+            **settings,
         )
+        return log_probs.t(), entropy.t()
 
-    def _score(self, local: Slice, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-        return self._policy(logits, local)[0]
+    def _score(self, model: torch.nn.Module, local: Slice, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return self._policy(model, output, local)[0]
 
     def _scale(self, denominator: float) -> LossScale:
         args = self.args
@@ -254,12 +279,14 @@ class Trainer:
             total_tokens=tokens * args.num_microbatches * dp_cp,
         )
 
-    def _loss(self, scale: LossScale, local: Slice, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, scale: LossScale, model: torch.nn.Module, local: Slice, output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Local arithmetic only: every global factor is in ``scale``."""
         config = self.args.loss
         if local.old_log_probs is None or local.mask is None:
             raise RuntimeError("the loss is computed on the last stage only")
-        log_probs, entropy = self._policy(logits, local)
+        log_probs, entropy = self._policy(model, output, local)
         policy = policy_loss(
             log_probs,
             local.old_log_probs,
@@ -272,7 +299,7 @@ class Trainer:
         )
         per_token = policy.per_token - config.entropy_coef * entropy
         statistics = policy.statistics | {"entropy": torch.where(local.response_mask, entropy, 0).double().sum()}
-        statistics["kl"] = torch.zeros((), dtype=torch.float64, device=logits.device)
+        statistics["kl"] = torch.zeros((), dtype=torch.float64, device=output.device)
         if local.ref_log_probs is not None:
             penalty = kl_penalty(log_probs, local.ref_log_probs)
             per_token = per_token + config.kl_coef * penalty
@@ -282,7 +309,7 @@ class Trainer:
         packed = torch.stack([loss_sum, *(statistics[name].double() for name in STATISTICS)])
         return schedule_return(loss_sum, {"sums": packed}, scale)
 
-    def _loss_metrics(self, logs: list[dict[str, Tensor]], denominator: float) -> dict[str, float]:
+    def _loss_metrics(self, logs: list[dict[str, Tensor]], denominator: float, is_first: bool) -> dict[str, float]:
         """Means over the whole mini-batch: one SUM over DP×CP on the last stage, one broadcast over PP."""
         sums = torch.zeros(1 + len(STATISTICS), dtype=torch.float64, device=self.device)
         if logs:
@@ -302,6 +329,9 @@ class Trainer:
             "policy/clip_fraction_high": named["clipped_high"] / tokens,
             "policy/entropy": named["entropy"] / tokens,
         }
+        if is_first:
+            # Both passes had the same weights: what differs is how they compute.
+            metrics["policy/noise_floor"] = named["abs_log_ratio"] / tokens
         if self.args.loss.dual_clip is not None:
             metrics["policy/dual_clip_fraction"] = named["dual_clipped"] / tokens
         if self.reference:
@@ -311,5 +341,7 @@ class Trainer:
 
 def _forward_step(function: Any, data_iterator: Iterator[Slice], model: torch.nn.Module) -> tuple[Tensor, Any]:
     local = next(data_iterator)
-    logits = model(local.tokens, local.positions, None)
-    return logits, partial(function, local)
+    # Float16Module would make a float32 copy of all logits.
+    keep = {"fp32_output": False} if unwrap(model).config.bf16 else {}
+    output = model(local.tokens, local.positions, None, **keep)
+    return output, partial(function, model, local)

@@ -10,7 +10,7 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0
 ALGORITHMS = ("ppo_clip", "reinforce")
 AGGREGATIONS = (*("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),)
-STATISTICS = ("tokens", "log_ratio", "clipped_low", "clipped_high", "dual_clipped", "entropy", "kl")
+STATISTICS = ("tokens", "log_ratio", "abs_log_ratio", "clipped_low", "clipped_high", "dual_clipped", "entropy", "kl")
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def policy_loss(
     statistics = {
         "tokens": response_mask.sum(),
         "log_ratio": log_ratio.detach().double().sum(),
+        "abs_log_ratio": log_ratio.detach().abs().double().sum(),
         "clipped_low": (is_clipped & (ratio < 1 - clip_low)).sum(),
         "clipped_high": (is_clipped & (ratio > 1 + clip_high)).sum(),
         "dual_clipped": (response_mask & dual).sum(),

@@ -2,6 +2,13 @@
 
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.linear import linear_log_probs_and_entropy
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
-__all__ = ["ParallelGroups", "SequenceLayout", "vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy"]
+__all__ = [
+    "ParallelGroups",
+    "SequenceLayout",
+    "linear_log_probs_and_entropy",
+    "vocab_parallel_log_probs",
+    "vocab_parallel_log_probs_and_entropy",
+]

@@ -1,7 +1,12 @@
-"""Log-probs and entropy of tokens from logits that are split over the vocabulary."""
+"""Log-probs and entropy of tokens from logits that are split over the vocabulary, at the memory floor.
+
+The forward reads the logits once and keeps two numbers a token; the backward reads them once more and writes the
+gradient. Both work on chunks of tokens, so that nothing of the logits' size is ever made but the gradient.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +14,8 @@ from torch import Tensor
 
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
+from megatron_rc.parallel.kernels import row_statistics, write_gradient
+from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, Softmax
 
 IGNORED_LABEL = -100
 
@@ -21,37 +28,50 @@ def vocab_parallel_log_probs_and_entropy(
     vocab_size: int | None = None,
     mask: Tensor | None = None,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    chunk_size: int | None = None,
+    sum_squares: bool = False,
+    inplace_backward: bool = False,
+    compile: bool = False,
+) -> tuple[Tensor, ...]:
     """Log-prob of each label, and the entropy of each distribution, under softmax(logits / temperature).
 
-        log π(y) = x_y - log Σ_v exp(x_v)        H = log Σ_v exp(x_v) - Σ_v π_v x_v        x = logits / temperature
+        x = logits / temperature    log π(y) = x_y - log Σ_v exp(x_v)    H = -Σ_v π_v log π_v    Q = Σ_v π_v²
 
     Args:
-        logits: [..., v/tp], any float dtype; rank r of ``tp_group`` holds rows r·v/tp to (r+1)·v/tp. Not written to.
+        logits: [..., v/tp], any float dtype; rank r of ``tp_group`` holds rows r·v/tp to (r+1)·v/tp. Not written to,
+            unless ``inplace_backward``. A logit of -inf is a probability of 0.
         labels: [...], int64, indices into the whole vocabulary, equal on all ranks of ``tp_group``.
         tp_group: holds the other vocabulary rows.
         vocab_size: rows at and above it are padding and have probability 0. Default: all rows count.
         mask: [...], bool, True where the token counts; elsewhere results and gradients are 0 and any label is fine.
             Default: False where the label is -100.
         temperature: of the distribution; > 0.
+        chunk_size: tokens that are worked on together; changes time and scratch, never the results beyond rounding.
+            Default: what suits the device.
+        sum_squares: return Q too, the probability that two samples agree (an optimal token baseline and the collision
+            entropy -log Q need it).
+        inplace_backward: the backward writes the gradient into the memory of the logits, which nothing else may need
+            any more; a second backward is then an error.
+        compile: run the chunks through ``torch.compile`` (seconds for the first call). A GPU with Triton ignores it.
 
     Returns:
-        (log_probs, entropy), each [...], float32 (float64 for float64 logits), equal on all ranks of ``tp_group``.
-        A label out of range at a counted position gives NaN, which the correction's ``check()`` reports.
-        Both are differentiable in the logits; every rank must use the results alike.
+        (log_probs, entropy), or (log_probs, entropy, Q): each [...], float32 (float64 for float64 logits), equal on all
+        ranks of ``tp_group``. A label out of range at a counted position gives a NaN log-prob, which the correction's
+        ``check()`` reports. All are differentiable in the logits; every rank must use the results alike.
 
-    Collectives: one MAX of t and one SUM of 3t numbers over ``tp_group`` in the forward, none in the backward.
+    Memory: forward, one chunk in float32 and the statistics, of which 8 bytes a token (12 with Q) are held until the
+    backward; backward, one chunk and the gradient. Logits whose leading dimensions are a transposed view of contiguous
+    ones are read as they are; of any other view a copy is made.
+
+    Collectives: one MAX of t and one SUM of 3t (4t with Q) numbers over ``tp_group`` in the forward, none in the
+    backward, none for a group of size 1.
 
     Raises:
-        ValueError: shapes that do not fit, integer logits, a temperature that is not positive, or logits whose width
-            cannot be a shard of ``vocab_size`` (full-vocabulary logits passed for a shard, or the reverse).
+        ValueError: shapes that do not fit, integer logits, a temperature or chunk size that is not positive, or logits
+            whose width cannot be a shard of ``vocab_size`` (full-vocabulary logits for a shard, or the reverse).
     """
-    _check(logits, labels, mask, temperature, vocab_size, group_size(tp_group))
-    counted = labels != IGNORED_LABEL if mask is None else mask
-    result: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, labels, counted, tp_group, vocab_size, temperature
-    )
-    return result
+    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, inplace_backward, compile)
+    return _apply(logits, labels, mask, spec)
 
 
 def vocab_parallel_log_probs(
@@ -62,88 +82,258 @@ def vocab_parallel_log_probs(
     vocab_size: int | None = None,
     mask: Tensor | None = None,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+    compile: bool = False,
 ) -> Tensor:
-    """The first result of :func:`vocab_parallel_log_probs_and_entropy`, which see."""
-    return vocab_parallel_log_probs_and_entropy(
-        logits, labels, tp_group, vocab_size=vocab_size, mask=mask, temperature=temperature
-    )[0]
+    """The first result of :func:`vocab_parallel_log_probs_and_entropy`, which see, with less work.
+
+    Collectives: one MAX of t and one SUM of 2t numbers over ``tp_group`` in the forward.
+    """
+    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, False, False, inplace_backward, compile)
+    return _apply(logits, labels, mask, spec)[0]
 
 
-def _check(
-    logits: Tensor, labels: Tensor, mask: Tensor | None, temperature: float, vocab_size: int | None, tp_size: int
-) -> None:
+@dataclass(frozen=True)
+class CallSpec:
+    """The settings of one call."""
+
+    tp_group: Group | None
+    vocab_size: int | None
+    temperature: float
+    chunk_size: int | None
+    entropy: bool
+    sum_squares: bool
+    inplace_backward: bool
+    compile: bool
+
+    def softmax(self, width: int, holes: bool) -> Softmax:
+        """How a local shard of this width, with logits of -inf or without, is read."""
+        columns = width
+        if self.vocab_size is not None:
+            columns = min(max(self.vocab_size - group_rank(self.tp_group) * width, 0), width)
+        options = (self.entropy, self.sum_squares, self.chunk_size, self.compile)
+        return Softmax(columns, 1 / self.temperature, *options, holes)
+
+    def without_chunk_size(self) -> CallSpec:
+        """The same with chunks that suit the device."""
+        return replace(self, chunk_size=None)
+
+
+def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ before the vocabulary")
+    check_call(labels, mask, spec, logits.shape[-1])
+    counted = labels != IGNORED_LABEL if mask is None else mask
+    result: tuple[Tensor, ...] = _VocabSoftmax.apply(logits, labels, counted, spec)  # type: ignore[no-untyped-call]
+    return result
+
+
+def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
+    """Raise ValueError for settings that do not fit together; ``width`` is that of the local logits."""
     if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive")
-    width = logits.shape[-1] * tp_size
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}: expected integers")
+    if not spec.temperature > 0:
+        raise ValueError(f"temperature={spec.temperature} must be positive")
+    if spec.chunk_size is not None and spec.chunk_size < 1:
+        raise ValueError(f"chunk_size={spec.chunk_size} must be at least 1 token, or None")
+    size = group_size(spec.tp_group)
     # Megatron pads the vocabulary by fewer than 128 rows a rank unless told otherwise.
-    if vocab_size is not None and not 0 <= width - vocab_size < max(vocab_size, 128 * tp_size):
+    if spec.vocab_size is not None and not 0 <= width * size - spec.vocab_size < max(spec.vocab_size, 128 * size):
         raise ValueError(
-            f"logits of width {logits.shape[-1]} on {tp_size} tensor-parallel ranks make {width} rows, which is no "
-            f"padding of vocab_size={vocab_size}: pass each rank its own shard of the vocabulary"
+            f"logits of width {width} on {size} tensor-parallel ranks make {width * size} rows, which is no "
+            f"padding of vocab_size={spec.vocab_size}: pass each rank its own shard of the vocabulary"
         )
 
 
-class _LogProbsAndEntropy(torch.autograd.Function):
+class _VocabSoftmax(torch.autograd.Function):
     """Forward and backward in closed form, so that autograd keeps no tensor but the logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        counted: Tensor,
-        tp_group: Group | None,
-        vocab_size: int | None,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor]:
-        width = logits.shape[-1]
-        start = group_rank(tp_group) * width
-        padding = 0 if vocab_size is None else min(max(start + width - vocab_size, 0), width)
-        scaled = _scaled(logits, padding, temperature)
-        maximum = all_reduce_max(scaled.amax(dim=-1), tp_group)
-        scaled -= maximum.unsqueeze(-1)
-        local = torch.where(counted, labels - start, 0)
-        here = (local >= 0) & (local < width - padding)
-        chosen = torch.gather(scaled, -1, local.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
-        exp = scaled.exp()
-        # Padding has exp = 0 and x = -inf; 0 · -inf would be NaN.
-        expected = (exp * torch.where(exp > 0, scaled, 0)).sum(dim=-1)
-        packed = torch.stack([exp.sum(dim=-1), torch.where(here, chosen, 0), expected])
-        total, chosen, expected = all_reduce_sum(packed, tp_group).unbind()
-        log_total = total.log()
-        known = (labels >= 0) & (labels < (vocab_size or width * group_size(tp_group)))
-        log_probs = torch.where(known, chosen - log_total, torch.nan)
-        entropy = log_total - expected / total
-        ctx.save_for_backward(logits, maximum + log_total, entropy, torch.where(here, local, -1), counted & known)
-        ctx.padding, ctx.temperature = padding, temperature
-        return torch.where(counted, log_probs, 0), torch.where(counted, entropy, 0)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, ...]:
+        order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
+        rows = _as_rows(logits, order)
+        flat = (labels.permute(order).reshape(-1), counted.permute(order).reshape(-1))
+        target = Target.find(*flat, spec, logits.shape[-1])
+        statistics = _statistics_of(rows, spec)
+        found = combine(statistics, target, target.logits(rows), spec)
+        more = [*found.results[1:], None, None][:2]
+        ctx.save_for_backward(logits, labels, counted, found.offset, *more)
+        ctx.spec, ctx.order = spec, order
+        ctx.set_materialize_grads(False)
+        shape = [labels.shape[dim] for dim in order]
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        return tuple(result.view(shape).permute(inverse) for result in found.masked(flat[1]))
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        """Gradients d log π_y / d x_v = [v = y] - π_v, and d H / d x_v = -π_v (log π_v + H)."""
-        logits, log_sum, entropy, local, counted = ctx.saved_tensors
-        grad_log_probs = torch.where(counted, grad_log_probs, 0).unsqueeze(-1)
-        grad_entropy = torch.where(counted, grad_entropy, 0).unsqueeze(-1)
-        log_pi = _scaled(logits, ctx.padding, ctx.temperature) - log_sum.unsqueeze(-1)
-        pi = log_pi.exp()
-        surprise = torch.where(pi > 0, log_pi, 0) + entropy.unsqueeze(-1)
-        grad = -pi * (grad_log_probs + grad_entropy * surprise)
-        target = torch.where(local >= 0, grad_log_probs.squeeze(-1), 0).unsqueeze(-1)
-        grad.scatter_add_(-1, local.clamp(min=0).unsqueeze(-1), target)
-        return (grad / ctx.temperature).to(logits.dtype), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        """Gradients of log π_y, H and Q: see :func:`row_gradients`."""
+        logits, labels, counted, offset, entropy, squares = ctx.saved_tensors
+        spec: CallSpec = ctx.spec
+        order: list[int] = ctx.order
+        out = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
+        rows, written = _as_rows(logits, order), _as_rows(out, order)
+        flat = [None if grad is None else grad.permute(order).reshape(-1) for grad in grads]
+        counted = counted.permute(order).reshape(-1)
+        target = Target.find(labels.permute(order).reshape(-1), counted, spec, logits.shape[-1])
+        factors = row_gradients(flat, target, target.logits(rows), offset, entropy, squares, spec)
+        write_gradient(rows, written, factors, spec.softmax(logits.shape[-1], holes=spec.entropy))
+        if written.data_ptr() != out.data_ptr():
+            out.permute(*order, -1).copy_(written.view(out.permute(*order, -1).shape))
+        return out, None, None, None
 
 
-def _scaled(logits: Tensor, padding: int, temperature: float) -> Tensor:
-    """Logits / temperature in at least float32, with -inf in the last ``padding`` rows; always a new tensor."""
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    if padding:
-        scaled[..., scaled.shape[-1] - padding :] = -torch.inf
-    return scaled
+def _statistics_of(rows: Tensor, spec: CallSpec) -> Tensor:
+    """The statistics of the rows, with logits of -inf provided for where there are any."""
+    # On a GPU nothing is looked up on the host: they always are.
+    statistics = row_statistics(rows, spec.softmax(rows.shape[1], holes=rows.is_cuda))
+    if spec.entropy and not rows.is_cuda and bool(statistics[2].isnan().any()):
+        statistics = row_statistics(rows, spec.softmax(rows.shape[1], holes=True))
+    return statistics
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the labels are; each [t].
+
+    Attributes:
+        column: int64, the local column, 0 where the label is not here.
+        here: bool, it is here and the token counts.
+        known: bool, it lies in the vocabulary, on whatever rank.
+        counted: bool, the token counts.
+    """
+
+    column: Tensor
+    here: Tensor
+    known: Tensor
+    counted: Tensor
+
+    @classmethod
+    def find(cls, labels: Tensor, counted: Tensor, spec: CallSpec, width: int) -> Target:
+        """The local columns of labels of the whole vocabulary."""
+        known = (labels >= 0) & (labels < (spec.vocab_size or width * group_size(spec.tp_group)))
+        column = labels - group_rank(spec.tp_group) * width
+        here = known & counted & (column >= 0) & (column < width)
+        return cls(torch.where(here, column, 0).long(), here, known, counted)
+
+    def at(self, index: slice | Tensor) -> Target:
+        """Those of some tokens."""
+        return Target(self.column[index], self.here[index], self.known[index], self.counted[index])
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[t]: the labels' logits, anything where they are not here."""
+        return rows.gather(1, self.column.unsqueeze(1)).squeeze(1) if rows.shape[1] else rows.new_zeros(len(rows))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of each token, over the whole vocabulary; each [t].
+
+    Attributes:
+        offset: log Σ exp(x), times the temperature.
+        results: log-probs, entropy, Σπ², as far as they are asked for.
+    """
+
+    offset: Tensor
+    results: list[Tensor]
+
+    def masked(self, counted: Tensor) -> list[Tensor]:
+        """The results, 0 where the token does not count."""
+        return [torch.where(counted, result, 0) for result in self.results]
+
+
+def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) -> Found:
+    """Log-probs and whatever else from the statistics of all ranks.
+
+    Args:
+        statistics: of :func:`row_statistics`.
+        target: where the labels are.
+        chosen: [t], their logits, where they are here.
+        spec: the call.
+
+    Collectives: one MAX of t, one SUM of 2t to 4t numbers over ``tp_group``.
+    """
+    local, rest = statistics[0], list(statistics[1:])
+    maximum = all_reduce_max(local, spec.tp_group)
+    chosen = torch.where(target.here, (chosen.to(local.dtype) - maximum) / spec.temperature, 0)
+    if group_size(spec.tp_group) > 1:
+        # A rank whose columns are all padding, or -inf, has a maximum of -inf and nothing to add.
+        present = local != -torch.inf
+        shift = (local - maximum) / spec.temperature
+        factor = shift.exp()
+        if spec.entropy:
+            rest[1] = (rest[1] + shift * rest[0]) * factor
+        if spec.sum_squares:
+            rest[-1] = rest[-1] * factor.square()
+        rest[0] = rest[0] * factor
+        rest = [torch.where(present, value, 0) for value in rest]
+    chosen, total, *more = all_reduce_sum(torch.stack([chosen, *rest]), spec.tp_group).unbind()
+    log_total = total.log()
+    results = [torch.where(target.known, chosen - log_total, torch.nan)]
+    if spec.entropy:
+        results.append(log_total - more[0] / total)
+    if spec.sum_squares:
+        results.append(more[1] / total.square())
+    return Found(maximum + log_total * spec.temperature, results)
+
+
+def row_gradients(
+    grads: list[Tensor | None],
+    target: Target,
+    chosen: Tensor,
+    offset: Tensor,
+    entropy: Tensor | None,
+    squares: Tensor | None,
+    spec: CallSpec,
+) -> RowGradients:
+    """The factors of each row's gradient.
+
+        d log π_y / d x_v = [v = y] - π_v    d H / d x_v = -π_v (log π_v + H)    d Q / d x_v = 2 π_v (π_v - Q)
+
+    Args:
+        grads: [t] of the log-probs, the entropy and Q; None where nothing depends on them.
+        target: where the labels are.
+        chosen: [t], their logits, where they are here.
+        offset: [t], of the forward.
+        entropy: [t], of the forward, where asked for.
+        squares: [t], likewise.
+        spec: the call.
+    """
+
+    def scaled(grad: Tensor | None, counted: Tensor) -> Tensor | None:
+        return None if grad is None else torch.where(counted, grad.to(offset.dtype), 0) / spec.temperature
+
+    of_label = scaled(grads[0], target.counted & target.known)
+    of_label = torch.zeros_like(offset) if of_label is None else of_label
+    of_entropy = scaled(grads[1], target.counted) if spec.entropy else None
+    of_squares = scaled(grads[2], target.counted) if spec.sum_squares else None
+    constant, log_pi, pi = -of_label, None, None
+    if of_entropy is not None and entropy is not None:
+        constant, log_pi = constant - of_entropy * entropy, -of_entropy
+    if of_squares is not None and squares is not None:
+        constant, pi = constant - 2 * of_squares * squares, 2 * of_squares
+    chosen_log_pi = (chosen.to(offset.dtype) - offset) / spec.temperature
+    chosen_pi = chosen_log_pi.exp()
+    factor = constant if log_pi is None else constant + log_pi * chosen_log_pi.clamp(min=LOWEST_LOG_PI)
+    factor = factor if pi is None else factor + pi * chosen_pi
+    return RowGradients(
+        offset=offset,
+        constant=constant,
+        log_pi=log_pi,
+        pi=pi,
+        column=target.column,
+        here=target.here,
+        target=of_label + chosen_pi * factor,
+        counted=target.counted,
+    )
+
+
+def _as_rows(logits: Tensor, order: list[int]) -> Tensor:
+    """[t, v/tp], its leading dimensions in this order: a view wherever there is one."""
+    return logits.detach().permute(*order, -1).reshape(-1, logits.shape[-1])

@@ -34,10 +34,12 @@ def start(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/llama"))
     ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/gpt2", model=GPT2))
+    untied = "--untie-embeddings-and-output-weights"
+    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/untied", untied))
     known = {}
 
     def steps(*more: str, model: str = "llama", layout: Layout = SINGLE):
-        shape = {"llama": LLAMA, "gpt2": GPT2}[model]
+        shape = {"llama": LLAMA, "gpt2": GPT2, "untied": LLAMA}[model]
         words = flags(folder, f"--load={folder}/{model}", "--finetune", *more, *layout.flags(), model=shape)
         key = (model, more, layout)
         if layout == SINGLE and key in known:
@@ -100,6 +102,33 @@ def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
         "--ppo-dual-clip=1.01",
     ]
     assert_same(start(*more, model="gpt2", layout=layout), start(*more, model="gpt2"), [1e-5] * 4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SINGLE, Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)],
+    ids=str,
+)
+def test_log_probs_without_logits_take_the_same_steps(start, layout):
+    more = ["--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4"]
+    assert_same(start(*more, "--fused-linear-log-probs", layout=layout), start(*more), [1e-5] * 4)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, Layout(tp=2, sp=True)], ids=str)
+def test_log_probs_without_logits_from_an_untied_layer(start, layout):
+    """With a reference policy and an entropy bonus, whose gradients flow through the same function."""
+    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05", "--micro-batch-size=8"]
+    more += ["--untie-embeddings-and-output-weights"]
+    got = start(*more, "--fused-linear-log-probs", model="untied", layout=layout)
+    assert_same(got, start(*more, model="untied"), [1e-5] * 4)
+
+
+@pytest.mark.parametrize("more", [[], ["--fused-linear-log-probs"]], ids=["logits", "hidden"])
+def test_both_passes_score_alike_bit_by_bit(start, more):
+    """The first update of a batch has ratio 1, whatever the layout; later ones have no noise floor to report."""
+    for layout in (SINGLE, Layout(tp=2, sp=True), Layout(pp=2, vpp=True)):
+        steps = start("--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4", *more, layout=layout)[0]
+        assert [step.get("policy/noise_floor") for step in steps] == [0, None, 0, None]
 
 
 def test_recompute_changes_nothing(start):

@@ -1,0 +1,230 @@
+"""Log-probs and entropy from logits: time and extra memory, against plain PyTorch and Megatron-Core's cross entropy.
+
+    python benchmarks/vocab.py [--compile] [--tp 2] [--linear]
+
+``plain`` is log_softmax, gather and the entropy's formula (over the whole vocabulary, so at TP 1 only); ``megatron`` is
+Megatron-Core's vocab_parallel_cross_entropy, which has no entropy and overwrites the logits; ``floor`` reads the logits
+and writes as much. The contenders run in turns, in one process a TP rank on an otherwise idle machine; medians of 7.
+Memory is what ``torch.profiler`` saw allocated at once beyond the logits, in float32 copies of the local logits.
+
+``--linear`` measures the fused output layer against a matmul and the unfused functions instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+SHAPES = ((2048, 32768), (512, 151936))
+LINEAR_SHAPES = ((1024, 1024, 32768),)  # tokens, hidden size, vocabulary
+ROUNDS = 7
+
+if __name__ == "__main__" and any(os.environ.get(name) != value for name, value in MALLOC.items()):
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy  # noqa: E402
+
+Contender = Callable[[Tensor], list[Tensor]]
+
+
+def say(line: str) -> None:
+    """Print a line at once, on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def peak(function: Callable[[], object]) -> int:
+    """Bytes allocated at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    held = largest = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            largest = max(largest, held)
+    return largest
+
+
+def plain(labels: Tensor) -> Contender:
+    """log_softmax, gather, entropy."""
+
+    def run(logits: Tensor) -> list[Tensor]:
+        log_pi = torch.log_softmax(logits.float(), -1)
+        entropy = -(log_pi.exp() * log_pi).sum(-1)
+        return [log_pi.gather(-1, labels.unsqueeze(-1)).squeeze(-1), entropy]
+
+    return run
+
+
+def floor(logits: Tensor, out: Tensor) -> Callable[[], object]:
+    """One read and one write of everything."""
+    return lambda: torch.mul(logits, 2, out=out)
+
+
+def measure(shape: tuple[int, int], dtype: torch.dtype, compiled: bool) -> None:
+    """Print the rows of one shape and dtype."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    tp = dist.get_world_size()
+    tokens, vocabulary = shape
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    fresh = torch.randn(tokens, vocabulary // tp, generator=generator).to(dtype)
+
+    def ours(**more: bool) -> Contender:
+        return lambda logits: list(vocab_parallel_log_probs_and_entropy(logits, labels, group, **more))
+
+    contenders: dict[str, Contender] = {"plain": plain(labels)} if tp == 1 else {}
+    contenders["megatron"] = lambda logits: [vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1))]
+    contenders |= {"ours": ours(), "ours, in place": ours(inplace_backward=True)}
+    if compiled:
+        contenders["ours, compiled"] = ours(compile=True)
+    leaf = fresh.clone().requires_grad_()
+    out = torch.empty_like(fresh)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in [*contenders, "floor"]}
+    for turn in range(ROUNDS + 1):
+        for name, contender in contenders.items():
+            both = _timed(contender, leaf, fresh)
+            if turn:
+                times[name].append(both)
+        start = time.perf_counter()
+        floor(leaf.detach(), out)()
+        times["floor"].append((0.0, time.perf_counter() - start))
+    unit = 4 * fresh.numel()
+    base = "plain" if tp == 1 else "megatron"
+    for name, values in times.items():
+        forward, both = (statistics.median(column) for column in zip(*values, strict=True))
+        ratios = [
+            f"{both / statistics.median(v[1] for v in times[other]):.2f}" for other in dict.fromkeys((base, "megatron"))
+        ]
+        memory = ["", ""]
+        if name != "floor":
+            memory = [f"{value / unit:.3f}" for value in _memory(contenders[name], leaf, fresh)]
+        cells = [name, f"{forward * 1e3:.0f}", f"{both * 1e3:.0f}", *ratios, *memory]
+        say(f"| {tokens} x {vocabulary}, {str(dtype)[6:]}, TP {tp} | " + " | ".join(cells) + " |")
+
+
+def measure_linear(tokens: int, hidden_size: int, vocabulary: int) -> None:
+    """Print the row of one shape, float32: the fused output layer, relative to a matmul and the unfused function."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden_size, generator=generator) / hidden_size**0.5).requires_grad_()
+
+    def unfused() -> tuple[Tensor, ...]:
+        return vocab_parallel_log_probs_and_entropy(hidden @ weight.t(), labels, inplace_backward=True)
+
+    def fused() -> tuple[Tensor, ...]:
+        return linear_log_probs_and_entropy(hidden, weight, labels)
+
+    def step(function: Callable[[], tuple[Tensor, ...]]) -> None:
+        hidden.grad = weight.grad = None
+        results = function()
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+    times: dict[str, list[float]] = {"unfused": [], "fused": []}
+    for turn in range(ROUNDS + 1):
+        for name, function in (("unfused", unfused), ("fused", fused)):
+            start = time.perf_counter()
+            step(function)
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    gradients = hidden.element_size() * (hidden.numel() + weight.numel())
+    chunk = hidden.element_size() * 256 * vocabulary
+    memory = []
+    for function in (unfused, fused):
+        step(function)
+        hidden.grad = weight.grad = None
+        memory.append(f"{(peak(partial(step, function)) - gradients) / chunk:.2f}")
+    cells = [f"{tokens} x {hidden_size} x {vocabulary}"]
+    cells += [f"{medians[name] * 1e3:.0f}" for name in medians]
+    say("| " + " | ".join([*cells, f"{medians['fused'] / medians['unfused']:.2f}", *memory]) + " |")
+
+
+def _restore(leaf: Tensor, fresh: Tensor) -> None:
+    leaf.grad = None
+    leaf.detach().copy_(fresh)
+
+
+def _timed(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[float, float]:
+    """Seconds of the forward, and of forward and backward."""
+    _restore(leaf, fresh)
+    logits = leaf.view_as(leaf)
+    dist.barrier()
+    start = time.perf_counter()
+    results = contender(logits)
+    middle = time.perf_counter()
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+    return middle - start, time.perf_counter() - start
+
+
+def _memory(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[int, int]:
+    """Peak bytes of the forward, and of forward and backward."""
+
+    def both() -> None:
+        results = contender(leaf.view_as(leaf))
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+    found = []
+    for function in (lambda: contender(leaf.view_as(leaf)), both):
+        _restore(leaf, fresh)
+        found.append(peak(function))
+    return found[0], found[1]
+
+
+def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:
+    """One TP rank."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // tp))
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    say(f"torch {torch.__version__}, {tp} processes of {torch.get_num_threads()} threads")
+    versus = ["/ plain", "/ megatron"] if tp == 1 else ["/ megatron"]
+    header = ["logits", "", "forward, ms", "with backward, ms", *versus, "forward peak", "peak"]
+    say("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            measure(shape, dtype, compiled)
+    dist.destroy_process_group()
+
+
+def linear() -> None:
+    """The table of the fused output layer."""
+    header = ["tokens x hidden x vocabulary", "matmul and unfused, ms", "fused, ms", "ratio", "peak", "fused peak"]
+    say(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads; peaks beyond the gradients, in chunks of logits"
+    )
+    say("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for shape in LINEAR_SHAPES:
+        measure_linear(*shape)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="also through torch.compile (needs a C++ compiler)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, a process each")
+    parser.add_argument("--linear", action="store_true", help="measure the fused output layer instead")
+    arguments = parser.parse_args()
+    if arguments.linear:
+        linear()
+        sys.exit()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (arguments.tp, f"{folder}/meeting", arguments.compile), nprocs=arguments.tp)

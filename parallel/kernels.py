@@ -1,0 +1,40 @@
+"""Which implementation of the softmax kernels runs: Triton's on a GPU that has it, else PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from torch import Tensor
+
+from megatron_rc.parallel import softmax as torch_kernels
+from megatron_rc.parallel.softmax import RowGradients, Softmax
+
+
+def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
+    """:func:`megatron_rc.parallel.softmax.row_statistics`, by whatever suits the device."""
+    if uses_triton(logits):
+        from megatron_rc.parallel import triton_kernels
+
+        return triton_kernels.row_statistics(logits, softmax)
+    return torch_kernels.row_statistics(logits, softmax)
+
+
+def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax: Softmax) -> None:
+    """:func:`megatron_rc.parallel.softmax.write_gradient`, by whatever suits the device."""
+    if uses_triton(logits):
+        from megatron_rc.parallel import triton_kernels
+
+        triton_kernels.write_gradient(logits, out, gradients, softmax)
+    else:
+        torch_kernels.write_gradient(logits, out, gradients, softmax)
+
+
+def uses_triton(logits: Tensor) -> bool:
+    """Whether Triton's kernels take these logits: on a GPU, contiguous rows, not float64."""
+    return logits.is_cuda and logits.stride(-1) == 1 and logits.element_size() <= 4 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,273 @@
+"""Log-probs and entropy from hidden states and the output layer's weight, without the logits.
+
+The logits are 100 times as large as the hidden states that they come from. So a chunk of tokens is multiplied, its
+statistics are kept and its logits dropped; the backward multiplies again and turns each chunk of logits into its
+gradient in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rc.parallel.groups import Group, group_size
+from megatron_rc.parallel.kernels import row_statistics, write_gradient
+from megatron_rc.parallel.softmax import Softmax
+from megatron_rc.parallel.vocab import IGNORED_LABEL, CallSpec, Target, check_call, combine, row_gradients
+
+_CHUNK = 256  # tokens of a chunk: enough for a matmul to be efficient
+
+
+def linear_log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: Group | None = None,
+    *,
+    bias: Tensor | None = None,
+    sequence_parallel: bool = False,
+    gradient_accumulation: bool = False,
+    vocab_size: int | None = None,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    sum_squares: bool = False,
+    compile: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-prob of each label, and the entropy, under softmax((hidden @ weightᵀ + bias) / temperature).
+
+    Args:
+        hidden: [..., h], any float dtype, equal on all ranks of ``tp_group``; with ``sequence_parallel``
+            [s/tp, ..., h], this rank's slice of the first dimension.
+        weight: [v/tp, h] of the same dtype: this rank's rows of the output layer (or of the embedding it is tied to).
+        labels: [...], int64, indices into the whole vocabulary; with ``sequence_parallel`` [s, ...], of all slices.
+        tp_group: holds the other vocabulary rows.
+        bias: [v/tp].
+        sequence_parallel: the hidden states are sliced over ``tp_group``, as Megatron's sequence parallelism does.
+        gradient_accumulation: add the weight's gradient to ``weight.main_grad``, as Megatron's fused accumulation does,
+            and set ``weight.grad_added_to_main_grad``; autograd gets zeros, which Megatron's hook expects.
+        vocab_size: as :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy` has it, and so the
+            others.
+        mask: likewise; like ``labels``.
+        temperature: likewise.
+        chunk_size: tokens that are multiplied together (of all ranks of ``tp_group``, with ``sequence_parallel``).
+            Default: 256.
+        sum_squares: likewise.
+        compile: likewise.
+
+    Returns:
+        (log_probs, entropy), or (log_probs, entropy, Σπ²), each like ``labels``, float32 (float64 for float64).
+        Differentiable in hidden, weight and bias; hidden's gradient is complete (summed over ``tp_group``).
+
+    Memory: forward, a chunk of logits and its scratch; backward, the same and the gradients of hidden and weight (for a
+    weight below float32 they are added up in float32).
+
+    Collectives: the two of the logits' function. Backward: one SUM of hidden's size over ``tp_group``. With
+    ``sequence_parallel`` instead one gather of a chunk in each pass and one reduce-scatter of it in the backward.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, and what the logits' function raises.
+    """
+    spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile)
+    _check(hidden, weight, bias, labels, mask, spec, sequence_parallel, gradient_accumulation)
+    counted = labels != IGNORED_LABEL if mask is None else mask
+    options = _Options(spec, sequence_parallel, gradient_accumulation)
+    result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, counted, options
+    )
+    return result
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    mask: Tensor | None,
+    spec: CallSpec,
+    sequence_parallel: bool,
+    gradient_accumulation: bool,
+) -> None:
+    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one float dtype")
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} cannot be multiplied")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}: expected one number a row of the weight")
+    shape = list(hidden.shape[:-1])
+    if sequence_parallel:
+        if not shape:
+            raise ValueError("sequence_parallel needs hidden states with a sequence dimension in front")
+        shape[0] *= group_size(spec.tp_group)
+    if tuple(shape) != tuple(labels.shape):
+        raise ValueError(
+            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}: expected {tuple(shape)}"
+            + (" (all slices of the sequence)" if sequence_parallel else "")
+        )
+    if gradient_accumulation and not hasattr(weight, "main_grad"):
+        raise ValueError("gradient_accumulation needs weight.main_grad, which Megatron's DDP makes")
+    check_call(labels, mask, spec, weight.shape[0])
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The settings of one call."""
+
+    spec: CallSpec
+    sequence_parallel: bool
+    gradient_accumulation: bool
+
+    @property
+    def sliced(self) -> bool:
+        """The hidden states of other ranks have to be fetched."""
+        return self.sequence_parallel and group_size(self.spec.tp_group) > 1
+
+    @property
+    def ranks(self) -> int:
+        """On how many ranks the hidden states are spread."""
+        return group_size(self.spec.tp_group) if self.sliced else 1
+
+    def chunks(self, rows: Tensor) -> Iterator[slice]:
+        """Slices over the local rows of the hidden states."""
+        size = max(1, (self.spec.chunk_size or _CHUNK) // self.ranks)
+        yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+
+    def positions(self, part: slice, rows: Tensor) -> slice | Tensor:
+        """Where a chunk's tokens stand among all tokens: every rank's slice has such a part."""
+        if not self.sliced:
+            return part
+        own = torch.arange(part.start, part.stop, device=rows.device)
+        return torch.cat([own + rank * len(rows) for rank in range(self.ranks)])
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks that hold slices, one rank's after another's."""
+        if not self.sliced:
+            return rows
+        gathered = rows.new_empty(self.ranks * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=self.spec.tp_group)
+        return gathered
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """This rank's part of the sum of all ranks' gathered rows."""
+        if not self.sliced:
+            return rows
+        own = rows.new_empty(len(rows) // self.ranks, rows.shape[1])
+        dist.reduce_scatter_tensor(own, rows, group=self.spec.tp_group)
+        return own
+
+    def softmax(self, width: int, holes: bool) -> Softmax:
+        """How chunks of logits are read; they are small enough to be cut by what suits the device."""
+        return self.spec.without_chunk_size().softmax(width, holes)
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+class _LinearSoftmax(torch.autograd.Function):
+    """Forward and backward a chunk of tokens at a time; no logits are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        counted: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, ...]:
+        rows, spec = hidden.detach().reshape(-1, hidden.shape[-1]), options.spec
+        target = Target.find(labels.reshape(-1), counted.reshape(-1), spec, weight.shape[0])
+        softmax = options.softmax(weight.shape[0], holes=True)
+        statistics, chosen = None, None
+        for part in options.chunks(rows):
+            logits = _logits(options.gather(rows[part]), weight, bias)
+            where = options.positions(part, rows)
+            found = row_statistics(logits, softmax)
+            if statistics is None or chosen is None:
+                statistics = found.new_empty(len(found), labels.numel())
+                chosen = found.new_empty(labels.numel())
+            statistics[:, where] = found
+            chosen[where] = target.at(where).logits(logits).to(found.dtype)
+            del logits  # before the next chunk's are made
+        if statistics is None or chosen is None:
+            statistics = row_statistics(rows.new_empty(0, weight.shape[0]), softmax)
+            chosen = statistics[0]
+        result = combine(statistics, target, chosen, spec)
+        more = [*result.results[1:], None][:2]
+        ctx.save_for_backward(hidden, weight, bias, labels, counted, result.offset, chosen, *more)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return tuple(value.view(labels.shape) for value in result.masked(counted.reshape(-1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden, weight and bias."""
+        hidden, weight, bias, labels, counted, offset, chosen, entropy, squares = ctx.saved_tensors
+        options: _Options = ctx.options
+        rows = hidden.detach().reshape(-1, hidden.shape[-1])
+        target = Target.find(labels.reshape(-1), counted.reshape(-1), options.spec, weight.shape[0])
+        flat = [None if grad is None else grad.reshape(-1) for grad in grads]
+        factors = row_gradients(flat, target, chosen, offset, entropy, squares, options.spec)
+        softmax = options.softmax(weight.shape[0], holes=True)
+        total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
+        grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        for part in options.chunks(rows):
+            gathered = options.gather(rows[part])
+            logits = _logits(gathered, weight, bias)
+            write_gradient(logits, logits, factors.at(options.positions(part, rows)), softmax)
+            total.add(logits, gathered)
+            if grad_hidden is not None:
+                grad_hidden[part] = options.scatter(logits @ weight)
+            del logits
+        if grad_hidden is not None:
+            if not options.sliced and group_size(options.spec.tp_group) > 1:
+                dist.all_reduce(grad_hidden, group=options.spec.tp_group)
+            grad_hidden = grad_hidden.view(hidden.shape)
+        return grad_hidden, *total.results(), None, None, None
+
+
+class _WeightGradient:
+    """The gradients of weight and bias, added up over chunks in at least float32."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...], gradient_accumulation: bool
+    ) -> None:
+        self._weight, self._bias, self._accumulates = weight, bias, gradient_accumulation
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._of_weight: Tensor | None = None
+        if needed[1]:
+            main_grad: Tensor | None = getattr(weight, "main_grad", None) if gradient_accumulation else None
+            self._of_weight = torch.zeros_like(weight, dtype=dtype) if main_grad is None else main_grad
+        self._of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """The part of one chunk, [t, v/tp] and [t, h]."""
+        if self._of_weight is not None:
+            if self._of_weight.dtype == hidden.dtype:
+                self._of_weight.addmm_(grad_logits.t(), hidden)
+            else:
+                # Some rows of the weight at a time: their product is a quarter of the chunk of logits.
+                rows = max(1, grad_logits.numel() // (4 * hidden.shape[1]))
+                for own, grad in zip(self._of_weight.split(rows), grad_logits.split(rows, dim=1), strict=True):
+                    own += grad.t() @ hidden
+        if self._of_bias is not None:
+            self._of_bias += grad_logits.sum(0, dtype=self._of_bias.dtype)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        """What autograd gets for (weight, bias)."""
+        of_weight, of_bias = self._of_weight, self._of_bias
+        if of_weight is not None and self._accumulates:
+            self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            of_weight = torch.zeros_like(self._weight)
+        elif of_weight is not None:
+            of_weight = of_weight.to(self._weight.dtype)
+        if of_bias is not None:
+            of_bias = of_bias.to(self._weight.dtype)
+        return of_weight, of_bias

@@ -1,0 +1,254 @@
+"""Statistics and gradients of softmax over rows of local logits, one chunk of rows at a time.
+
+Nothing here knows of other ranks: the statistics of a row are those of the columns that are here, and merge. Scratch is
+two chunks in the arithmetic's dtype, whatever the number of rows; compiled chunks need none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements of a chunk: what stays in a CPU's cache, what is worth a compiled call, what fills a GPU.
+_EAGER, _COMPILED, _GPU = 2**18, 2**22, 2**25
+LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How rows of logits are read.
+
+    Attributes:
+        columns: the first so many are the vocabulary, the rest is padding.
+        inverse_temperature: multiplies the logits.
+        entropy: the entropy is asked for.
+        squares: the sum of squared probabilities is asked for.
+        chunk_size: rows of a chunk; None for a size that suits the device.
+        compile: run chunks through ``torch.compile``.
+        holes: logits of -inf get a finite logarithm of their probability, for another pass over the chunk. Without it
+            they make the row's Σ exp(x - m) (x - m) NaN.
+    """
+
+    columns: int
+    inverse_temperature: float
+    entropy: bool
+    squares: bool
+    chunk_size: int | None
+    compile: bool
+    holes: bool
+
+    def chunks(self, rows: Tensor) -> Iterator[slice]:
+        """Slices over the rows."""
+        elements = _GPU if rows.is_cuda else _COMPILED if self.compile else _EAGER
+        size = self.chunk_size or max(1, elements // max(rows.shape[1], 1))
+        yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+
+
+Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """What multiplies what in d loss / d logits of a row; each [t] in the arithmetic's dtype, the temperature included.
+
+        gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), and ``target`` in the column of the label
+
+    Attributes:
+        offset: log Σ exp of the row, times the temperature, so that log π = (logits - offset) / temperature.
+        constant: factor of π.
+        log_pi: factor of π log π; None where nothing asks for the entropy.
+        pi: factor of π²; None where nothing asks for Σπ².
+        column: int64, the local column of the label, anything where it is not here.
+        here: bool, the label's column is here and the token counts.
+        target: the gradient at the label's column.
+        counted: bool; other rows have no gradient, whatever stands in them.
+    """
+
+    offset: Tensor
+    constant: Tensor
+    log_pi: Tensor | None
+    pi: Tensor | None
+    column: Tensor
+    here: Tensor
+    target: Tensor
+    counted: Tensor
+
+    def at(self, index: slice | Tensor) -> RowGradients:
+        """Those of some rows."""
+        return RowGradients(
+            offset=self.offset[index],
+            constant=self.constant[index],
+            log_pi=None if self.log_pi is None else self.log_pi[index],
+            pi=None if self.pi is None else self.pi[index],
+            column=self.column[index],
+            here=self.here[index],
+            target=self.target[index],
+            counted=self.counted[index],
+        )
+
+    def factors(self, part: slice) -> Factors:
+        """(offset, constant, log_pi, pi) of some rows, [rows, 1] each."""
+        log_pi = None if self.log_pi is None else self.log_pi[part].unsqueeze(1)
+        pi = None if self.pi is None else self.pi[part].unsqueeze(1)
+        return self.offset[part].unsqueeze(1), self.constant[part].unsqueeze(1), log_pi, pi
+
+
+def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
+    """The mergeable statistics of each row over its local columns.
+
+    Args:
+        logits: [t, v/tp], any float dtype; read once.
+        softmax: what to compute.
+
+    Returns:
+        [2 to 4, t]: the maximum m of the logits; Σ exp(x - m) with x = logits / temperature and m likewise;
+        Σ exp(x - m) (x - m) for the entropy; Σ exp(x - m)² for the squares. m is -inf where no column counts.
+    """
+    count = 2 + softmax.entropy + softmax.squares
+    found = torch.zeros(count, len(logits), dtype=arithmetic(logits.dtype), device=logits.device)
+    if not softmax.columns or not len(logits):
+        found[0] = -torch.inf
+        return found
+    scratch = _Scratch(softmax, found.dtype)
+    compiled = _compiled(_chunk_statistics) if softmax.compile else None
+    length = None
+    for part in softmax.chunks(logits):
+        chunk = logits[part, : softmax.columns]
+        length = length or len(chunk)
+        if compiled and len(chunk) == length:
+            found[:, part] = compiled(chunk, softmax.inverse_temperature, softmax.entropy, softmax.squares)
+        else:
+            _eager_statistics(chunk, softmax, scratch, found[:, part])
+    return found
+
+
+def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax: Softmax) -> None:
+    """The gradient at the logits.
+
+    Args:
+        logits: [t, v/tp]; read once.
+        out: of the same shape and dtype, may be the logits themselves; overwritten.
+        gradients: the factors of each row.
+        softmax: as in the forward.
+    """
+    out[:, softmax.columns :] = 0
+    if not softmax.columns or not len(logits):
+        return
+    scratch = _Scratch(softmax, gradients.offset.dtype)
+    compiled = _compiled(_chunk_gradient) if softmax.compile else None
+    length = None
+    for part in softmax.chunks(logits):
+        chunk, written, factors = logits[part, : softmax.columns], out[part, : softmax.columns], gradients.factors(part)
+        length = length or len(chunk)
+        if compiled and len(chunk) == length:
+            compiled(chunk, written, factors, softmax.inverse_temperature)
+        else:
+            _eager_gradient(chunk, written, factors, softmax, scratch)
+    _fill_rows(out, ~gradients.counted)
+    # By index: scatter makes a float32 copy of all of a bfloat16 tensor.
+    cells = (torch.arange(len(out), device=out.device), gradients.column)
+    out[cells] = torch.where(gradients.here, gradients.target.to(out.dtype), out[cells])
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Scratch:
+    """Two buffers of a chunk's shape, made when first asked for."""
+
+    def __init__(self, softmax: Softmax, dtype: torch.dtype) -> None:
+        self._columns, self._dtype = softmax.columns, dtype
+        self._buffers: Tensor | None = None
+
+    def of(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the first chunk's size, cut to this one's."""
+        if self._buffers is None:
+            self._buffers = torch.empty(2, len(chunk), self._columns, dtype=self._dtype, device=chunk.device)
+        return self._buffers[0, : len(chunk)], self._buffers[1, : len(chunk)]
+
+
+def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
+    """The chunk in the dtype of ``out``, there if it has another one: an operation on both would make a third copy."""
+    return chunk if chunk.dtype == out.dtype else out.copy_(chunk)
+
+
+def _log_pi(chunk: Tensor, offset: Tensor, softmax: Softmax, out: Tensor) -> Tensor:
+    """(chunk - offset) / temperature, finite where a logit is -inf."""
+    torch.sub(chunk, offset, out=out)
+    if softmax.inverse_temperature != 1:
+        out.mul_(softmax.inverse_temperature)
+    return out.clamp_(min=LOWEST_LOG_PI) if softmax.holes else out
+
+
+def _eager_statistics(chunk: Tensor, softmax: Softmax, scratch: _Scratch, out: Tensor) -> None:
+    one, two = scratch.of(chunk)
+    chunk = _as_arithmetic(chunk, one)
+    maximum = chunk.amax(1)
+    shifted = _log_pi(chunk, maximum.unsqueeze(1), softmax, one)
+    exp = torch.exp(shifted, out=two)
+    values = [maximum, exp.sum(1)]
+    if softmax.entropy:
+        values.append(shifted.mul_(exp).sum(1))
+    if softmax.squares:
+        values.append(exp.square_().sum(1))
+    torch.stack(values, out=out)
+
+
+def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, softmax: Softmax, scratch: _Scratch) -> None:
+    one, two = scratch.of(chunk)
+    offset, factor, of_log_pi, of_pi = factors
+    log_pi = _log_pi(_as_arithmetic(chunk, one), offset, softmax, one)
+    pi = torch.exp(log_pi, out=two)
+    if of_log_pi is not None:
+        factor = log_pi.mul_(of_log_pi).add_(factor)
+    if of_pi is not None:
+        factor = torch.addcmul(factor, pi, of_pi, out=one)
+    if out.dtype == pi.dtype:
+        torch.mul(pi, factor, out=out)
+    else:
+        out.copy_(pi.mul_(factor))
+
+
+def _fill_rows(values: Tensor, flags: Tensor) -> None:
+    """0 in the flagged rows."""
+    if values.is_cuda:
+        values.masked_fill_(flags.unsqueeze(1), 0)  # an index would be looked up on the host
+    else:
+        values.index_fill_(0, flags.nonzero().squeeze(1), 0)
+
+
+def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, squares: bool) -> Tensor:
+    chunk = chunk.to(arithmetic(chunk.dtype))
+    maximum = chunk.amax(1)
+    shifted = ((chunk - maximum.unsqueeze(1)) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
+    exp = shifted.exp()
+    values = [maximum, exp.sum(1)]
+    if entropy:
+        values.append((shifted * exp).sum(1))
+    if squares:
+        values.append(exp.square().sum(1))
+    return torch.stack(values)
+
+
+def _chunk_gradient(chunk: Tensor, out: Tensor, factors: Factors, inverse_temperature: float) -> None:
+    offset, factor, of_log_pi, of_pi = factors
+    log_pi = ((chunk.to(offset.dtype) - offset) * inverse_temperature).clamp(min=LOWEST_LOG_PI)
+    pi = log_pi.exp()
+    if of_log_pi is not None:
+        factor = factor + of_log_pi * log_pi
+    if of_pi is not None:
+        factor = factor + of_pi * pi
+    out.copy_(pi * factor)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled

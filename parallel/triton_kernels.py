@@ -1,0 +1,211 @@
+"""The functions of :mod:`megatron_rc.parallel.softmax` as Triton kernels: logits are read once, and nothing is scratch.
+
+The arithmetic is float32, with powers of two: what multiplies the logits includes log2(e), once for all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_rc.parallel.softmax import RowGradients, Softmax
+
+# Columns that a program works on at a time: many, to keep the memory busy, at no more than 64 registers a thread.
+_FORWARD_BLOCK, _BACKWARD_BLOCK = 8192, 4096
+_LN2 = tl.constexpr(math.log(2))
+_LOWEST = tl.constexpr(-1e4)  # its power of two is 0, and 0 times it too
+
+
+def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
+    """:func:`megatron_rc.parallel.softmax.row_statistics`; a logit of -inf adds nothing, even where all others are too.
+
+    Args:
+        logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous; the padding is not read.
+        softmax: what to compute; there are no chunks, nothing else to compile, and holes are always provided for.
+
+    Returns:
+        [2 to 4, t], float32. A NaN or inf among the logits makes all sums of its row NaN, the maximum need not be.
+    """
+    count = 2 + softmax.entropy + softmax.squares
+    found = torch.zeros(count, len(logits), dtype=torch.float32, device=logits.device)
+    if not softmax.columns or not len(logits):
+        found[0] = -torch.inf
+        return found
+    block = _block(softmax.columns, _FORWARD_BLOCK)
+    with torch.cuda.device_of(logits):
+        _statistics_kernel[(len(logits),)](
+            logits,
+            found,
+            logits.stride(0),
+            len(logits),
+            softmax.columns,
+            softmax.inverse_temperature / math.log(2),
+            ENTROPY=softmax.entropy,
+            SQUARES=softmax.squares,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return found
+
+
+def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax: Softmax) -> None:
+    """:func:`megatron_rc.parallel.softmax.write_gradient`; rows that do not count are not even read.
+
+    Args:
+        logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous.
+        out: of the same shape and dtype, each row contiguous, may be the logits themselves; overwritten.
+        gradients: the factors of each row.
+        softmax: as in the forward.
+    """
+    if not out.numel():
+        return
+    width = logits.shape[1]
+    block = _block(width, _BACKWARD_BLOCK)
+    blocks = triton.cdiv(width, block)
+    # Masks and gradients from outside can be slices or expanded.
+    factors = {name: None if value is None else value.contiguous() for name, value in vars(gradients).items()}
+    with torch.cuda.device_of(logits):
+        # One axis: only the first may exceed 65535, and the blocks of a row are neighbours.
+        _gradient_kernel[(len(logits) * blocks,)](
+            logits,
+            out,
+            *(logits.stride(0), out.stride(0), blocks, width),
+            softmax.columns,
+            softmax.inverse_temperature / math.log(2),
+            **factors,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+
+
+def _block(columns: int, limit: int) -> int:
+    size: int = triton.next_power_of_2(columns)
+    return min(size, limit)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _statistics_kernel(
+    logits: tl.tensor,
+    found: tl.tensor,
+    stride: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    scale: tl.tensor,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    source = logits + row * stride + offsets
+    maximum = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0, tl.float32)
+    expected = tl.full([], 0, tl.float32)
+    squares = tl.full([], 0, tl.float32)
+    # The rest has its own load: a mask may end within a vector, and then logits are loaded one by one.
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        block = tl.load(source + start)
+        maximum, total, expected, squares = _merged(
+            block, maximum, total, expected, squares, scale, ENTROPY=ENTROPY, SQUARES=SQUARES
+        )
+    if whole < columns:
+        block = tl.load(source + whole, mask=whole + offsets < columns, other=-float("inf"))
+        maximum, total, expected, squares = _merged(
+            block, maximum, total, expected, squares, scale, ENTROPY=ENTROPY, SQUARES=SQUARES
+        )
+    target = found + row
+    tl.store(target, maximum)
+    tl.store(target + rows, total)
+    if ENTROPY:
+        tl.store(target + 2 * rows, expected * _LN2)
+    if SQUARES:
+        tl.store(target + (2 + ENTROPY) * rows, squares)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merged(
+    block: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    expected: tl.tensor,
+    squares: tl.tensor,
+    scale: tl.tensor,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The statistics, ``expected`` in powers of two, with one more block of logits."""
+    block = block.to(tl.float32)
+    maximum_before = maximum
+    maximum = tl.maximum(maximum, tl.max(block, 0))
+    origin = tl.where(maximum == -float("inf"), 0.0, maximum)  # -inf less -inf is NaN
+    shift = _finite((maximum_before - origin) * scale)
+    factor = tl.exp2(shift)
+    shifted = (block - origin) * scale
+    if ENTROPY:
+        shifted = _finite(shifted)
+    exp = tl.exp2(shifted)
+    if ENTROPY:
+        expected = factor * (expected + shift * total) + tl.sum(shifted * exp, 0)
+    if SQUARES:
+        squares = factor * factor * squares + tl.sum(exp * exp, 0)
+    total = factor * total + tl.sum(exp, 0)
+    return maximum, total, expected, squares
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient_kernel(
+    logits: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    blocks: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    scale: tl.tensor,
+    offset: tl.tensor,
+    constant: tl.tensor,
+    log_pi: tl.tensor,
+    pi: tl.tensor,
+    column: tl.tensor,
+    here: tl.tensor,
+    target: tl.tensor,
+    counted: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One block of one row a program."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns_here = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    counts = tl.load(counted + row) != 0
+    inside = columns_here < width
+    # The padding is read, and not used: where it begins need not be a multiple of a vector, where the row ends is.
+    read = columns_here < tl.where(counts, width, 0)
+    block = tl.load(logits + row * stride + columns_here, mask=read, other=0.0).to(tl.float32)
+    power = (block - tl.load(offset + row)) * scale
+    if log_pi is not None:
+        power = _finite(power)
+    probability = tl.exp2(power)
+    factor = tl.load(constant + row)
+    if log_pi is not None:
+        factor += tl.load(log_pi + row) * _LN2 * power
+    if pi is not None:
+        factor += tl.load(pi + row) * probability
+    gradient = tl.where((columns_here < columns) & counts, probability * factor, 0.0)
+    label = tl.where(tl.load(here + row) != 0, tl.load(column + row), -1).to(tl.int32)
+    gradient = tl.where(columns_here == label, tl.load(target + row), gradient)
+    tl.store(out + row * out_stride + columns_here, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finite(power: tl.tensor) -> tl.tensor:
+    """``_LOWEST`` for -inf, whose power of two times itself is NaN; NaN stays."""
+    return tl.maximum(power, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
