@@ -14,11 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.groups import Group, group_size
-from megatron_rc.parallel.kernels import row_statistics, write_gradient
-from megatron_rc.parallel.softmax import Softmax
-from megatron_rc.parallel.vocab import IGNORED_LABEL, CallSpec, Target, check_call, combine, row_gradients
+from megatron_rc.parallel.kernels import write_gradient
+from megatron_rc.parallel.vocab import (
+    CallSpec,
+    Target,
+    check_call,
+    combine,
+    counted_tokens,
+    row_gradients,
+    statistics_of,
+)
 
 _CHUNK = 256  # tokens of a chunk: enough for a matmul to be efficient
 
@@ -75,10 +83,9 @@ def linear_log_probs_and_entropy(
     """
     spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile)
     _check(hidden, weight, bias, labels, mask, spec, sequence_parallel, gradient_accumulation)
-    counted = labels != IGNORED_LABEL if mask is None else mask
     options = _Options(spec, sequence_parallel, gradient_accumulation)
     result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, counted, options
+        hidden, weight, bias, labels, mask, options
     )
     return result
 
@@ -160,10 +167,6 @@ class _Options:
         dist.reduce_scatter_tensor(own, rows, group=self.spec.tp_group)
         return own
 
-    def softmax(self, width: int, holes: bool) -> Softmax:
-        """How chunks of logits are read; they are small enough to be cut by what suits the device."""
-        return self.spec.without_chunk_size().softmax(width, holes)
-
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
@@ -179,17 +182,18 @@ class _LinearSoftmax(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        counted: Tensor,
+        mask: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, ...]:
         rows, spec = hidden.detach().reshape(-1, hidden.shape[-1]), options.spec
-        target = Target.find(labels.reshape(-1), counted.reshape(-1), spec, weight.shape[0])
-        softmax = options.softmax(weight.shape[0], holes=True)
-        statistics, chosen = None, None
+        counted = counted_tokens(labels, mask).reshape(-1)
+        target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0])
+        statistics, chosen, holes = None, None, False
         for part in options.chunks(rows):
             logits = _logits(options.gather(rows[part]), weight, bias)
             where = options.positions(part, rows)
-            found = row_statistics(logits, softmax)
+            found, here = statistics_of(logits, options.spec.without_chunk_size())
+            holes |= here
             if statistics is None or chosen is None:
                 statistics = found.new_empty(len(found), labels.numel())
                 chosen = found.new_empty(labels.numel())
@@ -197,25 +201,28 @@ class _LinearSoftmax(torch.autograd.Function):
             chosen[where] = target.at(where).logits(logits).to(found.dtype)
             del logits  # before the next chunk's are made
         if statistics is None or chosen is None:
-            statistics = row_statistics(rows.new_empty(0, weight.shape[0]), softmax)
+            statistics, holes = statistics_of(rows.new_empty(0, weight.shape[0]), options.spec)
             chosen = statistics[0]
         result = combine(statistics, target, chosen, spec)
-        more = [*result.results[1:], None][:2]
-        ctx.save_for_backward(hidden, weight, bias, labels, counted, result.offset, chosen, *more)
-        ctx.options = options
+        results = tuple(value.view(labels.shape) for value in result.masked(target.counted))
+        ctx.save_for_backward(hidden, weight, bias, labels, mask, result.offset, chosen, *[*results[1:], None][:2])
+        ctx.options, ctx.holes = options, holes
         ctx.set_materialize_grads(False)
-        return tuple(value.view(labels.shape) for value in result.masked(counted.reshape(-1)))
+        return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias."""
-        hidden, weight, bias, labels, counted, offset, chosen, entropy, squares = ctx.saved_tensors
+        hidden, weight, bias, labels, mask, offset, chosen, *results = ctx.saved_tensors
         options: _Options = ctx.options
         rows = hidden.detach().reshape(-1, hidden.shape[-1])
-        target = Target.find(labels.reshape(-1), counted.reshape(-1), options.spec, weight.shape[0])
+        counted = counted_tokens(labels, mask).reshape(-1)
+        target = Target.find(labels.reshape(-1), counted, options.spec, weight.shape[0])
+        entropy, squares = (None if result is None else result.reshape(-1) for result in results)
         flat = [None if grad is None else grad.reshape(-1) for grad in grads]
         factors = row_gradients(flat, target, chosen, offset, entropy, squares, options.spec)
-        softmax = options.softmax(weight.shape[0], holes=True)
+        softmax = options.spec.without_chunk_size().softmax(weight.shape[0], ctx.holes)
         total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
         grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         for part in options.chunks(rows):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 # Elements of a chunk: what stays in a CPU's cache, what is worth a compiled call, what fills a GPU.
-_EAGER, _COMPILED, _GPU = 2**18, 2**22, 2**25
+_EAGER, _COMPILED, _GPU = 2**19, 2**22, 2**25
+_SMALLEST, _SMALLEST_SHARE = 1e-20, 1e-6
+_LEAST_ROWS = 8  # of an eager chunk: threads share a reduction by rows
 LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
 
 
@@ -42,11 +44,16 @@ class Softmax:
     compile: bool
     holes: bool
 
-    def chunks(self, rows: Tensor) -> Iterator[slice]:
-        """Slices over the rows."""
-        elements = _GPU if rows.is_cuda else _COMPILED if self.compile else _EAGER
-        size = self.chunk_size or max(1, elements // max(rows.shape[1], 1))
-        yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+    def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
+        """Slices over the rows, and whether each is for the compiler: as many equal ones as there are, if asked for."""
+        start, width = 0, max(rows.shape[1], 1)
+        if self.compile:
+            size = self.chunk_size or max(1, _COMPILED // width)
+            start = len(rows) // size * size
+            yield from ((slice(first, first + size), True) for first in range(0, start, size))
+        size = self.chunk_size or max(_LEAST_ROWS, (_GPU if rows.is_cuda else _EAGER) // width)
+        for first in range(start, len(rows), size):
+            yield slice(first, min(first + size, len(rows))), False
 
 
 Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -115,13 +122,11 @@ def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
         found[0] = -torch.inf
         return found
     scratch = _Scratch(softmax, found.dtype)
-    compiled = _compiled(_chunk_statistics) if softmax.compile else None
-    length = None
-    for part in softmax.chunks(logits):
+    for part, compiles in softmax.chunks(logits):
         chunk = logits[part, : softmax.columns]
-        length = length or len(chunk)
-        if compiled and len(chunk) == length:
-            found[:, part] = compiled(chunk, softmax.inverse_temperature, softmax.entropy, softmax.squares)
+        if compiles:
+            options = (softmax.inverse_temperature, softmax.entropy, softmax.squares)
+            found[:, part] = _compiled(_chunk_statistics)(chunk, *options)
         else:
             _eager_statistics(chunk, softmax, scratch, found[:, part])
     return found
@@ -140,13 +145,13 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax
     if not softmax.columns or not len(logits):
         return
     scratch = _Scratch(softmax, gradients.offset.dtype)
-    compiled = _compiled(_chunk_gradient) if softmax.compile else None
-    length = None
-    for part in softmax.chunks(logits):
+    product = None if logits.is_cuda or softmax.compile else _Product.of(gradients, softmax)
+    for part, compiles in softmax.chunks(logits):
         chunk, written, factors = logits[part, : softmax.columns], out[part, : softmax.columns], gradients.factors(part)
-        length = length or len(chunk)
-        if compiled and len(chunk) == length:
-            compiled(chunk, written, factors, softmax.inverse_temperature)
+        if compiles:
+            _compiled(_chunk_gradient)(chunk, written, factors, softmax.inverse_temperature)
+        elif product is not None:
+            product.write(chunk, written, part, softmax, scratch)
         else:
             _eager_gradient(chunk, written, factors, softmax, scratch)
     _fill_rows(out, ~gradients.counted)
@@ -180,11 +185,11 @@ def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
 
 
 def _log_pi(chunk: Tensor, offset: Tensor, softmax: Softmax, out: Tensor) -> Tensor:
-    """(chunk - offset) / temperature, finite where a logit is -inf."""
+    """(chunk - offset) / temperature."""
     torch.sub(chunk, offset, out=out)
     if softmax.inverse_temperature != 1:
         out.mul_(softmax.inverse_temperature)
-    return out.clamp_(min=LOWEST_LOG_PI) if softmax.holes else out
+    return out
 
 
 def _eager_statistics(chunk: Tensor, softmax: Softmax, scratch: _Scratch, out: Tensor) -> None:
@@ -192,6 +197,8 @@ def _eager_statistics(chunk: Tensor, softmax: Softmax, scratch: _Scratch, out: T
     chunk = _as_arithmetic(chunk, one)
     maximum = chunk.amax(1)
     shifted = _log_pi(chunk, maximum.unsqueeze(1), softmax, one)
+    if softmax.holes:
+        shifted.clamp_(min=LOWEST_LOG_PI)
     exp = torch.exp(shifted, out=two)
     values = [maximum, exp.sum(1)]
     if softmax.entropy:
@@ -207,7 +214,7 @@ def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, softmax: Softm
     log_pi = _log_pi(_as_arithmetic(chunk, one), offset, softmax, one)
     pi = torch.exp(log_pi, out=two)
     if of_log_pi is not None:
-        factor = log_pi.mul_(of_log_pi).add_(factor)
+        factor = log_pi.clamp_(min=LOWEST_LOG_PI).mul_(of_log_pi).add_(factor)
     if of_pi is not None:
         factor = torch.addcmul(factor, pi, of_pi, out=one)
     if out.dtype == pi.dtype:
@@ -222,6 +229,52 @@ def _fill_rows(values: Tensor, flags: Tensor) -> None:
         values.masked_fill_(flags.unsqueeze(1), 0)  # an index would be looked up on the host
     else:
         values.index_fill_(0, flags.nonzero().squeeze(1), 0)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A gradient with an entropy part as one product, which takes a third of the passes over a chunk.
+
+        π (constant + log_pi · log π) = exp((x - base) / temperature) · (x - zero), negative where log_pi is
+
+    x are the logits, base = offset - temperature · log |f|, zero = offset - constant / f, f = log_pi / temperature.
+
+    Attributes:
+        base: [t].
+        zero: [t].
+        negative: the sign of all rows.
+    """
+
+    base: Tensor
+    zero: Tensor
+    negative: bool
+
+    @classmethod
+    def of(cls, gradients: RowGradients, softmax: Softmax) -> _Product | None:
+        """The product, None where there is none. Looks at the factors on the host."""
+        if gradients.log_pi is None or gradients.pi is not None or softmax.holes:
+            return None
+        factor = gradients.log_pi * softmax.inverse_temperature
+        size = factor.abs()
+        # A factor of 0 needs a gradient of 0; one that is far smaller than the constant would cost digits.
+        fits = (size > _SMALLEST) & (size >= _SMALLEST_SHARE * gradients.constant.abs())
+        fits |= (size == 0) & (gradients.constant == 0)
+        if not bool(fits.all()) or bool((factor > 0).any() & (factor < 0).any()):
+            return None
+        zero = gradients.offset - torch.where(size == 0, 0, gradients.constant / factor)
+        return cls(gradients.offset - size.log() / softmax.inverse_temperature, zero, bool((factor < 0).any()))
+
+    def write(self, chunk: Tensor, out: Tensor, part: slice, softmax: Softmax, scratch: _Scratch) -> None:
+        """The gradient of one chunk."""
+        one, two = scratch.of(chunk)
+        base, zero = self.base[part].unsqueeze(1), self.zero[part].unsqueeze(1)
+        chunk = _as_arithmetic(chunk, two)
+        exp = _log_pi(chunk, base, softmax, one).exp_()
+        factor = torch.sub(zero, chunk, out=two) if self.negative else torch.sub(chunk, zero, out=two)
+        if out.dtype == exp.dtype:
+            torch.mul(exp, factor, out=out)
+        else:
+            out.copy_(exp.mul_(factor))
 
 
 def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, squares: bool) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
@@ -59,9 +60,9 @@ def vocab_parallel_log_probs_and_entropy(
         ranks of ``tp_group``. A label out of range at a counted position gives a NaN log-prob, which the correction's
         ``check()`` reports. All are differentiable in the logits; every rank must use the results alike.
 
-    Memory: forward, one chunk in float32 and the statistics, of which 8 bytes a token (12 with Q) are held until the
-    backward; backward, one chunk and the gradient. Logits whose leading dimensions are a transposed view of contiguous
-    ones are read as they are; of any other view a copy is made.
+    Memory: forward, one chunk in float32 and the statistics, of which 4 bytes a token and the results are held until
+        the backward; backward, one chunk and the gradient. Logits whose leading dimensions are a transposed view of
+        contiguous ones are read as they are; of any other view a copy is made.
 
     Collectives: one MAX of t and one SUM of 3t (4t with Q) numbers over ``tp_group`` in the forward, none in the
     backward, none for a group of size 1.
@@ -123,12 +124,18 @@ class CallSpec:
 def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
+    if not logits.dim() or not logits.shape[-1]:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}: expected the vocabulary in the last dimension")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ before the vocabulary")
     check_call(labels, mask, spec, logits.shape[-1])
-    counted = labels != IGNORED_LABEL if mask is None else mask
-    result: tuple[Tensor, ...] = _VocabSoftmax.apply(logits, labels, counted, spec)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _VocabSoftmax.apply(logits, labels, mask, spec)  # type: ignore[no-untyped-call]
     return result
+
+
+def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Bool, like the labels: the mask, or where a label is given."""
+    return labels != IGNORED_LABEL if mask is None else mask
 
 
 def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
@@ -137,10 +144,12 @@ def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) 
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}"
         )
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are {labels.dtype}: expected integers")
-    if not spec.temperature > 0:
-        raise ValueError(f"temperature={spec.temperature} must be positive")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels are {labels.dtype}: expected int64, or int32")
+    if not 0 < spec.temperature < torch.inf:
+        raise ValueError(f"temperature={spec.temperature} must be positive, and finite")
+    if spec.vocab_size is not None and spec.vocab_size < 1:
+        raise ValueError(f"vocab_size={spec.vocab_size} must be at least 1, or None")
     if spec.chunk_size is not None and spec.chunk_size < 1:
         raise ValueError(f"chunk_size={spec.chunk_size} must be at least 1 token, or None")
     size = group_size(spec.tp_group)
@@ -156,46 +165,48 @@ class _VocabSoftmax(torch.autograd.Function):
     """Forward and backward in closed form, so that autograd keeps no tensor but the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
         order = sorted(range(logits.dim() - 1), key=logits.stride, reverse=True)
         rows = _as_rows(logits, order)
-        flat = (labels.permute(order).reshape(-1), counted.permute(order).reshape(-1))
+        flat = (labels.permute(order).reshape(-1), counted_tokens(labels, mask).permute(order).reshape(-1))
         target = Target.find(*flat, spec, logits.shape[-1])
-        statistics = _statistics_of(rows, spec)
+        statistics, ctx.holes = statistics_of(rows, spec)
         found = combine(statistics, target, target.logits(rows), spec)
-        more = [*found.results[1:], None, None][:2]
-        ctx.save_for_backward(logits, labels, counted, found.offset, *more)
-        ctx.spec, ctx.order = spec, order
-        ctx.set_materialize_grads(False)
         shape = [labels.shape[dim] for dim in order]
         inverse = sorted(range(len(order)), key=order.__getitem__)
-        return tuple(result.view(shape).permute(inverse) for result in found.masked(flat[1]))
+        results = tuple(result.view(shape).permute(inverse) for result in found.masked(flat[1]))
+        ctx.save_for_backward(logits, labels, mask, found.offset, *[*results[1:], None, None][:2])
+        ctx.spec, ctx.order = spec, order
+        ctx.set_materialize_grads(False)
+        return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         """Gradients of log π_y, H and Q: see :func:`row_gradients`."""
-        logits, labels, counted, offset, entropy, squares = ctx.saved_tensors
+        logits, labels, mask, offset, *results = ctx.saved_tensors
         spec: CallSpec = ctx.spec
         order: list[int] = ctx.order
         out = logits.detach() if spec.inplace_backward else torch.empty_like(logits)
         rows, written = _as_rows(logits, order), _as_rows(out, order)
         flat = [None if grad is None else grad.permute(order).reshape(-1) for grad in grads]
-        counted = counted.permute(order).reshape(-1)
+        entropy, squares = (None if result is None else result.permute(order).reshape(-1) for result in results)
+        counted = counted_tokens(labels, mask).permute(order).reshape(-1)
         target = Target.find(labels.permute(order).reshape(-1), counted, spec, logits.shape[-1])
         factors = row_gradients(flat, target, target.logits(rows), offset, entropy, squares, spec)
-        write_gradient(rows, written, factors, spec.softmax(logits.shape[-1], holes=spec.entropy))
+        write_gradient(rows, written, factors, spec.softmax(logits.shape[-1], ctx.holes))
         if written.data_ptr() != out.data_ptr():
             out.permute(*order, -1).copy_(written.view(out.permute(*order, -1).shape))
         return out, None, None, None
 
 
-def _statistics_of(rows: Tensor, spec: CallSpec) -> Tensor:
-    """The statistics of the rows, with logits of -inf provided for where there are any."""
+def statistics_of(rows: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
+    """(statistics of the rows, whether logits of -inf are provided for: where there are any)."""
     # On a GPU nothing is looked up on the host: they always are.
     statistics = row_statistics(rows, spec.softmax(rows.shape[1], holes=rows.is_cuda))
-    if spec.entropy and not rows.is_cuda and bool(statistics[2].isnan().any()):
-        statistics = row_statistics(rows, spec.softmax(rows.shape[1], holes=True))
-    return statistics
+    if rows.is_cuda or not spec.entropy or not bool(statistics[2].isnan().any()):
+        return statistics, rows.is_cuda
+    return row_statistics(rows, spec.softmax(rows.shape[1], holes=True)), True
 
 
 @dataclass(frozen=True)

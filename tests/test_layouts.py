@@ -53,7 +53,9 @@ def start(ranks, tmp_path_factory):
 
 
 def assert_same(got, expected, tolerances):
-    """Every rank's steps against the single process's."""
+    """Every rank's steps against the single process's; the first on a batch scores as the forward-only pass did."""
+    for rank in got:
+        assert [step.get("policy/noise_floor") for step in rank] == [0, None, 0, None]
     for step, (want, tolerance) in enumerate(zip(expected[0], tolerances, strict=True)):
         tokens = want["rollout_corr/num_tokens"] * (1 - want["rollout_corr/rollout_rs_masked_fraction"])
         size = sum(rank[step]["size"] for rank in got) / tokens
@@ -106,7 +108,7 @@ def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [SINGLE, Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)],
+    [Layout(tp=2), Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)],
     ids=str,
 )
 def test_log_probs_without_logits_take_the_same_steps(start, layout):
@@ -121,14 +123,6 @@ def test_log_probs_without_logits_from_an_untied_layer(start, layout):
     more += ["--untie-embeddings-and-output-weights"]
     got = start(*more, "--fused-linear-log-probs", model="untied", layout=layout)
     assert_same(got, start(*more, model="untied"), [1e-5] * 4)
-
-
-@pytest.mark.parametrize("more", [[], ["--fused-linear-log-probs"]], ids=["logits", "hidden"])
-def test_both_passes_score_alike_bit_by_bit(start, more):
-    """The first update of a batch has ratio 1, whatever the layout; later ones have no noise floor to report."""
-    for layout in (SINGLE, Layout(tp=2, sp=True), Layout(pp=2, vpp=True)):
-        steps = start("--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4", *more, layout=layout)[0]
-        assert [step.get("policy/noise_floor") for step in steps] == [0, None, 0, None]
 
 
 def test_recompute_changes_nothing(start):

@@ -200,6 +200,31 @@ def test_log_probs_alone_are_the_first_result(ranks, tp, dtype):
         torch.testing.assert_close(whole(alone)[0], first, rtol=0, atol=1e-6)
 
 
+ENTROPY_WEIGHTS = {
+    "positive": lambda weights: weights.abs(),
+    "negative": lambda weights: -weights.abs(),
+    "either": lambda weights: weights,
+    "small": lambda weights: -1e-3 * weights.abs(),
+    "tiny": lambda weights: 1e-9 * weights.abs(),
+    "denormal": lambda weights: 1e-40 * weights.abs(),
+    "at some tokens": lambda weights: weights.clamp(min=0),
+    "none": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_any_weight_of_the_entropy(ranks, tp, dtype):
+    options = [{"sum_squares": False} | options for options in (OPTIONS[0], OPTIONS[-1])]
+    for weights_of in ENTROPY_WEIGHTS.values():
+        batch = make(dtype)
+        batch.coefficients[1] = weights_of(batch.coefficients[1])
+        for log_probs in (batch.coefficients[0].clone(), 0):
+            batch.coefficients[0] = log_probs
+            for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, options), strict=True):
+                assert_textbook(outcomes, batch)
+
+
 @pytest.mark.parametrize("used", [0, 1, 2])
 def test_each_result_has_its_own_gradient(used):
     batch = make()
@@ -306,7 +331,9 @@ def test_the_lowest_number_is_as_good_as_minus_infinity(dtype, temperature):
     nowhere = torch.zeros(2, 5, PADDED, dtype=torch.bool)
     nowhere[0, 0, 3:5] = nowhere[1, 2, 0] = True
     batch = without(make(dtype, temperature=temperature), nowhere, torch.finfo(dtype).min)
-    assert_textbook([outcome(batch)], batch)
+    batch.coefficients[1].abs_()
+    for options in ({}, {"sum_squares": False}):
+        assert_textbook([outcome(batch, options)], batch)
 
 
 @pytest.mark.parametrize("weight", [0.5, 3.0])
@@ -314,10 +341,12 @@ def test_a_label_of_probability_zero(weight):
     batch = make()
     batch.logits[0, 0, 4], batch.labels[0, 0] = -math.inf, 4
     batch.coefficients[1] = weight
-    results, grad = outcome(batch)
-    assert results[0, 0, 0] == -math.inf
-    assert results[1:].isfinite().all()
-    torch.testing.assert_close(grad, textbook(batch)[1], rtol=1e-12, atol=1e-12)
+    batch.coefficients[2] = 0
+    for sum_squares in (False, True):
+        results, grad = outcome(batch, {"sum_squares": sum_squares})
+        assert results[0, 0, 0] == -math.inf
+        assert results[1:].isfinite().all()
+        torch.testing.assert_close(grad, textbook(batch)[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -327,7 +356,9 @@ def test_huge_logits_do_not_overflow(ranks, tp, dtype):
     batch.logits[0] += 1e4
     batch.logits[1] -= 1e4
     batch.logits[1, 1, 4] = 1e4
-    assert_textbook(ranks.run(outcome, Layout(tp=tp), batch), batch, scale=1e3)
+    batch.coefficients[1].abs_()
+    for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, [{}, {"sum_squares": False}]), strict=True):
+        assert_textbook(outcomes, batch, scale=1e3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -376,14 +407,19 @@ WRONG = [
     ({"logits": torch.zeros(2, 5, 8, dtype=torch.int64)}, r"logits are torch\.int64: expected a float dtype"),
     ({"logits": torch.zeros(2, 4, 8)}, r"logits \(2, 4, 8\) and labels \(2, 5\) differ before the vocabulary"),
     ({"labels": torch.zeros(10, dtype=torch.int64)}, r"labels \(10,\) differ before the vocabulary"),
-    ({"labels": torch.zeros(2, 5)}, r"labels are torch\.float32: expected integers"),
-    ({"labels": torch.zeros(2, 5, dtype=torch.bool)}, r"labels are torch\.bool: expected integers"),
+    ({"labels": torch.zeros(2, 5)}, r"labels are torch\.float32: expected int64"),
+    ({"labels": torch.zeros(2, 5, dtype=torch.bool)}, r"labels are torch\.bool: expected int64"),
     ({"mask": torch.ones(2, 5)}, r"mask is torch\.float32 \(2, 5\): expected bool"),
     ({"mask": torch.ones(2, 5, dtype=torch.uint8)}, r"mask is torch\.uint8 \(2, 5\): expected bool"),
     ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask is torch\.bool \(2, 4\): expected bool .* \(2, 5\)"),
     ({"temperature": 0.0}, r"temperature=0\.0 must be positive"),
     ({"temperature": -1.0}, r"temperature=-1\.0 must be positive"),
     ({"temperature": math.nan}, r"temperature=nan must be positive"),
+    ({"temperature": math.inf}, r"temperature=inf must be positive, and finite"),
+    ({"vocab_size": 0}, r"vocab_size=0 must be at least 1"),
+    ({"labels": torch.zeros(2, 5, dtype=torch.uint8)}, r"labels are torch\.uint8: expected int64"),
+    ({"logits": torch.tensor(1.0), "labels": torch.tensor(0)}, r"expected the vocabulary in the last dimension"),
+    ({"logits": torch.zeros(2, 5, 0)}, r"expected the vocabulary in the last dimension"),
     ({"chunk_size": 0}, r"chunk_size=0 must be at least 1"),
     ({"chunk_size": -3}, r"chunk_size=-3 must be at least 1"),
     ({"vocab_size": 17}, r"no padding of vocab_size=17"),
@@ -470,7 +506,11 @@ def test_compiled_chunks_do_the_same(monkeypatch, dtype):
     batch = without(make(dtype), nowhere)
     batch.logits[~batch.counted] = math.nan
     # The last chunk has one token.
-    for options in ({"chunk_size": 3}, {"chunk_size": 3, "inplace_backward": True}, {"sum_squares": False}):
+    for options in (
+        {"chunk_size": 3},
+        {"chunk_size": 3, "inplace_backward": True},
+        {"chunk_size": 9, "sum_squares": False},
+    ):
         made.clear()
         compiled = outcome(batch, options | {"compile": True})
         assert len(made) >= 2, "nothing was compiled"
