@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_rc.batch import RolloutBatch
@@ -341,7 +342,7 @@ class Trainer:
 
 def _forward_step(function: Any, data_iterator: Iterator[Slice], model: torch.nn.Module) -> tuple[Tensor, Any]:
     local = next(data_iterator)
-    # Float16Module would make a float32 copy of all logits.
-    keep = {"fp32_output": False} if unwrap(model).config.bf16 else {}
+    # Float16Module, which the reference policy has not, would make a float32 copy of all logits.
+    keep = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
     output = model(local.tokens, local.positions, None, **keep)
     return output, partial(function, model, local)

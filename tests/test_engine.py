@@ -33,7 +33,9 @@ def export(words):
     weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups)) if no_cp(trainer) else {}
     with torch.no_grad():
         local = trainer._slice(recorded_batch(0))
-        logits = trainer._run(trainer.model, local, lambda _, output, non_loss_data: output, forward_only=True)
+        logits = trainer._run(
+            trainer.model, local, lambda _model, _local, output, non_loss_data: output, forward_only=True
+        )
     return weights, torch.cat(logits) if logits else None
 
 
