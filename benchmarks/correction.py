@@ -53,9 +53,8 @@ def make_batch(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     return train, rollout, torch.rand(shape, generator=generator) > 0.25
 
 
-def peak(function: Callable[[], object], size: int) -> float:
-    """Bytes allocated at once, in units of ``size`` float32 numbers."""
-    function()
+def peak(function: Callable[[], object]) -> int:
+    """Bytes allocated at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     held = largest = 0
@@ -63,7 +62,7 @@ def peak(function: Callable[[], object], size: int) -> float:
         if event.name() == "[memory]":
             held += event.nbytes()
             largest = max(largest, held)
-    return largest / (4 * size)
+    return largest
 
 
 def measure(shape: tuple[int, int], compiled: bool) -> None:
@@ -91,7 +90,7 @@ def measure(shape: tuple[int, int], compiled: bool) -> None:
                 times[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) for name, values in times.items()}
     kept.clear()
-    memory = {name: peak(function, train.numel()) for name, function in contenders.items()}
+    memory = {name: peak(function) / (4 * train.numel()) for name, function in contenders.items()}
     cells = [
         f"{medians[name] * 1e3:.1f} ms ({medians['baseline'] / medians[name]:.2f}x), {memory[name]:.2f}"
         for name in medians

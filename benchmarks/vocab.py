@@ -38,8 +38,8 @@ import torch.multiprocessing as mp  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from benchmarks.correction import peak  # noqa: E402
 from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy  # noqa: E402
 
 Contender = Callable[[Tensor], list[Tensor]]
@@ -50,18 +50,6 @@ def say(line: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-
-
-def peak(function: Callable[[], object]) -> int:
-    """Bytes allocated at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    held = largest = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            largest = max(largest, held)
-    return largest
 
 
 def plain(labels: Tensor) -> Contender:

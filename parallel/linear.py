@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.kernels import write_gradient
+from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.parallel.vocab import (
     CallSpec,
     Target,
@@ -188,21 +189,16 @@ class _LinearSoftmax(torch.autograd.Function):
         rows, spec = hidden.detach().reshape(-1, hidden.shape[-1]), options.spec
         counted = counted_tokens(labels, mask).reshape(-1)
         target = Target.find(labels.reshape(-1), counted, spec, weight.shape[0])
-        statistics, chosen, holes = None, None, False
+        statistics = rows.new_empty(3 + spec.sum_squares, labels.numel(), dtype=arithmetic(rows.dtype))
+        chosen, holes = statistics.new_empty(labels.numel()), False
         for part in options.chunks(rows):
             logits = _logits(options.gather(rows[part]), weight, bias)
             where = options.positions(part, rows)
             found, here = statistics_of(logits, options.spec.without_chunk_size())
             holes |= here
-            if statistics is None or chosen is None:
-                statistics = found.new_empty(len(found), labels.numel())
-                chosen = found.new_empty(labels.numel())
             statistics[:, where] = found
             chosen[where] = target.at(where).logits(logits).to(found.dtype)
             del logits  # before the next chunk's are made
-        if statistics is None or chosen is None:
-            statistics, holes = statistics_of(rows.new_empty(0, weight.shape[0]), options.spec)
-            chosen = statistics[0]
         result = combine(statistics, target, chosen, spec)
         results = tuple(value.view(labels.shape) for value in result.masked(target.counted))
         ctx.save_for_backward(hidden, weight, bias, labels, mask, result.offset, chosen, *[*results[1:], None][:2])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Elements of a chunk: what stays in a CPU's cache, what is worth a compiled call, what fills a GPU.
 _EAGER, _COMPILED, _GPU = 2**19, 2**22, 2**25
-_SMALLEST, _SMALLEST_SHARE = 1e-20, 1e-6
+_SMALLEST, _SMALLEST_SHARE = 1e-20, 1e-6  # of the entropy's factor, alone and beside the constant, for one product
 _LEAST_ROWS = 8  # of an eager chunk: threads share a reduction by rows
 LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
 

@@ -124,8 +124,8 @@ class CallSpec:
 def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
-    if not logits.dim() or not logits.shape[-1]:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}: expected the vocabulary in the last dimension")
+    if not logits.dim():
+        raise ValueError("logits are a single number: expected the vocabulary in the last dimension")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ before the vocabulary")
     check_call(labels, mask, spec, logits.shape[-1])
@@ -140,6 +140,8 @@ def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
 
 def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
     """Raise ValueError for settings that do not fit together; ``width`` is that of the local logits."""
+    if not width:
+        raise ValueError("logits have no columns: expected this rank's shard of the vocabulary in the last dimension")
     if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
         raise ValueError(
             f"mask is {mask.dtype} {tuple(mask.shape)}: expected bool of the labels' {tuple(labels.shape)}"
@@ -239,7 +241,7 @@ class Target:
 
     def logits(self, rows: Tensor) -> Tensor:
         """[t]: the labels' logits, anything where they are not here."""
-        return rows.gather(1, self.column.unsqueeze(1)).squeeze(1) if rows.shape[1] else rows.new_zeros(len(rows))
+        return rows.gather(1, self.column.unsqueeze(1)).squeeze(1)
 
 
 @dataclass(frozen=True)

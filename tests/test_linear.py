@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
 from tests.ranks import Layout
+from tests.test_vocab_memory import allocated
 
 VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7
 SEQUENCE, BATCH = 8, 3
@@ -211,13 +211,7 @@ def test_no_logits_are_held():
 
     run()
     hidden.grad = weight.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
-    held = largest = 0
-    for event in record.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            largest = max(largest, held)
+    largest, held = allocated(run)
     gradients = 4 * (hidden.numel() + weight.numel())
     assert held >= gradients
     assert largest - gradients <= 2.2 * 4 * chunk * width

@@ -419,7 +419,7 @@ WRONG = [
     ({"vocab_size": 0}, r"vocab_size=0 must be at least 1"),
     ({"labels": torch.zeros(2, 5, dtype=torch.uint8)}, r"labels are torch\.uint8: expected int64"),
     ({"logits": torch.tensor(1.0), "labels": torch.tensor(0)}, r"expected the vocabulary in the last dimension"),
-    ({"logits": torch.zeros(2, 5, 0)}, r"expected the vocabulary in the last dimension"),
+    ({"logits": torch.zeros(2, 5, 0)}, r"logits have no columns"),
     ({"chunk_size": 0}, r"chunk_size=0 must be at least 1"),
     ({"chunk_size": -3}, r"chunk_size=-3 must be at least 1"),
     ({"vocab_size": 17}, r"no padding of vocab_size=17"),
