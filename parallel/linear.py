@@ -194,10 +194,10 @@ class _LinearSoftmax(torch.autograd.Function):
         for part in options.chunks(rows):
             logits = _logits(options.gather(rows[part]), weight, bias)
             where = options.positions(part, rows)
-            found, here = statistics_of(logits, options.spec.without_chunk_size())
-            holes |= here
-            statistics[:, where] = found
-            chosen[where] = target.at(where).logits(logits).to(found.dtype)
+            here = target.at(where)
+            statistics[:, where], has_holes = statistics_of(logits, here.counted, spec.without_chunk_size())
+            chosen[where] = here.logits(logits).to(chosen.dtype)
+            holes |= has_holes
             del logits  # before the next chunk's are made
         result = combine(statistics, target, chosen, spec)
         results = tuple(value.view(labels.shape) for value in result.masked(target.counted))

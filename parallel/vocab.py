@@ -172,7 +172,7 @@ class _VocabSoftmax(torch.autograd.Function):
         rows = _as_rows(logits, order)
         flat = (labels.permute(order).reshape(-1), counted_tokens(labels, mask).permute(order).reshape(-1))
         target = Target.find(*flat, spec, logits.shape[-1])
-        statistics, ctx.holes = statistics_of(rows, spec)
+        statistics, ctx.holes = statistics_of(rows, target.counted, spec)
         found = combine(statistics, target, target.logits(rows), spec)
         shape = [labels.shape[dim] for dim in order]
         inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -202,11 +202,11 @@ class _VocabSoftmax(torch.autograd.Function):
         return out, None, None, None
 
 
-def statistics_of(rows: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
-    """(statistics of the rows, whether logits of -inf are provided for: where there are any)."""
+def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
+    """(statistics of the rows, whether logits of -inf are provided for: where a counted row has any)."""
     # On a GPU nothing is looked up on the host: they always are.
     statistics = row_statistics(rows, spec.softmax(rows.shape[1], holes=rows.is_cuda))
-    if rows.is_cuda or not spec.entropy or not bool(statistics[2].isnan().any()):
+    if rows.is_cuda or not spec.entropy or not bool((statistics[2].isnan() & counted).any()):
         return statistics, rows.is_cuda
     return row_statistics(rows, spec.softmax(rows.shape[1], holes=True)), True
 

@@ -369,8 +369,11 @@ def test_masked_positions_are_zero_whatever_stands_there(ranks, tp, bad):
     spoiled = replace(batch, logits=batch.logits.clone(), labels=batch.labels.clone())
     spoiled.logits[~mask] = bad
     spoiled.labels[~mask] = torch.tensor([-100, -1, PADDED, 10**6, 3] * 2)[: (~mask).sum()]
-    clean, found = (ranks.run(outcomes_of, Layout(tp=tp), each, OPTIONS) for each in (batch, spoiled))
-    for index in range(len(OPTIONS)):
+    batch.coefficients[1].abs_()
+    spoiled = replace(spoiled, coefficients=batch.coefficients)
+    choices = [options | {"sum_squares": sum_squares} for options in OPTIONS for sum_squares in (False, True)]
+    clean, found = (ranks.run(outcomes_of, Layout(tp=tp), each, choices) for each in (batch, spoiled))
+    for index in range(len(choices)):
         results, grad = whole([rank[index] for rank in clean])
         got_results, got_grad = whole([rank[index] for rank in found])
         assert torch.equal(bits(got_results), bits(results))
