@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_rc.aggregation import AGGREGATIONS
 from megatron_rc.arguments import add_rollout_correction_args
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.losses import ALGORITHMS, KL_ESTIMATORS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -256,6 +258,12 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grpo-group-size", type=int, default=2, help="responses sampled for each prompt")
     group.add_argument("--grpo-iterations", type=int, default=2, help="passes over each rollout batch")
     group.add_argument("--rl-default-temperature", type=float, default=1.0, help="of sampling and of log-probs")
+    _switch(group, "--rl-use-sequence-packing", "train on sequences one after the other, without the padding behind")
+    group.add_argument(
+        "--rl-sequence-packing-bin-size",
+        type=int,
+        help="most tokens of a packed micro-batch; default: micro-batch-size · seq-length",
+    )
     group.add_argument(
         "--rollout-dtype",
         choices=["fp32", "bf16", "fp8-e4m3"],
@@ -266,8 +274,14 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
 
 def _add_loss_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss")
+    group.add_argument("--policy-loss", choices=ALGORITHMS, help="objective; default: ppo_clip, or --loss-type")
+    group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help="from tokens to one loss; default: token-mean")
+    group.add_argument(
+        "--loss-scale-factor", type=float, help="what token-sum and seq-mean-token-sum-norm divide by: they need it"
+    )
     group.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01, help="PPO clips r below 1 - this")
     group.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01, help="PPO clips r above 1 + this")
     group.add_argument("--ppo-dual-clip", type=float, help="cap of the loss at this · |A| for A < 0; default: none")
-    group.add_argument("--grpo-kl-beta", type=float, default=0.001, help="weight of the KL to the initial model (k3)")
+    group.add_argument("--grpo-kl-beta", type=float, default=0.001, help="weight of the KL to the initial model")
+    group.add_argument("--kl-estimator", choices=KL_ESTIMATORS, help="of that KL; default: k3")
     group.add_argument("--grpo-entropy-term-weight", type=float, default=0.0, help="weight of the entropy bonus")

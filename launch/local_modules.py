@@ -6,16 +6,45 @@ both, exactly, on any device.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.parallel.layout import shard_positions
+from megatron_rc.parallel.layout import SequenceLayout, shard_positions
+
+
+@dataclass
+class PackedTokens(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's description of packed sequences, with the layout that says which of their tokens lie here."""
+
+    layout: SequenceLayout | None = None
+
+    @classmethod
+    def of(cls, layout: SequenceLayout, device: torch.device) -> PackedTokens:
+        """Of a packed layout; padding inside a sequence counts as its tokens, which a causal mask makes harmless."""
+        bounds = torch.tensor([0, *accumulate(layout.full_lengths)], dtype=torch.int32, device=device)
+        # Megatron takes rotary positions to run over all sequences at once if this were the length of them all.
+        longest = max(layout.full_lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            layout=layout,
+        )
 
 
 class LocalNorm:
@@ -38,10 +67,10 @@ class LocalNorm:
 
 
 class LocalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention over a sequence that is cut in zigzag over the CP group.
+    """Causal scaled-dot-product attention over sequences that are cut in zigzag over the CP group, padded or packed.
 
-    Every rank gathers the keys and values of the whole sequence (the backward is a reduce-scatter) and lets each of
-    its queries see the keys at earlier positions.
+    Every rank gathers the keys and values of the whole sequences (the backward is a reduce-scatter) and lets each of
+    its queries see the keys at earlier positions of its own sequence.
     """
 
     def __init__(
@@ -59,21 +88,38 @@ class LocalAttention(torch.nn.Module):
             raise ValueError(f"attention_type={attention_type!r}: only self-attention is implemented here")
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.masks: dict[int, Tensor] = {}
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **_: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        packed_seq_params: PackedTokens | None = None,
+        **_: Any,
+    ) -> Tensor:
         """Attend.
 
         Args:
-            query: [s/cp, b, heads/tp, d].
-            key: [s/cp, b, groups/tp, d].
+            query: [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d].
+            key: [s/cp, b, groups/tp, d], packed [t/cp, groups/tp, d].
             value: like ``key``.
             attention_mask: ignored: the mask is causal, and padding stands on the right.
+            packed_seq_params: which tokens these are, where they are packed.
 
         Returns:
-            [s/cp, b, heads/tp · d].
+            [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
         """
-        size = group_size(self.cp_group)
+        size, rank = group_size(self.cp_group), group_rank(self.cp_group)
+        grouped, packed = query.shape[-2] != key.shape[-2], query.dim() == 3
+        mask = None
+        if packed:
+            if packed_seq_params is None or packed_seq_params.layout is None:
+                raise ValueError("packed tokens need packed_seq_params=PackedTokens.of(layout)")
+            mask = _packed_mask(packed_seq_params.layout, query.device)
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        elif size > 1:
+            mask = _zigzag_mask(query.shape[0], rank, size, query.device)
         if size > 1:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             key, value = gather(key, group=self.cp_group), gather(value, group=self.cp_group)
@@ -81,18 +127,27 @@ class LocalAttention(torch.nn.Module):
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            attn_mask=self._mask(query.shape[0], query.device) if size > 1 else None,
-            is_causal=size == 1,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=grouped,
         )
-        return output.permute(2, 0, 1, 3).flatten(2)
+        joined = output.permute(2, 0, 1, 3).flatten(2)
+        return joined.squeeze(1) if packed else joined
 
-    def _mask(self, local_length: int, device: torch.device) -> Tensor:
-        """[s/cp, s], True where this rank's query may see the gathered key, which stand in rank order."""
-        if local_length not in self.masks:
-            size = group_size(self.cp_group)
-            positions = [shard_positions(local_length * size, rank, size) for rank in range(size)]
-            mask = positions[group_rank(self.cp_group)].unsqueeze(1) >= torch.cat(positions).unsqueeze(0)
-            self.masks = {local_length: mask.to(device)}
-        return self.masks[local_length]
+
+@functools.lru_cache(maxsize=4)
+def _zigzag_mask(local_length: int, rank: int, size: int, device: torch.device) -> Tensor:
+    """[s/cp, s], True where this rank's query may see the gathered key, which stand in rank order."""
+    positions = [shard_positions(local_length * size, each, size) for each in range(size)]
+    return (positions[rank].unsqueeze(1) >= torch.cat(positions).unsqueeze(0)).to(device)
+
+
+@functools.lru_cache(maxsize=4)
+def _packed_mask(layout: SequenceLayout, device: torch.device) -> Tensor:
+    """[t/cp, t] likewise; only keys of the query's own sequence."""
+    ranks = [dataclasses.replace(layout, cp_rank=rank) for rank in range(layout.cp_size)]
+    positions = torch.cat([each.positions() for each in ranks])
+    sequences = layout.sequence_index.repeat(layout.cp_size)
+    same = layout.sequence_index.unsqueeze(1) == sequences.unsqueeze(0)
+    return (same & (layout.positions().unsqueeze(1) >= positions.unsqueeze(0))).to(device)

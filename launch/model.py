@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -91,7 +91,7 @@ def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[GP
 
 
 def wrap_chunks(args: argparse.Namespace, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
-    """The chunks under Megatron's DDP, their config told how gradients are finished."""
+    """The chunks under Megatron's DDP."""
     config = chunks[0].config
     modules = [Float16Module(config, chunk) for chunk in chunks] if args.bf16 else chunks
     ddp_config = DistributedDataParallelConfig(
@@ -103,7 +103,6 @@ def wrap_chunks(args: argparse.Namespace, chunks: list[GPTModel]) -> list[Distri
     ]
     for chunk in model:
         chunk.broadcast_params()
-    config.finalize_model_grads_func = finalize_model_grads
     return model
 
 
@@ -158,6 +157,14 @@ def skip_output_layer(chunk: GPTModel) -> None:
         return hidden, None
 
     chunk.output_layer.forward = forward
+
+
+def has_auxiliary_losses(config: TransformerConfig) -> bool:
+    """Whether the model adds losses of its own to the gradients: balancing or z losses of experts, or MTP."""
+    coefficients = config.moe_aux_loss_coeff
+    balancing = any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
+    experts = config.num_moe_experts is not None and (balancing or bool(config.moe_z_loss_coeff))
+    return experts or bool(config.mtp_num_layers)
 
 
 def unwrap(model: Any) -> GPTModel:

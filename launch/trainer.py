@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -18,64 +19,35 @@ from torch import Tensor
 from megatron_rc.batch import RolloutBatch
 from megatron_rc.correction import RolloutCorrection
 from megatron_rc.inputs import PlanInputs
-from megatron_rc.launch.advantages import group_advantages
+from megatron_rc.launch.batches import Cut, LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rc.launch.distributed import AgreedError
-from megatron_rc.launch.model import build_chunks, build_config, build_optimizer, unwrap, wrap_chunks
-from megatron_rc.losses import STATISTICS, kl_penalty, policy_loss
+from megatron_rc.launch.local_modules import PackedTokens
+from megatron_rc.launch.model import (
+    build_chunks,
+    build_config,
+    build_optimizer,
+    has_auxiliary_losses,
+    unwrap,
+    wrap_chunks,
+)
 from megatron_rc.parallel import (
     ParallelGroups,
-    SequenceLayout,
     linear_log_probs_and_entropy,
     vocab_parallel_log_probs_and_entropy,
 )
-from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
-from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.result import CorrectionResult
-from megatron_rc.schedule import LossScale, schedule_return
-
-
-@dataclass(frozen=True)
-class Slice:
-    """This rank's rows and CP slice of a rollout batch, or some rows of it; label-aligned, ``[n, s/cp]``.
-
-    Attributes:
-        tokens: input tokens.
-        positions: [n, s/cp], position of each token in its sequence.
-        labels: the next token.
-        response_mask: bool, True where the label was sampled.
-        rollout_log_probs: log π_rollout of the labels.
-        advantages: [n].
-        old_log_probs: log π_old; None before the forward-only pass, and on stages without log-probs.
-        ref_log_probs: log π_ref, where there is a KL penalty.
-        weights: importance weights, where there are any.
-        mask: the accepted tokens.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    labels: Tensor
-    response_mask: Tensor
-    rollout_log_probs: Tensor
-    advantages: Tensor
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    weights: Tensor | None = None
-    mask: Tensor | None = None
-
-    def rows(self, start: int, stop: int) -> Slice:
-        """The same of some sequences."""
-        present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        cut: dict[str, Any] = {name: value[start:stop] for name, value in present.items() if value is not None}
-        return Slice(**cut)
+from megatron_rc.parallel.groups import group_size
+from megatron_rc.result import BypassPlan, CorrectionResult
+from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
+from megatron_rc.statistics import is_log_prob
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
     """A rollout batch that is ready for its optimizer steps."""
 
-    local: Slice
-    plan: CorrectionResult
+    batch: LocalBatch
+    plan: CorrectionResult | BypassPlan
 
 
 class Trainer:
@@ -97,7 +69,10 @@ class Trainer:
         self.model = wrap_chunks(args, chunks)
         self.optimizer, self.scheduler = build_optimizer(args, self.model)
         self.reference = self._build_reference() if args.loss.kl_coef else []
-        self.correction = RolloutCorrection(args.correction, groups, loss=args.loss)
+        self.correction = RolloutCorrection(
+            args.correction, groups, loss=args.loss, has_auxiliary_losses=has_auxiliary_losses(config)
+        )
+        config.finalize_model_grads_func = wrap_finalize(self.correction)
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped, self._scored_at = 0, 0, -1
         if args.load:
@@ -113,41 +88,31 @@ class Trainer:
         save_checkpoint(self.args, self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
 
     def prepare(self, batch: RolloutBatch) -> PreparedBatch:
-        """Advantages, log π_old (and log π_ref), and the plan of the correction, for a whole rollout batch.
+        """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
+
+        Decoupled mode makes a forward-only pass for log π_old, bypass mode none; a KL penalty makes one for log π_ref.
 
         Raises:
             ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
         """
-        local = self._slice(batch)
+        cut = cut_batch(batch, self.args, self.groups)
         self._scored_at = self._steps
-        old = self._log_probs(self.model, local)
-        ref = self._log_probs(self.reference, local) if self.reference else None
-        per_rank = self.args.global_batch_size // self.args.data_parallel_size
-        rows = local.tokens.shape[0]
-        inputs = None
-        if old is not None:
-            inputs = PlanInputs(
-                train_log_probs=old,
-                rollout_log_probs=local.rollout_log_probs,
-                response_mask=local.response_mask,
-                layout=self._layout(rows, local.tokens.shape[1]),
-                advantages=local.advantages,
-                rewards=batch.rewards,
-                group_ids=batch.group_ids,
-                sequence_ids=batch.sample_ids,
-                mini_batch_ids=torch.arange(rows, device=self.device) // per_rank,
-            )
+        bypass = self.args.correction.bypass_mode
+        old = None if bypass else self._log_probs(self.model, cut)
+        ref = self._log_probs(self.reference, cut) if self.reference else None
         plan = self.correction.plan(
-            inputs,
-            num_mini_batches=rows // per_rank,
-            num_groups=self.args.grpo_prompts_per_step,
+            self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
+            num_mini_batches=len(cut.cuts),
+            num_groups=None if bypass else self.args.grpo_prompts_per_step,
             device=self.device,
         )
-        if not isinstance(plan, CorrectionResult) or isinstance(plan.mask, list) or isinstance(plan.weights, list):
-            raise TypeError("the trainer corrects a whole rollout batch at once, in decoupled mode")
         plan.check()
-        local = dataclasses.replace(local, old_log_probs=old, ref_log_probs=ref, weights=plan.weights, mask=plan.mask)
-        return PreparedBatch(local, plan)
+        local = dataclasses.replace(cut.local, old_log_probs=old, ref_log_probs=ref)
+        if isinstance(plan, CorrectionResult):
+            if isinstance(plan.mask, list) or isinstance(plan.weights, list):
+                raise TypeError("the trainer corrects a whole rollout batch at once")
+            local = dataclasses.replace(local, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths)
+        return PreparedBatch(dataclasses.replace(cut, local=self._usable(local)), plan)
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         """One optimizer step on one mini-batch of a rollout batch.
@@ -159,22 +124,17 @@ class Trainer:
 
         Raises:
             AgreedError: on every rank, if the loss is not finite; the weights are as before the step.
+            ValueError: in bypass mode, on every rank alike, if a log-prob at a trained position is unusable on any.
         """
         is_first = self._steps == self._scored_at
         self.iteration += 1
-        denominators = prepared.plan.denominators_on_host()[mini_batch]
-        if denominators[2] == 0:
+        metrics = self.accumulate(prepared, mini_batch)
+        if metrics is None:
             self.skipped += 1
-            return {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
-        accepted = self.args.correction.rejection_denominator == "accepted"
-        denominator = denominators[2 if accepted else 0]
-        per_rank = self.args.num_microbatches * self.args.micro_batch_size
-        rows = prepared.local.rows(mini_batch * per_rank, (mini_batch + 1) * per_rank)
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        logs = self._run(self.model, rows, partial(self._loss, self._scale(denominator)), forward_only=False)
-        metrics = self._loss_metrics(logs, denominator, is_first=is_first)
+            return self._step_metrics() | {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
+        if is_first and not self.args.correction.bypass_mode:
+            # Both passes had the same weights: what differs is how they compute.
+            metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         learning_rate = self._learning_rate()
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
@@ -183,6 +143,37 @@ class Trainer:
             "lr": learning_rate,
             "skipped_steps": float(self.skipped),
         }
+
+    def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
+        """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
+
+        Returns:
+            Metrics of the loss, in bypass mode those of the correction too, equal on all ranks. None where no token is
+            accepted: the step must not be made. The plan knows that before the schedule, bypass mode after it.
+
+        Raises:
+            AgreedError, ValueError: see :meth:`update`.
+        """
+        plan = prepared.plan
+        if isinstance(plan, CorrectionResult) and plan.denominators_on_host()[mini_batch][2] == 0:
+            return None
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        cuts = prepared.batch.cuts[mini_batch]
+        scale = self._scale(prepared, mini_batch) if self.groups.is_last_stage else None
+        self._run(self.model, prepared.batch, cuts, partial(self._loss, scale, mini_batch), forward_only=False)
+        if self.correction.step is not None:
+            self.correction.step.check()
+            if self.correction.step.denominators_on_host()[0][2] == 0:
+                return None
+        metrics = self.correction.loss_metrics()
+        if not math.isfinite(metrics["loss/total"]):
+            raise AgreedError(
+                f"the loss of step {self.iteration} is {metrics['loss/total']}: the step was not made; lower --lr, or "
+                "look at the rewards and log-probs of this batch"
+            )
+        return self._step_metrics() | self._asked_for(metrics)
 
     @property
     def _steps(self) -> int:
@@ -200,149 +191,150 @@ class Trainer:
             frozen.requires_grad_(False)
         return reference
 
-    def _layout(self, rows: int, local_length: int) -> SequenceLayout:
-        cp = self.groups.cp
-        return SequenceLayout.padded(rows, local_length, cp_rank=group_rank(cp), cp_size=group_size(cp))
-
-    def _slice(self, batch: RolloutBatch) -> Slice:
-        """Shift over whole sequences first, then cut for CP."""
-        labels, mask, rollout_log_probs = batch.label_aligned()
-        rows, length = batch.tokens.shape
-        layout = self._layout(rows, length // group_size(self.groups.cp))
-        return Slice(
-            tokens=layout.cut(batch.tokens),
-            positions=layout.positions().to(self.device),
-            labels=layout.cut(labels),
-            response_mask=layout.cut(mask),
-            rollout_log_probs=layout.cut(rollout_log_probs),
-            advantages=group_advantages(batch.rewards, batch.group_ids).float(),
+    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> PlanInputs:
+        bypass = self.args.correction.bypass_mode
+        return PlanInputs(
+            train_log_probs=old,
+            rollout_log_probs=cut.local.rollout_log_probs,
+            response_mask=cut.local.response_mask,
+            layout=cut.local.layout,
+            advantages=cut.local.advantages,
+            rewards=cut.sides(batch.rewards),
+            group_ids=None if bypass else cut.sides(batch.group_ids),
+            sequence_ids=cut.sides(batch.sample_ids),
+            mini_batch_ids=cut.mini_batch_ids,
         )
 
-    def _log_probs(self, model: Sequence[torch.nn.Module], local: Slice) -> Tensor | None:
-        """[n, s/cp] log-probs of the labels, by a forward-only pass; None on stages before the last."""
+    def _usable(self, local: LocalTokens) -> LocalTokens:
+        """Without the tokens that ``bad_log_probs`` rejects: their log-probs must not reach the loss."""
+        if self.args.correction.bad_log_probs == "error":
+            return local
+        usable = local.response_mask & is_log_prob(local.rollout_log_probs)
+        if local.old_log_probs is not None:
+            usable &= is_log_prob(local.old_log_probs)
+        return dataclasses.replace(local, response_mask=usable)
+
+    def _step_metrics(self) -> dict[str, float]:
+        """Metrics of the correction that belong to one step: bypass mode's."""
+        return {} if self.correction.step is None else self.correction.step.metrics()
+
+    def _asked_for(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Without the metrics of what is not there."""
+        absent = set()
+        if self.args.loss.dual_clip is None:
+            absent.add("policy/dual_clip_fraction")
+        if not self.reference:
+            absent.add("policy/reference_kl")
+        return {name: value for name, value in metrics.items() if name not in absent}
+
+    def _log_probs(self, model: Sequence[torch.nn.Module], batch: LocalBatch) -> Tensor | None:
+        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+        cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
         with torch.no_grad():
-            outputs = self._run(model, local, self._score, forward_only=True)
+            outputs = self._run(model, batch, cuts, self._score, forward_only=True)
         return torch.cat(outputs) if outputs else None
 
-    def _run(self, model: Sequence[torch.nn.Module], local: Slice, function: Any, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches of these rows; what ``function`` returns for each of them."""
-        size = self.args.micro_batch_size
-        micro_batches = [local.rows(start, start + size) for start in range(0, local.tokens.shape[0], size)]
+    def _run(
+        self,
+        model: Sequence[torch.nn.Module],
+        batch: LocalBatch,
+        cuts: Sequence[Cut],
+        function: Any,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over these micro-batches; what ``function`` returns for each of them."""
+        micro_batches = [batch.local.piece(cut) for cut in cuts]
         schedule = get_forward_backward_func()
         collected = schedule(
             forward_step_func=partial(_forward_step, function),
             data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
             model=list(model),
             num_microbatches=len(micro_batches),
-            seq_length=self.args.seq_length,
-            micro_batch_size=size,
+            seq_length=batch.length_of_model,
+            micro_batch_size=batch.rows_of_model,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return list(collected) if self.groups.is_last_stage else []
 
-    def _policy(self, model: torch.nn.Module, output: Tensor, local: Slice) -> tuple[Tensor, Tensor]:
-        """[n, s/cp] log-probs of the labels and entropy, from the model's logits or hidden states."""
-        settings = {"vocab_size": self.args.vocab_size, "temperature": self.args.rl_default_temperature}
-        if not self.args.fused_linear_log_probs:
+    def _policy(self, model: torch.nn.Module, output: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor]:
+        """Log-probs of the labels and entropy, like the tokens, from the model's logits or hidden states."""
+        rows = self._rows(local.labels), self._rows(local.response_mask)
+        if self.args.fused_linear_log_probs:
+            log_probs, entropy = self._from_hidden(unwrap(model), output, *rows)
+        else:
             log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-                output, local.labels, self.groups.tp, mask=local.response_mask, **settings
+                output, rows[0], self.groups.tp, mask=rows[1], **self._vocabulary
             )
-            return log_probs, entropy
-        chunk = unwrap(model)
+        return log_probs.reshape(local.layout.shape), entropy.reshape(local.layout.shape)
+
+    def _from_hidden(self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, s/cp] each, without logits."""
         tied = chunk.share_embeddings_and_output_weights
         weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         log_probs, entropy = linear_log_probs_and_entropy(
-            output.transpose(0, 1),
+            hidden.transpose(0, 1),
             weight,
-            local.labels.t(),
+            labels.t(),
             self.groups.tp,
             sequence_parallel=self.args.sequence_parallel,
             gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
-            mask=local.response_mask.t(),
-            **settings,
+            mask=mask.t(),
+            **self._vocabulary,
         )
         return log_probs.t(), entropy.t()
 
-    def _score(self, model: torch.nn.Module, local: Slice, output: Tensor, non_loss_data: bool = True) -> Tensor:
+    @property
+    def _vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": self.args.vocab_size, "temperature": self.args.rl_default_temperature}
+
+    @staticmethod
+    def _rows(values: Tensor) -> Tensor:
+        """As the model sees them: packed tokens are one row."""
+        return values if values.dim() == 2 else values.unsqueeze(0)
+
+    def _score(self, model: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
         return self._policy(model, output, local)[0]
 
-    def _scale(self, denominator: float) -> LossScale:
-        args = self.args
-        tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-        dp_cp = group_size(self.groups.dp_cp)
+    def _scale(self, prepared: PreparedBatch, mini_batch: int) -> LossScale:
+        cuts = prepared.batch.cuts[mini_batch]
         return LossScale(
-            denominator=denominator,
-            num_microbatches=args.num_microbatches,
-            dp_cp_size=dp_cp,
-            calculate_per_token_loss=args.calculate_per_token_loss,
-            local_tokens=tokens,
-            total_tokens=tokens * args.num_microbatches * dp_cp,
+            denominator=self.correction.loss_denominator(prepared.plan, mini_batch),
+            num_microbatches=len(cuts),
+            dp_cp_size=group_size(self.groups.dp_cp),
+            calculate_per_token_loss=self.args.calculate_per_token_loss,
+            local_tokens=math.prod(cuts[0].layout.shape),
+            total_tokens=prepared.batch.total_tokens[mini_batch],
         )
 
     def _loss(
-        self, scale: LossScale, model: torch.nn.Module, local: Slice, output: Tensor
+        self, scale: LossScale | None, mini_batch: int, model: torch.nn.Module, local: LocalTokens, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Local arithmetic only: every global factor is in ``scale``."""
-        config = self.args.loss
-        if local.old_log_probs is None or local.mask is None:
+        if scale is None:
             raise RuntimeError("the loss is computed on the last stage only")
         log_probs, entropy = self._policy(model, output, local)
-        policy = policy_loss(
-            log_probs,
-            local.old_log_probs,
-            local.advantages,
-            local.response_mask,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
+        micro_batch = MicroBatch(
+            layout=local.layout,
+            response_mask=local.response_mask,
+            advantages=local.advantages,
+            rollout_log_probs=local.rollout_log_probs,
+            old_log_probs=local.old_log_probs,
+            ref_log_probs=local.ref_log_probs,
             weights=local.weights,
+            mask=local.mask,
+            lengths=local.lengths,
         )
-        per_token = policy.per_token - config.entropy_coef * entropy
-        statistics = policy.statistics | {"entropy": torch.where(local.response_mask, entropy, 0).double().sum()}
-        statistics["kl"] = torch.zeros((), dtype=torch.float64, device=output.device)
-        if local.ref_log_probs is not None:
-            penalty = kl_penalty(log_probs, local.ref_log_probs)
-            per_token = per_token + config.kl_coef * penalty
-            statistics["kl"] = torch.where(local.response_mask, penalty, 0).double().sum()
-        # The sum of float32 terms in float64: the same for every order that a layout adds them in.
-        loss_sum = torch.where(local.mask, per_token, 0).double().sum()
-        packed = torch.stack([loss_sum, *(statistics[name].double() for name in STATISTICS)])
-        return schedule_return(loss_sum, {"sums": packed}, scale)
-
-    def _loss_metrics(self, logs: list[dict[str, Tensor]], denominator: float, is_first: bool) -> dict[str, float]:
-        """Means over the whole mini-batch: one SUM over DP×CP on the last stage, one broadcast over PP."""
-        sums = torch.zeros(1 + len(STATISTICS), dtype=torch.float64, device=self.device)
-        if logs:
-            sums = all_reduce_sum(torch.stack([log["sums"] for log in logs]).sum(dim=0), self.groups.dp_cp)
-        loss, *values = broadcast(sums, group_size(self.groups.pp) - 1, self.groups.pp).tolist()
-        if not math.isfinite(loss):
-            raise AgreedError(
-                f"the loss of step {self.iteration} is {loss}: the step was not made; lower --lr, or look at the "
-                "rewards and log-probs of this batch"
-            )
-        named = dict(zip(STATISTICS, values, strict=True))
-        tokens = max(named.pop("tokens"), 1)
-        metrics = {
-            "loss/total": loss / denominator,
-            "policy/approx_kl": -named["log_ratio"] / tokens,
-            "policy/clip_fraction_low": named["clipped_low"] / tokens,
-            "policy/clip_fraction_high": named["clipped_high"] / tokens,
-            "policy/entropy": named["entropy"] / tokens,
-        }
-        if is_first:
-            # Both passes had the same weights: what differs is how they compute.
-            metrics["policy/noise_floor"] = named["abs_log_ratio"] / tokens
-        if self.args.loss.dual_clip is not None:
-            metrics["policy/dual_clip_fraction"] = named["dual_clipped"] / tokens
-        if self.reference:
-            metrics["policy/reference_kl"] = named["kl"] / tokens
-        return metrics
+        return masked_loss(self.correction, micro_batch, log_probs, entropy, scale, mini_batch=mini_batch)
 
 
-def _forward_step(function: Any, data_iterator: Iterator[Slice], model: torch.nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(function: Any, data_iterator: Iterator[LocalTokens], model: torch.nn.Module) -> tuple[Tensor, Any]:
     local = next(data_iterator)
     # Float16Module, which the reference policy has not, would make a float32 copy of all logits.
-    keep = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
-    output = model(local.tokens, local.positions, None, **keep)
+    keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
+    tokens, positions = local.tokens, local.positions
+    if tokens.dim() == 1:
+        tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
+        keep["packed_seq_params"] = PackedTokens.of(local.layout, tokens.device)
+    output = model(tokens, positions, None, **keep)
     return output, partial(function, model, local)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from megatron_rc.arguments import policy_loss_config_from_args, rollout_correction_config_from_args
+from megatron_rc.correction import resolve_objective
+from megatron_rc.launch.batches import bin_unit
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks import Task, make_task
 from megatron_rc.launch.weights import find_family
@@ -26,7 +28,7 @@ _POSITIVE = (
     *("seq_length", "max_position_embeddings", "rotary_base", "vocab_size", "make_vocab_size_divisible_by"),
     *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_iters", "save_interval", "log_interval"),
     *("max_response_length", "grpo_prompts_per_step", "grpo_group_size", "grpo_iterations", "rl_default_temperature"),
-    *("padded_vocab_size", "norm_epsilon", "init_method_std", "adam_eps"),
+    *("padded_vocab_size", "norm_epsilon", "init_method_std", "adam_eps", "rl_sequence_packing_bin_size"),
 )
 _NOT_NEGATIVE = ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed")
 
@@ -34,7 +36,7 @@ _NOT_NEGATIVE = ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_
 def validate_args(args: argparse.Namespace, world_size: int) -> Task:
     """Check the flags, fill in what follows from them, and make the task.
 
-    Derived fields: ``data_parallel_size``, ``num_microbatches``, ``updates_per_rollout``, ``on_cpu``,
+    Derived fields: ``data_parallel_size``, ``updates_per_rollout``, ``on_cpu``,
     ``virtual_pipeline_model_parallel_size``, ``correction`` (RolloutCorrectionConfig), ``loss`` (PolicyLossConfig), and
     every default that depends on another flag.
 
@@ -52,14 +54,9 @@ def validate_args(args: argparse.Namespace, world_size: int) -> Task:
     _check_environment(args)
     try:
         args.correction = rollout_correction_config_from_args(args)
-        args.loss = policy_loss_config_from_args(args)
+        args.loss = resolve_objective(args.correction, policy_loss_config_from_args(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    if args.correction.bypass_mode:
-        raise ConfigurationError(
-            "--bypass-mode is not run by this launcher yet: use a decoupled preset, or RolloutCorrection.in_loss in a "
-            "trainer of your own"
-        )
     task = _check_task(args)
     _check_folders(args)
     return task
@@ -188,24 +185,50 @@ def _check_batches(args: argparse.Namespace) -> None:
             f"--grpo-prompts-per-step {args.grpo_prompts_per_step} · --grpo-group-size {args.grpo_group_size} = "
             f"{rollouts} sequences do not split into batches of --global-batch-size {args.global_batch_size}"
         )
-    parallel = args.micro_batch_size * args.data_parallel_size
+    _check_packing(args)
+    parallel = args.data_parallel_size * (1 if args.rl_use_sequence_packing else args.micro_batch_size)
+    if args.rl_use_sequence_packing and args.global_batch_size % parallel:
+        raise ConfigurationError(
+            f"--global-batch-size {args.global_batch_size} must be a multiple of the {parallel} data-parallel ranks"
+        )
     if args.global_batch_size % parallel:
         raise ConfigurationError(
             f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
             f"{args.micro_batch_size} · {args.data_parallel_size} data-parallel ranks"
         )
-    args.num_microbatches = args.global_batch_size // parallel
     args.updates_per_rollout = rollouts // args.global_batch_size * args.grpo_iterations
     pp = args.pipeline_model_parallel_size
-    if args.virtual_pipeline_model_parallel_size and args.num_microbatches % pp:
+    micro_batches = args.global_batch_size // parallel
+    if args.virtual_pipeline_model_parallel_size and micro_batches % pp and not args.rl_use_sequence_packing:
         raise ConfigurationError(
             f"virtual stages need a multiple of {pp} micro-batches (--pipeline-model-parallel-size), got "
-            f"{args.num_microbatches}: change --global-batch-size or --micro-batch-size"
+            f"{micro_batches}: change --global-batch-size or --micro-batch-size"
         )
     if args.save_interval and args.save_interval % args.updates_per_rollout:
         raise ConfigurationError(
             f"--save-interval {args.save_interval} must be a multiple of the {args.updates_per_rollout} optimizer "
             "steps of a rollout batch, so that a resumed run takes the same steps"
+        )
+
+
+def _check_packing(args: argparse.Namespace) -> None:
+    size = args.rl_sequence_packing_bin_size
+    if not args.rl_use_sequence_packing:
+        if size is not None:
+            raise ConfigurationError(
+                f"--rl-sequence-packing-bin-size {size} does nothing without --rl-use-sequence-packing: give both, or "
+                "neither"
+            )
+        return
+    args.rl_sequence_packing_bin_size = size = size or args.micro_batch_size * args.seq_length
+    if size < args.seq_length:
+        raise ConfigurationError(
+            f"--rl-sequence-packing-bin-size {size} must hold a whole sequence of --seq-length {args.seq_length}"
+        )
+    if size % bin_unit(args):
+        raise ConfigurationError(
+            f"--rl-sequence-packing-bin-size {size} must be a multiple of {bin_unit(args)}, for context and sequence "
+            "parallelism"
         )
 
 

@@ -1,21 +1,112 @@
-"""How per-token losses become one number: what the sum over a mini-batch is divided by."""
+"""How per-token losses become one number: a sum inside, one global denominator outside."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megatron_rc.losses import PolicyLossConfig
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.layout import SequenceLayout
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_SCALED = ("token-sum", "seq-mean-token-sum-norm")
 
 
-def denominator(loss: PolicyLossConfig, tokens: Tensor, sequences: Tensor) -> Tensor:
+def aggregate_loss(
+    per_token: Tensor,
+    mask: Tensor,
+    mode: str = "token-mean",
+    *,
+    denominator_mask: Tensor | None = None,
+    loss_scale_factor: float | None = None,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> Tensor:
+    """The loss of a whole mini-batch from the local tokens of every rank.
+
+    With D the denominator mask, n_i = Σ_t D_it, N the sequences with n_i > 0: ``token-mean`` Σ mℓ / Σ D; ``token-sum``
+    Σ mℓ / loss_scale_factor; ``seq-mean-token-sum`` Σ mℓ / N; ``seq-mean-token-mean`` (1/N) Σ_i (Σ_t mℓ) / n_i;
+    ``seq-mean-token-sum-norm`` Σ mℓ / (N · loss_scale_factor).
+
+    Args:
+        per_token: the weighted loss of every token, of the layout's local shape; differentiated.
+        mask: bool, like ``per_token``: the tokens that count (m'); what stands elsewhere changes no bit.
+        mode: see above.
+        denominator_mask: D; default: the mask.
+        loss_scale_factor: needed by ``token-sum`` and ``seq-mean-token-sum-norm``, and only there.
+        layout: which tokens these are. Default: padded, rows of ``per_token``.
+        groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
+
+    Returns:
+        0-D float64: the global loss on every rank; 0 where D is empty. The gradient at the local ``per_token`` is that
+        of the global loss, without any factor for the number of ranks.
+
+    Collectives: one SUM of [n] over ``cp``, one SUM of three numbers over ``dp_cp``.
+
+    Raises:
+        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit.
+    """
+    check_aggregation(mode, loss_scale_factor)
+    counted = mask if denominator_mask is None else denominator_mask
+    for name, value in (("mask", mask), ("denominator_mask", counted)):
+        if value.shape != per_token.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(per_token.shape)} of per_token")
+    groups = groups or ParallelGroups()
+    cp = groups.cp
+    if layout is None:
+        if per_token.dim() != 2:
+            raise ValueError(f"per_token has shape {tuple(per_token.shape)}: without a layout it must be [b, s]")
+        layout = SequenceLayout.padded(*per_token.shape, cp_rank=group_rank(cp), cp_size=group_size(cp))
+    lengths = all_reduce_sum(layout.sum_sequences(counted), cp)
+    local = loss_sum(per_token, mask, mode, lengths, layout)
+    # Whole sequences are counted on the first CP rank alone.
+    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(cp) == 0)
+    total, tokens, sequences = all_reduce_sum(torch.cat([local.detach().view(1), counts]), groups.dp_cp).unbind()
+    divisor = denominator(mode, loss_scale_factor, tokens, sequences).clamp(min=torch.finfo(torch.float64).tiny)
+    return (local - local.detach() + total) / divisor
+
+
+def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:
+    """Σ mℓ of the local tokens, each divided by its sequence's n_i for ``seq-mean-token-mean``; 0-D float64.
+
+    Sums of float32 terms in float64 are the same for every order that a layout adds them in.
+
+    Args:
+        per_token: of the layout's local shape; the result stays in its graph even if nothing is counted.
+        mask: bool, likewise.
+        mode: the aggregation.
+        lengths: [n] float64, n_i of the whole sequences.
+        layout: which tokens these are.
+    """
+    terms = torch.where(mask, per_token, per_token.new_zeros(())).double()
+    if mode == "seq-mean-token-mean":
+        terms = terms / layout.expand(lengths.clamp(min=1))
+    return terms.sum()
+
+
+def denominator(mode: str, loss_scale_factor: float | None, tokens: Tensor, sequences: Tensor) -> Tensor:
     """G of the aggregation, 0-D, from the tokens and the sequences that D counts over the whole mini-batch.
 
     ``token-mean`` Σ D; ``token-sum`` the loss_scale_factor; ``seq-mean-token-sum`` and ``seq-mean-token-mean`` (whose
     terms are divided by n_i already) N; ``seq-mean-token-sum-norm`` N · loss_scale_factor.
     """
-    scale = loss.loss_scale_factor or 1.0
-    if loss.aggregation == "token-mean":
+    scale = 1.0 if loss_scale_factor is None else loss_scale_factor
+    if mode == "token-mean":
         return tokens
-    if loss.aggregation == "token-sum":
-        return tokens.new_tensor(scale)
-    return sequences * scale if loss.aggregation == "seq-mean-token-sum-norm" else sequences
+    if mode == "token-sum":
+        return tokens.new_full((), scale)
+    return sequences * scale if mode == "seq-mean-token-sum-norm" else sequences
+
+
+def check_aggregation(mode: str, loss_scale_factor: float | None) -> None:
+    """Raise ValueError for a mode that does not exist, or a scale factor that it does not fit."""
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"aggregation={mode!r} (--loss-aggregation) is unknown: use one of {', '.join(AGGREGATIONS)}")
+    if (mode in _SCALED) != (loss_scale_factor is not None):
+        raise ValueError(
+            f"loss_scale_factor={loss_scale_factor} (--loss-scale-factor) with aggregation={mode!r}: token-sum and "
+            "seq-mean-token-sum-norm need it, the others do not use it"
+        )
+    if loss_scale_factor is not None and not 0 < loss_scale_factor < torch.inf:
+        raise ValueError(f"loss_scale_factor={loss_scale_factor} (--loss-scale-factor) must be positive and finite")

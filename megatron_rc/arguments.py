@@ -26,7 +26,7 @@ _HELP = {
     "bad_log_probs": "a NaN, infinite or positive log-prob: error, reject_token or reject_sequence",
     "metric_prefix": "in front of every metric's name",
     "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
-    "loss_type": "objective in bypass mode: ppo_clip or reinforce",
+    "loss_type": "objective in bypass mode: ppo_clip, reinforce, gspo or cispo",
 }
 _SWITCHES = ("bypass_mode", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
@@ -84,16 +84,20 @@ def rollout_correction_config_from_args(args: argparse.Namespace) -> RolloutCorr
 
 
 def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
-    """The objective that Megatron-LM's ``--grpo-*`` flags and ``--ppo-dual-clip`` describe; absent ones: the default.
+    """The objective that Megatron-LM's ``--grpo-*`` flags and ours beside them describe; absent ones: the default.
 
     Raises:
         ValueError: a value that the objective cannot have; the flag is named.
     """
     fields = {
+        "algorithm": "policy_loss",
         "clip_low": "grpo_clamp_eps_lower",
         "clip_high": "grpo_clamp_eps_upper",
         "dual_clip": "ppo_dual_clip",
+        "aggregation": "loss_aggregation",
+        "loss_scale_factor": "loss_scale_factor",
         "kl_coef": "grpo_kl_beta",
+        "kl_estimator": "kl_estimator",
         "entropy_coef": "grpo_entropy_term_weight",
     }
     given = {field: getattr(args, name, None) for field, name in fields.items()}
@@ -173,7 +177,7 @@ def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
         left.add("rollout_rs_threshold_lower")
     if not now["bypass_mode"]:
         left.add("loss_type")
-    elif now["loss_type"] == "ppo_clip":
+    elif now["loss_type"] != "reinforce":
         left.add("rollout_is_batch_normalize")
     if "rollout_is_batch_normalize" in left or not now["rollout_is_batch_normalize"]:
         left.add("rollout_is_batch_normalize_scope")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rc.criteria import Criterion, one_of, ordered, parse_criteria, positive, ratio_bounds
+from megatron_rc.losses import ALGORITHMS
 from megatron_rc.presets import PRESETS, RELEASES, Presets
 
 DEFAULT_IS_THRESHOLD = 2.0
@@ -22,7 +23,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rollout_is_batch_normalize_scope": ("all", "accepted"),
     "rejection_denominator": ("accepted", "original"),
     "bad_log_probs": ("error", "reject_token", "reject_sequence"),
-    "loss_type": ("ppo_clip", "reinforce"),
+    "loss_type": ALGORITHMS,
 }
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _log = logging.getLogger("megatron_rc")
@@ -54,8 +55,8 @@ class RolloutCorrectionConfig(Presets):
             and the token (``reject_token``) or its sequence (``reject_sequence``) is rejected.
         metric_prefix: in front of every metric's name. ``mismatch/`` gives the names of the oldest dashboards.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
-        loss_type: the objective in bypass mode: ``ppo_clip`` (its ratio is the correction: weights are measured, not
-            applied) or ``reinforce``.
+        loss_type: the objective in bypass mode: ``ppo_clip``, ``gspo`` or ``cispo`` (the ratio is the correction:
+            weights are measured, not applied), or ``reinforce``.
         notes: what a foreign configuration was translated into, and what of it was dropped; no part of the config.
 
     Args:
@@ -79,7 +80,7 @@ class RolloutCorrectionConfig(Presets):
     bad_log_probs: Literal["error", "reject_token", "reject_sequence"] = "error"
     metric_prefix: str = "rollout_corr/"
     bypass_mode: bool = False
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    loss_type: Literal["ppo_clip", "reinforce", "gspo", "cispo"] = "ppo_clip"
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     use_policy_gradient: InitVar[bool | None] = None
     # Derived from the fields above, once.
@@ -130,7 +131,7 @@ class RolloutCorrectionConfig(Presets):
     @property
     def applies_weights(self) -> bool:
         """True where the loss is multiplied by the weights: not in bypass ``ppo_clip``, whose ratio holds them."""
-        return self.rollout_is is not None and not (self.bypass_mode and self.loss_type == "ppo_clip")
+        return self.rollout_is is not None and not (self.bypass_mode and self.loss_type != "reinforce")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; ``from_dict`` takes it back."""
@@ -186,6 +187,10 @@ class RolloutCorrectionConfig(Presets):
         if not use_policy_gradient and self.loss_type == "reinforce":
             raise ValueError("use_policy_gradient=False contradicts loss_type='reinforce': drop use_policy_gradient")
         if use_policy_gradient:
+            if self.loss_type not in ("ppo_clip", "reinforce"):
+                raise ValueError(
+                    f"use_policy_gradient=True contradicts loss_type={self.loss_type!r}: drop use_policy_gradient"
+                )
             object.__setattr__(self, "loss_type", "reinforce")
 
     def _check_weights(self) -> None:
@@ -253,13 +258,14 @@ class RolloutCorrectionConfig(Presets):
         if self.rollout_is is not None and not self.applies_weights:
             if self.rollout_is_batch_normalize:
                 raise ValueError(
-                    "rollout_is_batch_normalize=True does nothing with bypass_mode and loss_type='ppo_clip', which "
-                    "applies no weights: drop it, or use loss_type='reinforce'"
+                    f"rollout_is_batch_normalize=True does nothing with bypass_mode and loss_type={self.loss_type!r}, "
+                    "which applies no weights: drop it, or use loss_type='reinforce'"
                 )
             _log.warning(
-                "rollout_is=%s with bypass_mode and loss_type=ppo_clip: the weights are measured, not applied; PPO's "
-                "ratio π_θ/π_rollout is the correction",
+                "rollout_is=%s with bypass_mode and loss_type=%s: the weights are measured, not applied; the ratio "
+                "π_θ/π_rollout is the correction",
                 self.rollout_is,
+                self.loss_type,
             )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from megatron_rc.aggregation import denominator
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.inputs import Layouts, PlanInputs, Sizes, Tensors, check_sizes, collect_masks, collect_shards
+from megatron_rc.loss_statistics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.losses import PolicyLossConfig
 from megatron_rc.metrics import derive_metrics
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
@@ -25,7 +28,7 @@ from megatron_rc.pipeline import (
     reduce_sequences,
     sequence_sums,
 )
-from megatron_rc.result import BypassPlan, CorrectionResult, merge_headers
+from megatron_rc.result import BypassPlan, CorrectionResult, HeaderShape, merge_headers
 from megatron_rc.weights import normalization
 
 
@@ -121,19 +124,24 @@ def _sums(
 class RolloutCorrection:
     """The correction for a trainer.
 
-    Decoupled: ``plan`` before the schedule does everything. Bypass: ``plan`` before the schedule, ``in_loss`` for every
-    micro-batch inside it, ``finish_step`` before the optimizer's step.
+    Decoupled: ``plan`` before the schedule decides everything. Bypass: ``plan`` before the schedule, ``in_loss`` for
+    every micro-batch inside it, ``finish_step`` before the optimizer's step. In both modes ``record`` takes what the
+    loss measured of a micro-batch, and ``finish_step`` reduces it.
 
     Args:
         config: what to correct.
         groups: ``cp`` and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header to the other stages.
-        loss: the objective: its aggregation decides the denominators of bypass mode.
+        loss: the objective: its aggregation decides the denominators.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
             prediction).
         compile: as :func:`correct_rollouts` has it.
 
     Attributes:
-        step: what is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's step.
+        loss: the objective, its algorithm filled in.
+        step: bypass mode: what is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's
+            step.
+        sequence_log_ratio: bypass mode: [n] float64, the mean of log π_θ/π_rollout over each whole sequence of the
+            micro-batch that ``in_loss`` saw last.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
@@ -148,13 +156,13 @@ class RolloutCorrection:
         has_auxiliary_losses: bool = False,
         compile: bool = False,
     ) -> None:
-        if config.bypass_mode:
-            _check_bypass(config, loss, has_auxiliary_losses)
         self.config = config
         self.groups = groups
-        self.loss = loss
+        self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
         self.compile = compile
-        self.step: CorrectionResult | None = None
+        self.sequence_log_ratio: Tensor | None = None
+        self._ended: CorrectionResult | None = None
+        self._statistics: LossStatistics | None = None
         self._plan: BypassPlan | None = None
         self._pair: Pair | None = None
         self._mini_batch: int | None = None
@@ -196,6 +204,7 @@ class RolloutCorrection:
         self._check_plan(inputs, sizes)
         if self.config.bypass_mode:
             self._headers, self._pair, self._mini_batch, self._seen = [], None, None, 0
+            self._statistics = None
             self._plan = None if inputs is None else self._plan_bypass(inputs, sizes)
             return self._plan or BypassPlan(None)
         if inputs is None:
@@ -254,42 +263,87 @@ class RolloutCorrection:
             sums, maxima = self._pair[0] + sums, torch.maximum(self._pair[1], maxima)
         self._pair, self._mini_batch = (sums, maxima), mini_batch
         self._seen += batch.local.shards.num_sequences
+        self.sequence_log_ratio = batch.mean_log_ratio
         weights, mask, lengths = batch.spread(None)
         return weights[0] if weights and self.config.applies_weights else None, mask[0], lengths
 
+    def record(self, statistics: LossStatistics) -> None:
+        """Add what the loss measured of one micro-batch to what ``finish_step`` reduces. Collectives: none."""
+        self._statistics = statistics if self._statistics is None else self._statistics.merge(statistics)
+
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:
-        """Bypass mode: end one optimizer step, on every pipeline stage.
+        """End one optimizer step, on every pipeline stage: reduce what the micro-batches added up.
 
         Args:
             device: of the result, on stages that hold no log-probs.
 
         Returns:
             0-D float64, D₀/G: what the gradients of a loss divided by D₀, the denominator under the response mask, are
-            to be multiplied by; 0 where no token is accepted and the step must be skipped. Touches no gradient.
+            to be multiplied by; 0 where no token is accepted and the step must be skipped. In decoupled mode G was
+            known before, and this is 1. Touches no gradient.
 
         Collectives: one SUM and one MAX over ``dp_cp`` on the last stage, then one broadcast over ``pp``.
 
         Raises:
-            RuntimeError: decoupled mode, or no micro-batch since the last step.
+            RuntimeError: bypass mode, and no micro-batch since the last step.
         """
-        if not self.config.bypass_mode:
-            raise RuntimeError("finish_step belongs to bypass_mode: in decoupled mode the plan knows everything")
-        shape = header_shape(self.config, Sizes())
+        shape = _step_shape(self.config)
         if self.groups.is_last_stage:
-            if self._pair is None or self._plan is None:
-                raise RuntimeError("finish_step() without a micro-batch: call in_loss() in the loss function first")
-            header = torch.cat(reduce_batch(self._pair, self.groups))
-            # Found by the plan, which the other stages did not see.
-            shape.unpack(header)[0]["bad_mini_batch_ids"].add_(self._plan.bad_ids)
-            message = torch.cat([header, self._factor(CorrectionResult(self.config, shape, header)).view(1)])
+            message = self._step_header(device)
         else:
-            message = torch.zeros(len(shape) + 1, dtype=torch.float64, device=device)
+            message = torch.zeros(len(shape), dtype=torch.float64, device=device)
         message = self._broadcast(message)
-        self.step = CorrectionResult(self.config, shape, message[:-1])
-        self._headers.append(message[:-1])
-        self._pair, self._mini_batch, self._seen = None, None, 0
+        self._ended = CorrectionResult(self.config, shape, message)
+        if self.config.bypass_mode:
+            self._headers.append(message)
+        self._pair, self._mini_batch, self._seen, self._statistics = None, None, 0, None
         return message[-1]
+
+    @property
+    def step(self) -> CorrectionResult | None:
+        """See the class."""
+        return self._ended if self.config.bypass_mode else None
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether ``finish_step`` can return anything but 1 for a step that is made: G is known only after it."""
+        return self.config.bypass_mode and _is_unknown(self.config, self.loss)
+
+    def loss_denominator(self, plan: CorrectionResult | BypassPlan, mini_batch: int) -> Tensor:
+        """What the loss of a mini-batch is divided by: G, in bypass mode D₀; 0-D float64, at least 1 token's worth.
+
+        Raises:
+            RuntimeError: a stage without log-probs.
+        """
+        if isinstance(plan, CorrectionResult):
+            counts = plan.denominators[mini_batch]
+            accepted = self.config.rejection_denominator == "accepted"
+            tokens, sequences = counts[2:] if accepted else counts[:2]
+        elif plan.counts is not None:
+            tokens, sequences = plan.counts[mini_batch, :2]
+        else:
+            raise RuntimeError("the loss is computed on the last pipeline stage only")
+        # A mini-batch without tokens has a loss of 0, whatever it is divided by.
+        return self._denominator(tokens.clamp(min=1), sequences.clamp(min=1))
+
+    def loss_metrics(self) -> dict[str, float]:
+        """Metrics of the loss of the step that ``finish_step`` ended last, equal on all ranks.
+
+        Host synchronisations: one, in bypass mode shared with ``step.check()`` and ``step.metrics()``.
+
+        Raises:
+            RuntimeError: no step has ended yet.
+        """
+        if self._ended is None:
+            raise RuntimeError("loss_metrics() before finish_step()")
+        found = self._ended.on_host()
+        named = dict(zip(SUMS, found.tables["loss_sums"], strict=True))
+        extremes = {name: found.maxima[f"loss_{name}"] for name in MAXIMA}
+        metrics = derive_loss_metrics(named, extremes)
+        # Each micro-batch was divided by D₀.
+        metrics["loss/total"] *= found.maxima["factor"]
+        return metrics
 
     def metrics(self) -> dict[str, float]:
         """Bypass mode: metrics over all steps since the last ``plan``, which mix policies: each step has another π_θ.
@@ -298,7 +352,7 @@ class RolloutCorrection:
         """
         if not self._headers:
             return {}
-        shape = header_shape(self.config, Sizes())
+        shape = _step_shape(self.config)
         metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
         return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
 
@@ -315,23 +369,75 @@ class RolloutCorrection:
         tokens = all_reduce_sum(masks.tokens, self.groups.cp)
         return BypassPlan(all_reduce_sum(masks.mini_batch_counts(tokens), self.groups.dp_cp))
 
-    def _factor(self, step: CorrectionResult) -> Tensor:
+    def _step_header(self, device: torch.device | None) -> Tensor:
+        """The step's global sums and maxima, as ``_step_shape`` has them."""
+        if self.config.bypass_mode and (self._pair is None or self._plan is None):
+            raise RuntimeError("finish_step() without a micro-batch: call in_loss() in the loss function first")
+        measured = self._statistics or LossStatistics.nothing(device if self._pair is None else self._pair[0].device)
+        nothing = measured.sums.new_empty(0)
+        sums, maxima = self._pair or (nothing, nothing)
+        pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima])
+        header = torch.cat([*reduce_batch(pair, self.groups), nothing.new_ones(1)])
+        if self._plan is not None:
+            result = CorrectionResult(self.config, _step_shape(self.config), header)
+            # Found by the plan, which the other stages did not see.
+            result.shape.unpack(header)[0]["bad_mini_batch_ids"].add_(self._plan.bad_ids)
+            header[-1] = self._factor(result, self._plan)
+        return header
+
+    def _factor(self, step: CorrectionResult, plan: BypassPlan) -> Tensor:
         """D₀/G of the step that has just been reduced; G = (the aggregation's denominator) · w̄."""
-        if self._plan is None or self._plan.counts is None or self._mini_batch is None:
-            raise RuntimeError("finish_step() before plan() and in_loss()")
+        if self._mini_batch is None:
+            raise RuntimeError("finish_step() before in_loss()")
         tokens, sequences, accepted_tokens, accepted_sequences = step.denominators[0]
-        original = self._plan.counts[self._mini_batch]
-        known = denominator(self.loss, original[0], original[1])
         if self.config.rejection_denominator == "accepted":
             tokens, sequences = accepted_tokens, accepted_sequences
-        factor = known / denominator(self.loss, tokens, sequences)
+        factor = self.loss_denominator(plan, self._mini_batch) / self._denominator(tokens, sequences)
         if self.config.rollout_is_batch_normalize:
             sums, _ = step.shape.unpack(step.header)
             factor = factor * normalization(sums["normalize_weight"], sums["normalize_count"])
         return torch.where(accepted_tokens > 0, factor, 0.0)
 
+    def _denominator(self, tokens: Tensor, sequences: Tensor) -> Tensor:
+        return denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
+
     def _broadcast(self, header: Tensor) -> Tensor:
         return broadcast(header, group_size(self.groups.pp) - 1, self.groups.pp)
+
+
+def resolve_objective(
+    config: RolloutCorrectionConfig, loss: PolicyLossConfig, *, has_auxiliary_losses: bool = False
+) -> PolicyLossConfig:
+    """The objective with its algorithm filled in: ``ppo_clip``, in bypass mode the correction's ``loss_type``.
+
+    Args:
+        config: the correction.
+        loss: the objective.
+        has_auxiliary_losses: the model adds losses of its own to the gradients.
+
+    Raises:
+        ValueError: settings that contradict each other, or cannot be exact together; names them and the remedy.
+    """
+    algorithm = config.loss_type if config.bypass_mode else "ppo_clip"
+    if config.bypass_mode:
+        _check_bypass(config, loss, has_auxiliary_losses)
+    return dataclasses.replace(loss, algorithm=loss.algorithm or algorithm)
+
+
+def _step_shape(config: RolloutCorrectionConfig) -> HeaderShape:
+    """What a step reduces: in bypass mode the correction's sums and maxima, then the loss's, then D₀/G."""
+    known = header_shape(config, Sizes()) if config.bypass_mode else HeaderShape((), ())
+    sums = (*known.sums, ("loss_sums", (len(SUMS),)))
+    return HeaderShape(sums, (*known.maxima, *(f"loss_{name}" for name in MAXIMA), "factor"))
+
+
+def _is_unknown(config: RolloutCorrectionConfig, loss: PolicyLossConfig) -> bool:
+    """Whether the denominator of bypass mode is known only after the schedule."""
+    return config.rollout_is_batch_normalize or (
+        loss.aggregation != "token-sum"
+        and config.rejects
+        and (config.rejection_denominator == "accepted" or config.bad_log_probs == "reject_token")
+    )
 
 
 def _check_bypass(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_auxiliary_losses: bool) -> None:
@@ -346,12 +452,7 @@ def _check_bypass(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_a
             f"the terms of entropy_coef={loss.entropy_coef} and kl_coef={loss.kl_coef}: set them to 0, or use "
             "decoupled mode"
         )
-    unknown = config.rollout_is_batch_normalize or (
-        loss.aggregation != "token-sum"
-        and config.rejects
-        and (config.rejection_denominator == "accepted" or config.bad_log_probs == "reject_token")
-    )
-    if unknown and has_auxiliary_losses:
+    if _is_unknown(config, loss) and has_auxiliary_losses:
         raise ValueError(
             "the loss's denominator is known only after the schedule (bypass_mode with "
             "rejection_denominator=accepted or rollout_is_batch_normalize), and scaling the gradients then would "

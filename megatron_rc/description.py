@@ -29,6 +29,12 @@ _STATISTICS = {
     ("group_mean", ""): "all responses of a prompt whose mean {} over their tokens",
 }
 _DIVERGENCES = {"k2": "k2 = ½(log ρ)²", "k3": "k3 = ρ - 1 - log ρ"}
+_LOSSES = {
+    "ppo_clip": "PPO clips ρ itself",
+    "gspo": "GSPO clips the geometric mean of a sequence's ρ",
+    "cispo": "CISPO weighs each token by its clipped ρ",
+    "reinforce": "REINFORCE, without clipping",
+}
 _BAD = {
     "error": "an error",
     "reject_token": "the token is rejected and counted",
@@ -57,8 +63,7 @@ def describe(config: RolloutCorrectionConfig) -> str:
 def _mode(config: RolloutCorrectionConfig) -> str:
     if not config.bypass_mode:
         return "decoupled: π_old is computed, ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
-    loss = "PPO clips ρ itself" if config.loss_type == "ppo_clip" else "REINFORCE, without clipping"
-    return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {loss}"
+    return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {_LOSSES[config.loss_type]}"
 
 
 def _weights(config: RolloutCorrectionConfig) -> list[str]:
@@ -76,7 +81,7 @@ def _weights(config: RolloutCorrectionConfig) -> list[str]:
         which = "valid" if config.rollout_is_batch_normalize_scope == "all" else "accepted"
         lines.append(f"the weights are divided by their mean over the {which} {what} of the global batch")
     if not config.applies_weights:
-        lines.append("the weights are measured, not applied: PPO's ratio is the correction")
+        lines.append("the weights are measured, not applied: the ratio of the loss is the correction")
     return lines
 
 

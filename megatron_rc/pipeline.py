@@ -84,6 +84,7 @@ class BatchSums:
         local: of the first pass; ``kept`` is by now the accepted mask m'.
         verdicts: on whole sequences.
         log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
+        mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
         sums: float64, of any shape, by name.
         maxima: 0-D float64 by name.
     """
@@ -91,6 +92,7 @@ class BatchSums:
     local: LocalSums
     verdicts: Verdicts
     log_weights: Tensor | None
+    mean_log_ratio: Tensor
     sums: Sums
     maxima: Sums
 
@@ -196,7 +198,8 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     maxima = extremes | local.batch_max
     maxima["-bad_key"] = -first_bad_key(shards, named["response"] - named["valid"])
     log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
-    return BatchSums(local, verdicts, log_weights, sums, maxima)
+    mean_log_ratio = (named["train"] - named["rollout"]) / named["valid"].clamp(min=1)
+    return BatchSums(local, verdicts, log_weights, mean_log_ratio, sums, maxima)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:

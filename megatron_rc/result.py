@@ -114,7 +114,7 @@ class CorrectionResult:
                 those): names the policy, the lowest sample and position, and how many there are. Ids, versions, rewards
                 or advantages out of range. Rollout log-probs shifted by one position.
         """
-        sums, maxima = self._read().sums, self._read().maxima
+        sums, maxima = self.on_host().sums, self.on_host().maxima
         for name, remedy in _SIDES.items():
             if sums[f"bad_{name}"]:
                 raise ValueError(
@@ -131,15 +131,15 @@ class CorrectionResult:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the whole batch, equal on every rank; see ``docs/metrics.md``. Raises no data error."""
-        return derive_metrics(self._read(), self.config)
+        return derive_metrics(self.on_host(), self.config)
 
     def denominators_on_host(self) -> list[list[float]]:
         """``denominators`` as Python floats, from the same host synchronisation as ``check()``."""
-        rows: list[list[float]] = self._read().tables["mini_batches"]
+        rows: list[list[float]] = self.on_host().tables["mini_batches"]
         return rows
 
-    def _read(self) -> Statistics:
-        """The header on the host: the one synchronisation."""
+    def on_host(self) -> Statistics:
+        """The header on the host, by name: the one synchronisation, made once."""
         if self._host is None:
             self._host = self.shape.read(self.header.tolist())
         return self._host

@@ -78,7 +78,7 @@ def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
     for index in range(batches):
         replica, replicas = group_rank(dp), trainer.args.data_parallel_size
         prepared = trainer.prepare(recorded_batch(index, replica, replicas))
-        local = prepared.local
+        local = prepared.batch.local
         size = 0.0
         if local.weights is not None and group_rank(trainer.groups.tp) == 0:
             terms = local.weights.double() * local.advantages.double().abs().unsqueeze(1)

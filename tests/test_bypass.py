@@ -246,8 +246,8 @@ def test_ppo_clip_measures_weights_and_hands_out_none():
 
 def test_calls_out_of_order_are_errors():
     decoupled = RolloutCorrection(RolloutCorrectionConfig(), ALONE, loss=PolicyLossConfig())
-    with pytest.raises(RuntimeError, match="finish_step belongs to bypass_mode"):
-        decoupled.finish_step()
+    with pytest.raises(RuntimeError, match=r"loss_metrics\(\) before finish_step"):
+        decoupled.loss_metrics()
     with pytest.raises(RuntimeError, match="in_loss belongs to bypass_mode"):
         decoupled.in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool))
     correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())

@@ -472,7 +472,21 @@ def test_the_objective_from_megatrons_flags():
     expected = PolicyLossConfig(clip_low=0.1, clip_high=0.3, kl_coef=0.0, entropy_coef=0.01)
     assert policy_loss_config_from_args(args) == expected
     assert policy_loss_config_from_args(argparse.Namespace()) == PolicyLossConfig()
-    for name, value in (("grpo_clamp_eps_lower", 1.0), ("ppo_dual_clip", 0.5), ("grpo_kl_beta", -1.0)):
+    args = argparse.Namespace(
+        policy_loss="gspo", loss_aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", grpo_kl_beta=0.1
+    )
+    assert policy_loss_config_from_args(args) == PolicyLossConfig(
+        algorithm="gspo", aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", kl_coef=0.1
+    )
+    for name, value in (
+        ("grpo_clamp_eps_lower", 1.1),
+        ("ppo_dual_clip", 0.5),
+        ("grpo_kl_beta", -1.0),
+        ("policy_loss", "sapo"),
+        ("loss_aggregation", "mean"),
+        ("loss_scale_factor", 2.0),
+        ("kl_estimator", "k4"),
+    ):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
             policy_loss_config_from_args(argparse.Namespace(**{name: value}))
 
@@ -540,7 +554,7 @@ def test_a_description_says_every_fact():
         (preset("bypass_ppo_clip"), "bypass: π_old := π_rollout, ρ = π_θ / π_rollout; PPO clips ρ itself"),
         (
             preset("bypass_ppo_clip", "2025-11"),
-            "the weights are measured, not applied: PPO's ratio is the correction",
+            "the weights are measured, not applied: the ratio of the loss is the correction",
         ),
         (preset("pg_is"), "bypass: π_old := π_rollout, ρ = π_θ / π_rollout; REINFORCE, without clipping"),
         (DESCRIBED[-1], "token weights w_t = ρ_t, not truncated"),

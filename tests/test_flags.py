@@ -32,7 +32,7 @@ def test_megatrons_names_are_there_and_explained(name):
 def test_what_follows_from_the_flags(tmp_path):
     more = ("--tensor-model-parallel-size=2", "--context-parallel-size=2", "--micro-batch-size=4")
     args = check(tmp_path, *more, world_size=8)
-    assert (args.data_parallel_size, args.num_microbatches, args.updates_per_rollout) == (2, 2, 2)
+    assert (args.data_parallel_size, args.updates_per_rollout) == (2, 2)
     assert (args.kv_channels, args.vocab_size, args.padded_vocab_size) == (8, 13, 16)
     assert args.model_family == "llama"
     assert check(tmp_path, model=GPT2).model_family == "gpt2"
@@ -133,7 +133,7 @@ def test_wrong_words_are_named(words, message):
         ("--lr-warmup-iters=100", 1, "--lr-warmup-iters 100 must be below --lr-decay-iters 100"),
         ("--adam-beta1=1", 1, "--adam-beta1 1.0 must lie in"),
         ("--train-iters=0", 1, "--train-iters 0 must be positive"),
-        ("--grpo-clamp-eps-lower=1", 1, "--grpo-clamp-eps-lower"),
+        ("--grpo-clamp-eps-lower=1.5", 1, "--grpo-clamp-eps-lower"),
         ("--optimizer=sgd --use-distributed-optimizer", 1, "works with --optimizer adam only"),
         ("--normalization=LayerNorm", 1, "no Hugging Face architecture has this combination"),
         ("--transformer-impl=transformer_engine", 1, "needs a CUDA device"),
