@@ -39,7 +39,6 @@ from megatron_rc.parallel import (
 from megatron_rc.parallel.groups import group_size
 from megatron_rc.result import BypassPlan, CorrectionResult
 from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
-from megatron_rc.statistics import is_log_prob
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Trainer:
             if isinstance(plan.mask, list) or isinstance(plan.weights, list):
                 raise TypeError("the trainer corrects a whole rollout batch at once")
             local = dataclasses.replace(local, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths)
-        return PreparedBatch(dataclasses.replace(cut, local=self._usable(local)), plan)
+        return PreparedBatch(dataclasses.replace(cut, local=local), plan)
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         """One optimizer step on one mini-batch of a rollout batch.
@@ -204,15 +203,6 @@ class Trainer:
             sequence_ids=cut.sides(batch.sample_ids),
             mini_batch_ids=cut.mini_batch_ids,
         )
-
-    def _usable(self, local: LocalTokens) -> LocalTokens:
-        """Without the tokens that ``bad_log_probs`` rejects: their log-probs must not reach the loss."""
-        if self.args.correction.bad_log_probs == "error":
-            return local
-        usable = local.response_mask & is_log_prob(local.rollout_log_probs)
-        if local.old_log_probs is not None:
-            usable &= is_log_prob(local.old_log_probs)
-        return dataclasses.replace(local, response_mask=usable)
 
     def _step_metrics(self) -> dict[str, float]:
         """Metrics of the correction that belong to one step: bypass mode's."""

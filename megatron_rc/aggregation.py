@@ -63,8 +63,8 @@ def aggregate_loss(
     # Whole sequences are counted on the first CP rank alone.
     counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(cp) == 0)
     total, tokens, sequences = all_reduce_sum(torch.cat([local.detach().view(1), counts]), groups.dp_cp).unbind()
-    divisor = denominator(mode, loss_scale_factor, tokens, sequences).clamp(min=torch.finfo(torch.float64).tiny)
-    return (local - local.detach() + total) / divisor
+    divisor = denominator(mode, loss_scale_factor, tokens.clamp(min=1), sequences.clamp(min=1))
+    return torch.where(tokens > 0, (local - local.detach() + total) / divisor, 0.0)
 
 
 def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:

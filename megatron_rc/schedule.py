@@ -13,6 +13,7 @@ from megatron_rc.aggregation import loss_sum
 from megatron_rc.correction import RolloutCorrection
 from megatron_rc.losses import kl_penalty, policy_loss
 from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.statistics import is_log_prob
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,12 @@ def masked_loss(
     """
     objective = correction.loss
     weights, mask, lengths, old = _corrected(correction, micro_batch, log_probs, mini_batch)
+    usable = _usable(correction, micro_batch, log_probs, old)
     policy = policy_loss(
         log_probs,
         old,
         micro_batch.advantages,
-        micro_batch.response_mask,
+        usable,
         algorithm=objective.algorithm or "ppo_clip",
         clip_low=objective.clip_low,
         clip_high=objective.clip_high,
@@ -116,15 +118,16 @@ def masked_loss(
     )
     per_token, sums = policy.per_token, {}
     if entropy is not None:
-        sums["entropy"] = _sum(entropy, micro_batch.response_mask)
+        sums["entropy"] = _sum(entropy, usable)
         per_token = per_token - objective.entropy_coef * entropy
     elif objective.entropy_coef:
         raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
     if objective.kl_coef:
         if micro_batch.ref_log_probs is None:
             raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
-        penalty = kl_penalty(log_probs, micro_batch.ref_log_probs, objective.kl_estimator)
-        sums["reference_kl"] = _sum(penalty, micro_batch.response_mask)
+        here, there = (torch.where(usable, value, 0.0) for value in (log_probs, micro_batch.ref_log_probs))
+        penalty = kl_penalty(here, there, objective.kl_estimator)
+        sums["reference_kl"] = _sum(penalty, usable)
         per_token = per_token + objective.kl_coef * penalty
     total = loss_sum(per_token, mask, objective.aggregation, lengths, micro_batch.layout)
     correction.record(policy.statistics.plus(loss=total.detach() / scale.denominator, **sums))
@@ -203,6 +206,15 @@ def _corrected(
     if old is None or mask is None or lengths is None:
         raise ValueError("decoupled mode needs old_log_probs, and mask and lengths of the plan, in every micro-batch")
     return micro_batch.weights, mask, lengths, old
+
+
+def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: Tensor, old: Tensor) -> Tensor:
+    """The response mask without the tokens that ``bad_log_probs`` rejects: what stands there must not reach a sum."""
+    mask = micro_batch.response_mask
+    if correction.config.bad_log_probs == "error":
+        return mask
+    train = log_probs.detach() if correction.config.bypass_mode else old
+    return mask & is_log_prob(micro_batch.rollout_log_probs) & is_log_prob(train)
 
 
 def _sum(values: Tensor, mask: Tensor) -> Tensor:
