@@ -26,6 +26,9 @@ from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 
 
+_PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
+
+
 @dataclass(frozen=True)
 class LocalTokens:
     """Label-aligned tokens of some sequences on this rank; per token: the layout's local shape.
@@ -38,6 +41,7 @@ class LocalTokens:
         response_mask: bool, True where the label was sampled.
         rollout_log_probs: log π_rollout of the labels.
         advantages: [n].
+        sequence_ids: [n] int64, of the samples; 0 for padding.
         old_log_probs: log π_old; None before the forward-only pass, in bypass mode, and on stages without log-probs.
         ref_log_probs: log π_ref, where there is a KL penalty.
         weights: importance weights, where there are any.
@@ -52,6 +56,7 @@ class LocalTokens:
     response_mask: Tensor
     rollout_log_probs: Tensor
     advantages: Tensor
+    sequence_ids: Tensor
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     weights: Tensor | None = None
@@ -62,7 +67,7 @@ class LocalTokens:
         """The same of one micro-batch."""
         present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         pieces: dict[str, Any] = {
-            name: value[cut.sequences if name in ("advantages", "lengths") else cut.tokens]
+            name: value[cut.sequences if name in _PER_SEQUENCE else cut.tokens]
             for name, value in present.items()
             if isinstance(value, Tensor)
         }
@@ -132,6 +137,7 @@ def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroup
         response_mask=layout.cut(mask),
         rollout_log_probs=layout.cut(rollout_log_probs),
         advantages=group_advantages(batch.rewards, batch.group_ids).float(),
+        sequence_ids=batch.sample_ids,
     )
     per_rank = args.global_batch_size // args.data_parallel_size
     pieces = [slice(start, start + size) for start in range(0, rows, size)]
@@ -285,6 +291,7 @@ def _lay_out(
         response_mask=take(mask),
         rollout_log_probs=take(rollout_log_probs),
         advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
+        sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )
     ids = [index for index, number in enumerate(num_micro_batches) for _ in range(number)]
     counts = torch.tensor([len(one) for one in micro_batches])

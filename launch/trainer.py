@@ -200,7 +200,7 @@ class Trainer:
             advantages=cut.local.advantages,
             rewards=cut.sides(batch.rewards),
             group_ids=None if bypass else cut.sides(batch.group_ids),
-            sequence_ids=cut.sides(batch.sample_ids),
+            sequence_ids=cut.local.sequence_ids,
             mini_batch_ids=cut.mini_batch_ids,
         )
 
@@ -309,6 +309,7 @@ class Trainer:
             response_mask=local.response_mask,
             advantages=local.advantages,
             rollout_log_probs=local.rollout_log_probs,
+            sequence_ids=local.sequence_ids,
             old_log_probs=local.old_log_probs,
             ref_log_probs=local.ref_log_probs,
             weights=local.weights,

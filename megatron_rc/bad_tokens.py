@@ -81,6 +81,11 @@ def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
     if default_ids:
         rank, index = divmod(sample, _LOCAL_IDS)
         where = f"sample {index} of data-parallel rank {rank} (no sequence_ids given)"
+        # What lies behind the last key of a rank, or of all ranks, shares that key.
+        if sample == MAX_SEQUENCE_ID - 1:
+            where = f"a sample of data-parallel rank {rank} or a later one (give sequence_ids to know which)"
+        elif index == _LOCAL_IDS - 1:
+            where = f"sample {index} or a later one of data-parallel rank {rank} (give sequence_ids to know which)"
     return (
         f"the {('training', 'rollout')[policy]} log-prob of {where}, position {position} is NaN, infinite or positive "
         f"({count:.0f} such tokens in the batch): repair the log-probs, mask these tokens, or set bad_log_probs"

@@ -225,6 +225,7 @@ class RolloutCorrection:
         *,
         layout: SequenceLayout | None = None,
         advantages: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
         mini_batch: int = 0,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Bypass mode: correct one micro-batch from π_θ, inside the loss function.
@@ -235,6 +236,7 @@ class RolloutCorrection:
             response_mask: bool, of the same shape.
             layout: which tokens these are. Default: padded ``[b, s]``.
             advantages: [n] or like the log-probs; ``opsm`` needs them.
+            sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
             mini_batch: the optimizer step, one for all micro-batches until ``finish_step``.
 
         Returns:
@@ -256,7 +258,9 @@ class RolloutCorrection:
             raise ValueError(
                 f"mini_batch={mini_batch} in the step of mini-batch {self._mini_batch}: call finish_step() in between"
             )
-        inputs = PlanInputs(log_probs, rollout_log_probs, response_mask, layout, advantages=advantages)
+        inputs = PlanInputs(
+            log_probs, rollout_log_probs, response_mask, layout, advantages=advantages, sequence_ids=sequence_ids
+        )
         batch = _sums(inputs, self.config, Sizes(), self.groups, self.compile, self._seen)
         sums, maxima = batch.pair
         if self._pair is not None:

@@ -25,6 +25,7 @@ class MicroBatch:
         response_mask: bool: the tokens that were sampled.
         advantages: [n], or per token.
         rollout_log_probs: log π_rollout.
+        sequence_ids: [n] int64; bypass mode's error messages name them.
         old_log_probs: log π_old; None in bypass mode, where π_rollout takes its place.
         ref_log_probs: log π_ref, where there is a KL penalty.
         weights: importance weights of the plan; None without any, and in bypass mode, where the loss finds them.
@@ -36,6 +37,7 @@ class MicroBatch:
     response_mask: Tensor
     advantages: Tensor
     rollout_log_probs: Tensor
+    sequence_ids: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     weights: Tensor | None = None
@@ -199,6 +201,7 @@ def _corrected(
             micro_batch.response_mask,
             layout=micro_batch.layout,
             advantages=micro_batch.advantages,
+            sequence_ids=micro_batch.sequence_ids,
             mini_batch=mini_batch,
         )
         return *found, micro_batch.rollout_log_probs

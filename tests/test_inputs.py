@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.bad_tokens import describe_bad_token
 from megatron_rc.parallel import SequenceLayout
 from tests.corrections import CASES, clear_batch, make_batch, sizes
 from tests.test_correction import config_of
@@ -220,3 +221,15 @@ def test_views_and_mixed_dtypes_are_read_as_they_are():
         assert torch.equal(got.header, want.header)
     mixed = given | {"rollout_log_probs": given["rollout_log_probs"].float()}
     assert correct_rollouts(**mixed, config=config).weights.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        (2**11 + 5, "sample 5 of data-parallel rank 1 (no sequence_ids given), position 3"),
+        (2**11 - 1, "sample 2047 or a later one of data-parallel rank 0 (give sequence_ids"),
+        (2**21 - 1, "a sample of data-parallel rank 1023 or a later one (give sequence_ids"),
+    ],
+)
+def test_a_key_that_several_samples_share_says_so(sample, words):
+    assert words in describe_bad_token(sample * 2.0**32 + 6, 1, default_ids=True)

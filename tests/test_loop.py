@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,10 +46,18 @@ def without_times(folder):
         (Layout(tp=2), ["--grpo-kl-beta=0.1"], LLAMA),
         (Layout(pp=2, vpp=True), ["--micro-batch-size=4", "--use-distributed-optimizer"], LLAMA),
         (Layout(cp=2, dp=2), ["--use-distributed-optimizer", "--micro-batch-size=4"], GPT2),
+        (Layout(cp=2), ["--bypass-mode", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"], GPT2),
         (Layout(), ["--bf16", "--rollout-dtype=bf16"], LLAMA),
         (Layout(), ["--optimizer=sgd", "--untie-embeddings-and-output-weights"], LLAMA),
     ],
-    ids=["tp2-reference", "pp2-vpp-distributed", "cp2-dp2-gpt2-distributed", "bf16", "sgd-untied"],
+    ids=[
+        "tp2-reference",
+        "pp2-vpp-distributed",
+        "cp2-dp2-gpt2-distributed",
+        "cp2-gpt2-bypass-packed",
+        "bf16",
+        "sgd-untied",
+    ],
 )
 def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model):
     """Four steps, and two steps, a checkpoint and two more: equal to the last digit."""
@@ -189,17 +198,19 @@ def test_every_rank_of_a_replica_gets_the_records(ranks, tmp_path):
     assert ranks.run(run_broken, layout, flags(tmp_path, *layout.flags()), None) == [-16 * 8.0] * 8
 
 
-def train_on_rejected(words):
+def train_on_rejected(words, why):
     """A batch whose tokens are all rejected: the optimizer's state before and after its two updates."""
     trainer = make_trainer(words)
     trainer.update(trainer.prepare(recorded_batch(0)), 0)
     state = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
     moments = [t.clone() for t in tensors_of(trainer.optimizer.state_dict())]
     rate = trainer.optimizer.param_groups[0]["lr"]
-    trainer.correction = type(trainer.correction)(
-        reject_all(trainer.args.correction), trainer.groups, loss=trainer.args.loss
-    )
-    prepared = trainer.prepare(recorded_batch(1))
+    batch = recorded_batch(1)
+    if why == "bad":
+        batch = replace(batch, rollout_log_probs=torch.full_like(batch.rollout_log_probs, math.nan))
+    else:
+        trainer.correction.config = reject_all(trainer.args.correction)
+    prepared = trainer.prepare(batch)
     metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
     after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     same = all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
@@ -220,33 +231,96 @@ def tensors_of(state):
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
-def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layout):
-    for same, metrics, moments in ranks.run(train_on_rejected, layout, flags(tmp_path, "--lr=1e-3", *layout.flags())):
+BYPASS = ["--bypass-mode", "--loss-type=reinforce"]
+PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
+
+
+@pytest.mark.parametrize("why", ["rejected", "bad"])
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(), []),
+        (Layout(pp=2), []),
+        (Layout(), BYPASS),
+        (Layout(pp=2), [*BYPASS, *PACKED]),
+        (Layout(cp=2), [*BYPASS, "--calculate-per-token-loss"]),
+    ],
+    ids=["single", "pp2", "single-bypass", "pp2-bypass-packed", "cp2-bypass-ptl"],
+)
+def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layout, more, why):
+    words = [*more, "--lr=1e-3", *["--bad-log-probs=reject_sequence"] * (why == "bad")]
+    found = ranks.run(train_on_rejected, layout, flags(tmp_path, *words, *layout.flags()), why)
+    for same, metrics, moments in found:
         assert same
         assert moments > 10
+        assert metrics == found[0][1]
         assert metrics["skipped_steps"] == 2
+        if "--bypass-mode" in more and why == "rejected":
+            assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
 
 
 def train_on_bad_data(words):
-    from dataclasses import replace
-
     trainer = make_trainer(words)
     batch = recorded_batch(0)
     log_probs = batch.rollout_log_probs.clone()
     row, position = (int(index) for index in batch.response_mask.nonzero()[5])
     log_probs[row, position] = math.inf
+    before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
     try:
-        trainer.prepare(replace(batch, rollout_log_probs=log_probs))
+        trainer.update(trainer.prepare(replace(batch, rollout_log_probs=log_probs)), 0)
     except ValueError as error:
-        return str(error), row, position
+        after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+        return str(error), row, position, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("more", [[], BYPASS, [*BYPASS, *PACKED]], ids=["decoupled", "bypass", "bypass-packed"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(cp=2, tp=2)], ids=str)
-def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout):
-    for message, row, position in ranks.run(train_on_bad_data, layout, flags(tmp_path, *layout.flags())):
+def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more):
+    found = ranks.run(train_on_bad_data, layout, flags(tmp_path, *more, *layout.flags()))
+    for message, row, position, untouched in found:
         # Position t of the correction speaks of token t + 1.
         assert message.startswith(f"the rollout log-prob of sample {row}, position {position - 1} is NaN, infinite")
+        assert message == found[0][0]
+        assert untouched
+
+
+def count_passes(words):
+    """How often the pipeline is run through before the first step, and in it."""
+    from megatron_rc.launch import trainer as module
+
+    passes, right = [], module.get_forward_backward_func
+
+    def counted():
+        schedule = right()
+
+        def run(**arguments):
+            passes.append((arguments["forward_only"], arguments["num_microbatches"]))
+            return schedule(**arguments)
+
+        return run
+
+    module.get_forward_backward_func = counted
+    try:
+        trainer = make_trainer(words)
+        prepared = trainer.prepare(recorded_batch(0))
+        before = list(passes)
+        trainer.update(prepared, 0)
+    finally:
+        module.get_forward_backward_func = right
+    return before, passes[len(before) :]
+
+
+@pytest.mark.parametrize(
+    ("more", "forward_only"),
+    [([], 1), (["--grpo-kl-beta=0.1"], 2), (["--bypass-mode"], 0), (["--bypass-mode", "--grpo-kl-beta=0.1"], 1)],
+    ids=["decoupled", "decoupled-kl", "bypass", "bypass-kl"],
+)
+def test_bypass_mode_saves_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
+    layout = Layout(pp=2)
+    words = flags(tmp_path, *layout.flags(), "--micro-batch-size=4", "--grpo-kl-beta=0", *more)
+    for before, step in ranks.run(count_passes, layout, words):
+        assert before == [(True, 4)] * forward_only
+        assert step == [(False, 4)]
 
 
 def explode(words):
