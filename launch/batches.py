@@ -25,7 +25,6 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 
-
 _PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
 
 

@@ -140,7 +140,7 @@ def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
 
 
 def test_what_the_loss_needs_is_named():
-    theta, old, rollout, ref, entropy, mask = tensors()
+    theta, old, rollout, _, entropy, mask = tensors()
     layout = SequenceLayout.padded(ROWS, WIDTH)
     scale = LossScale(torch.ones((), dtype=torch.float64), 1, 1, False, mask.numel(), mask.numel())
     batch = MicroBatch(layout, mask, torch.ones(ROWS), rollout)
@@ -161,7 +161,7 @@ def test_what_the_loss_needs_is_named():
     ("algorithm", "config"), [("reinforce", {}), (None, {"bypass_mode": True, "loss_type": "cispo"})]
 )
 def test_a_cap_that_the_objective_does_not_have_is_refused(algorithm, config):
-    with pytest.raises(ValueError, match="dual_clip=3.0 .* does nothing with"):
+    with pytest.raises(ValueError, match=r"dual_clip=3\.0 .* does nothing with"):
         RolloutCorrection(
             RolloutCorrectionConfig(rollout_is=None, **config),
             ALONE,
