@@ -1,9 +1,10 @@
-"""What the correction costs in a real run: step times with it and without it, in turns, in one call.
+"""What the correction costs in a real run, and what bypass mode saves: step times of three variants, in turns.
 
     python benchmarks/step.py [--config configs/launch/count_up.yaml] [--nproc 4] [--rounds 3] [--steps 30]
 
-Prints medians over all steps but the first five of each launch, in seconds and as a ratio. Without correction both
-policies are measured all the same: it is the preset ``disabled``.
+Prints medians over all steps but the first five of each launch, in seconds, and ratios to the run that the launch file
+describes. Without correction both policies are measured all the same: it is the preset ``disabled``. Bypass mode keeps
+the file's criteria and makes no forward-only pass. The last line is an optimizer step with its share of the plan.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from pathlib import Path
 
 PHASES = ("sync", "rollout", "plan", "update")
 CORRECTION = ("rollout-correction-", "rollout-is", "rollout-rs")
+VARIANTS = {
+    "disabled": (CORRECTION, "rollout-correction-preset: disabled"),
+    "bypass": (CORRECTION[:2], "rollout-correction-preset: bypass_ppo_clip"),
+}
 WARM_UP = 5
 
 
-def without_correction(config: Path, folder: Path) -> Path:
-    """The same launch file with the preset that corrects nothing."""
-    lines = [line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith(CORRECTION)]
-    path = folder / "disabled.yaml"
-    path.write_text("\n".join([*lines, "rollout-correction-preset: disabled"]), encoding="utf-8")
+def variant(config: Path, name: str, folder: Path) -> Path:
+    """The same launch file with another correction."""
+    dropped, line = VARIANTS[name]
+    kept = [line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith(dropped)]
+    path = folder / f"{name}.yaml"
+    path.write_text("\n".join([*kept, line]), encoding="utf-8")
     return path
 
 
@@ -48,15 +54,30 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        files = {"corrected": args.config, "disabled": without_correction(args.config, folder)}
-        rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in files}
+        files = {"as launched": args.config} | {other: variant(args.config, other, folder) for other in VARIANTS}
+        rows: dict[str, list[dict[str, float]]] = {label: [] for label in files}
         for _ in range(args.rounds):
-            for variant, path in files.items():
-                rows[variant] += launch(path, args.nproc, args.steps, folder)[WARM_UP:]
-    sys.stdout.write(f"{'phase':<10}{'corrected':>12}{'disabled':>12}{'ratio':>8}\n")
-    for phase in PHASES:
-        one, other = (statistics.median(row[f"perf/{phase}_seconds"] for row in rows[variant]) for variant in rows)
-        sys.stdout.write(f"{phase:<10}{one:>12.4f}{other:>12.4f}{one / other:>8.2f}\n")
+            for label, path in files.items():
+                rows[label] += launch(path, args.nproc, args.steps, folder)[WARM_UP:]
+    print_table({label: medians(found) for label, found in rows.items()})
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of each phase, and of a step with its share of the plan."""
+    seconds = {phase: statistics.median(row[f"perf/{phase}_seconds"] for row in rows) for phase in PHASES}
+    updates = len(rows) / len({row["perf/plan_seconds"] for row in rows})
+    return seconds | {"step": seconds["plan"] / updates + seconds["update"]}
+
+
+def print_table(seconds: dict[str, dict[str, float]]) -> None:
+    """One line a phase: seconds of every variant, ratios to the first."""
+    first, *others = seconds
+    head = "".join(f"{label:>14}" for label in seconds) + "".join(f"{label + ' ratio':>16}" for label in others)
+    sys.stdout.write(f"{'phase':<10}{head}\n")
+    for phase in (*PHASES, "step"):
+        values = "".join(f"{found[phase]:>14.4f}" for found in seconds.values())
+        ratios = "".join(f"{seconds[label][phase] / seconds[first][phase]:>16.2f}" for label in others)
+        sys.stdout.write(f"{phase:<10}{values}{ratios}\n")
 
 
 if __name__ == "__main__":

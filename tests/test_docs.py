@@ -1,5 +1,6 @@
 """The documents say what the code does: every metric is named in docs/metrics.md, and README's examples run."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -11,9 +12,13 @@ import torch
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.criteria import NAMES, TABLE
 from megatron_rc.histogram import QUANTILES
+from megatron_rc.loss_statistics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.losses import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
+from megatron_rc.schedule import MicroBatch
 from tests.corrections import CASES, clear_batch
+from tests.ranks import Layout
+from tests.scenario import flags, make_trainer, recorded_batch
 from tests.test_correction import correct
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,6 +92,15 @@ def test_every_documented_metric_exists():
     assert not [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in emitted())]
 
 
+def test_metrics_of_the_loss_are_documented():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    names = derive_loss_metrics(dict.fromkeys(SUMS, 0.0), dict.fromkeys(MAXIMA, 0.0))
+    assert len(names) == 10
+    for name in names:
+        stem, _, last = name.rpartition("_")
+        assert f"`{name}`" in text or re.search(rf"`{stem}_\w+`, `_{last}`", text), name
+
+
 def test_the_oldest_names_are_those_of_the_first_table():
     first = names_in(documented().split("\n## ")[0])
     with_mark = {name for name in first if not name.startswith(("log_ratio_p", "bad_log_probs"))}
@@ -139,13 +153,56 @@ def test_readme_corrects_inside_megatron(monkeypatch):
     torch.testing.assert_close(result.weights, torch.ones(3, 8))
 
 
+def step_twice(words):
+    """The trainer's own step, and README's with the same plan, on this rank: gradients and metrics of both."""
+    trainer = make_trainer(words)
+    prepared = trainer.prepare(recorded_batch(0))
+    trainer.accumulate(prepared, 0)
+    own, known = trainer.correction.loss_metrics(), gradients(trainer)
+    readme = run(2)
+    cuts = prepared.batch.cuts[0]
+    pieces = [prepared.batch.local.piece(cut) for cut in cuts]
+    fields = [field.name for field in dataclasses.fields(MicroBatch)]
+    batches = [
+        (piece.tokens, piece.positions, piece.labels, MicroBatch(**{name: getattr(piece, name) for name in fields}))
+        for piece in pieces
+    ]
+    for chunk in trainer.model:
+        chunk.zero_grad_buffer()
+    readme["set_up"](trainer.correction, trainer.chunks[0].config)
+    found = readme["step"](
+        trainer.correction,
+        trainer._scale(prepared, 0),
+        trainer.model,
+        iter(batches),
+        num_microbatches=len(batches),
+        seq_length=16,
+        micro_batch_size=4,
+    )
+    return own, found, known, gradients(trainer)
+
+
+def gradients(trainer):
+    return [parameter.main_grad.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+
+
+@pytest.mark.parametrize("mode", [[], ["--bypass-mode", "--loss-type=reinforce"]], ids=["decoupled", "bypass"])
+def test_readme_takes_the_trainers_step(ranks, tmp_path, mode):
+    # The whole vocabulary is real, and neither penalty is on: README's loss asks for neither.
+    words = flags(tmp_path, "--micro-batch-size=4", "--vocab-size=16", "--grpo-kl-beta=0", *mode)
+    ((own, found, known, got),) = ranks.run(step_twice, Layout(), words)
+    assert found == own
+    assert all(torch.equal(one, other) for one, other in zip(known, got, strict=True))
+    assert any(gradient.any() for gradient in known)
+
+
 def test_readme_reads_another_programs_settings(capsys):
-    assert run(2)["config"].rollout_rs_threshold == "0.2_2.0"
+    assert run(3)["config"].rollout_rs_threshold == "0.2_2.0"
     assert "[0.2, 2]" in capsys.readouterr().out
 
 
 def test_readme_carries_the_sums_by_itself():
-    found = run(3)
+    found = run(4)
     whole = correct_rollouts(
         found["old"], found["rollout"], found["mask"], found["config"], sequence_ids=torch.arange(4)
     )
@@ -158,4 +215,4 @@ def test_readme_carries_the_sums_by_itself():
 
 
 def test_every_example_is_run():
-    assert len(examples()) == 4
+    assert len(examples()) == 5
