@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_launch_args,
         _add_parallel_args,
         _add_model_args,
+        _add_expert_args,
         _add_training_args,
         _add_optimizer_args,
         _add_checkpoint_args,
@@ -164,6 +165,7 @@ def _add_parallel_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="PP")
     group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, help="layers a model chunk (VPP)")
     group.add_argument("--context-parallel-size", type=int, default=1, help="CP")
+    group.add_argument("--expert-model-parallel-size", type=int, default=1, help="EP, over the data and CP ranks")
     _switch(group, "--sequence-parallel", "split norms and residuals over the sequence inside the TP group")
     _switch(group, "--use-distributed-optimizer", "split the optimizer state over the data-parallel ranks")
     group.add_argument("--distributed-timeout-minutes", type=int, default=10, help="limit for one collective")
@@ -199,6 +201,28 @@ def _add_model_args(parser: argparse.ArgumentParser) -> None:
         "--transformer-impl",
         choices=["local", "transformer_engine"],
         help="layers; default: transformer_engine on a GPU where it is installed, else local",
+    )
+
+
+def _add_expert_args(parser: argparse.ArgumentParser) -> None:
+    # What --num-experts needs is filled in by the checks, which so see what is given without it.
+    group = parser.add_argument_group(
+        "mixture of experts", "for Trainer with rollouts of your own engine: the default one has no such architecture"
+    )
+    group.add_argument("--num-experts", type=int, help="experts in the place of each MLP; default: a dense model")
+    group.add_argument("--moe-ffn-hidden-size", type=int, help="width of an expert; default: --ffn-hidden-size")
+    group.add_argument("--moe-router-topk", type=int, help="experts of each token; default: 2")
+    group.add_argument(
+        "--moe-router-load-balancing-type",
+        choices=["aux_loss", "none"],
+        help="how tokens are spread over the experts; default: aux_loss",
+    )
+    group.add_argument("--moe-aux-loss-coeff", type=float, help="weight of that loss; default: 0")
+    group.add_argument("--moe-z-loss-coeff", type=float, help="weight of the router's z-loss; default: none")
+    group.add_argument(
+        "--moe-token-dispatcher-type",
+        choices=["allgather", "alltoall"],
+        help="how tokens reach experts of other ranks; default: allgather",
     )
 
 

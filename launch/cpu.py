@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
+
+# What megatron-core 0.16 defines only with Transformer Engine, and uses without it too.
+_MAY_BE_MISSING = ("te_general_gemm",)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -55,6 +60,10 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
+    def record_event(self, *_: Any) -> _Stream:
+        """An event that can be waited for as well."""
+        return self
+
 
 def _device_rng() -> dict[str, Callable[..., Any]]:
     """A generator in the place of the CUDA one, for Megatron's bookkeeping of RNG states.
@@ -64,13 +73,56 @@ def _device_rng() -> dict[str, Callable[..., Any]]:
     """
     generator = torch.Generator()
 
-    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+    def get_state(*_: Any, **__: Any) -> Tensor:
         return generator.get_state()
 
-    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    def set_state(state: Tensor, *_: Any, **__: Any) -> None:
         generator.set_state(state)
 
     return {"get": get_state, "set": set_state, "seed": generator.manual_seed}
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``maybe_move_tensor_to_cpu`` of tensors that are there already, which Megatron's own leaves as they are."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather(equal: Callable[..., Tensor], part: Tensor, group: Any, sizes: Any = None, *rest: Any) -> Tensor:
+    """Gather parts of different lengths along the first dimension by ``equal``, which gathers parts of one length."""
+    if sizes is None:
+        return equal(part, group, None, *rest)
+    longest = max(1, *sizes)
+    everything = equal(_padded(part, longest), group).split(longest)
+    return torch.cat([one[:size] for one, size in zip(everything, sizes, strict=True)])
+
+
+def _reduce_scatter(equal: Callable[..., Tensor], whole: Tensor, group: Any, sizes: Any = None, *rest: Any) -> Tensor:
+    """The same for a reduce-scatter."""
+    if sizes is None:
+        return equal(whole, group, None, *rest)
+    longest = max(1, *sizes)
+    own = equal(torch.cat([_padded(part, longest) for part in whole.split(list(sizes))]), group)
+    return own[: sizes[group.rank()]]
+
+
+def _padded(part: Tensor, length: int) -> Tensor:
+    return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+
+
+def _expert_replacements() -> Iterator[tuple[Any, str, Any]]:
+    """What a mixture of experts needs besides."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Transformer Engine's products are for GPUs; None makes the router use torch's.
+    yield moe_utils, "te_general_gemm", None
+    # all_to_all_single takes the lengths of the parts as numbers, and they would stay a tensor.
+    yield token_dispatcher, "maybe_move_tensor_to_cpu", _on_host
+    # Made once for all dispatchers: a stand-in must not be left behind.
+    yield token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _Stream()
+    # The TP ranks of an expert hold different numbers of its tokens, and gloo wants them equal.
+    for name, uneven in (("_gather_along_first_dim", _gather), ("_reduce_scatter_along_first_dim", _reduce_scatter)):
+        yield mappings, name, partial(uneven, getattr(mappings, name))
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -97,6 +149,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda.nvtx, name, nothing
     yield megatron_random, "_get_cuda_rng_state", rng["get"]
     yield megatron_random, "_set_cuda_rng_state", rng["set"]
+    yield from _expert_replacements()
 
 
 @contextlib.contextmanager
@@ -110,7 +163,9 @@ def cpu_backend() -> Iterator[None]:
         raise RuntimeError("cpu_backend() is already active in this process")
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
     with contextlib.ExitStack() as stack:
-        for owner, attribute, stand_in in _replacements():
-            stack.enter_context(mock.patch.object(owner, attribute, stand_in))
+        # All of them first: the modules that they are in must not be loaded while some are active.
+        for owner, attribute, stand_in in list(_replacements()):
+            create = attribute in _MAY_BE_MISSING
+            stack.enter_context(mock.patch.object(owner, attribute, stand_in, create=create))
         stack.enter_context(_CudaMeansCpu())
         yield

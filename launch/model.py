@@ -57,13 +57,15 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
         gradient_accumulation_fusion=not args.on_cpu and _has("fused_weight_gradient_mlp_cuda"),
+        **_expert_fields(args),
     )
 
 
 def build_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[GPTModel]:
     """This rank's GPTModels, one a virtual stage, on its device. Weights follow from ``--seed``."""
     virtual = args.virtual_pipeline_model_parallel_size
-    torch.manual_seed(args.seed)
+    # Ranks with other experts must not draw the same ones; what they share is made equal by ``wrap_chunks``.
+    torch.manual_seed(args.seed + parallel_state.get_expert_model_parallel_rank())
     chunks = []
     for stage in range(virtual or 1):
         vp_stage = stage if virtual else None
@@ -129,7 +131,8 @@ def build_optimizer(
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _make_state(part.optimizer)
         part.init_state_fn = part.init_state_fn or (lambda optimizer, config=None: None)
-    model[0].config.grad_scale_func = optimizer.scale_loss
+    # A function, not the optimizer's method: Megatron copies the config for experts, and what it holds with it.
+    model[0].config.grad_scale_func = lambda loss: optimizer.scale_loss(loss)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -188,6 +191,22 @@ def _make_state(optimizer: Any) -> None:
             optimizer.state[parameter].update(state)
 
 
+def _expert_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a mixture of experts; none for a dense model."""
+    if args.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": args.num_experts,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
+        "moe_router_topk": args.moe_router_topk,
+        "moe_router_load_balancing_type": args.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": args.moe_z_loss_coeff,
+        "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
+    }
+
+
 def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
@@ -195,7 +214,7 @@ def _has(module: str) -> bool:
 def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
     if args.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec()
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=args.num_experts, moe_grouped_gemm=False)
     from megatron_rc.launch.local_modules import LocalAttention, LocalNorm
 
     norm: Any = LocalNorm
@@ -203,7 +222,9 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
         from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
         norm = FusedLayerNorm
-    spec = get_gpt_layer_local_spec(normalization=args.normalization)
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts, moe_grouped_gemm=False, normalization=args.normalization
+    )
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
     spec.submodules.self_attention.submodules.core_attention = LocalAttention

@@ -23,6 +23,7 @@ from megatron_rc.launch.weights import find_family
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
 _POSITIVE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
     *("num_layers_per_virtual_pipeline_stage", "distributed_timeout_minutes", "recompute_num_layers"),
     *("seq_length", "max_position_embeddings", "rotary_base", "vocab_size", "make_vocab_size_divisible_by"),
@@ -30,11 +31,29 @@ _POSITIVE = (
     *("max_response_length", "grpo_prompts_per_step", "grpo_group_size", "grpo_iterations", "rl_default_temperature"),
     *("padded_vocab_size", "norm_epsilon", "init_method_std", "adam_eps", "rl_sequence_packing_bin_size"),
 )
-_NOT_NEGATIVE = ("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed")
+_NOT_NEGATIVE = (
+    *("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+)
+# Megatron-LM's, for a mixture of experts. None: what it follows from, or that there is none.
+_EXPERT_DEFAULTS = {
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_token_dispatcher_type": "allgather",
+}
 
 
-def validate_args(args: argparse.Namespace, world_size: int) -> Task:
+def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> Task:
     """Check the flags, fill in what follows from them, and make the task.
+
+    Args:
+        args: as ``parse_args`` gives them; written to.
+        world_size: number of processes.
+        engine: the default rollout engine serves this model, so it must know the architecture; False where rollouts
+            come from elsewhere.
 
     Derived fields: ``data_parallel_size``, ``updates_per_rollout``, ``on_cpu``,
     ``virtual_pipeline_model_parallel_size``, ``correction`` (RolloutCorrectionConfig), ``loss`` (PolicyLossConfig), and
@@ -49,12 +68,15 @@ def validate_args(args: argparse.Namespace, world_size: int) -> Task:
     _fill_defaults(args)
     _check_parallelism(args, world_size)
     _check_model(args)
+    _check_experts(args)
+    _check_engine(args, engine)
     _check_batches(args)
     _check_optimizer(args)
     _check_environment(args)
     try:
         args.correction = rollout_correction_config_from_args(args)
-        args.loss = resolve_objective(args.correction, policy_loss_config_from_args(args))
+        objective = policy_loss_config_from_args(args)
+        args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=_has_auxiliary_losses(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     task = _check_task(args)
@@ -75,8 +97,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise ConfigurationError(f"{_flag(name)} {value} must be positive")
     for name in _NOT_NEGATIVE:
-        if not 0 <= getattr(args, name) < float("inf"):
-            raise ConfigurationError(f"{_flag(name)} {getattr(args, name)} must be 0 or more")
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigurationError(f"{_flag(name)} {value} must be 0 or more")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ConfigurationError(f"{_flag(name)} {getattr(args, name)} must lie in [0, 1)")
@@ -92,6 +115,20 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     args.transformer_impl = args.transformer_impl or ("transformer_engine" if has_te and not args.on_cpu else "local")
     if args.group_query_attention is False:
         args.num_query_groups = args.num_attention_heads
+    _fill_expert_defaults(args)
+
+
+def _fill_expert_defaults(args: argparse.Namespace) -> None:
+    if args.num_experts is None:
+        for name, nothing in {**dict.fromkeys(_EXPERT_DEFAULTS), "expert_model_parallel_size": 1}.items():
+            if getattr(args, name) != nothing:
+                raise ConfigurationError(
+                    f"{_flag(name)} {getattr(args, name)} does nothing without --num-experts: give both, or neither"
+                )
+        return
+    for name, default in {**_EXPERT_DEFAULTS, "moe_ffn_hidden_size": args.ffn_hidden_size}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
 
 
 def _divides(args: argparse.Namespace, what: str, by: str, *, factor: int = 1) -> None:
@@ -157,20 +194,98 @@ def _check_model(args: argparse.Namespace) -> None:
             raise ConfigurationError(
                 f"{_flag(name)} {getattr(args, name)} must be 0: π_old and π_θ would differ by noise"
             )
-    family = find_family(args)
-    if family is None:
-        raise ConfigurationError(
-            "no Hugging Face architecture has this combination of --normalization, --swiglu, "
-            "--position-embedding-type, --disable-bias-linear and --group-query-attention: use RMSNorm with --swiglu, "
-            "rope and --disable-bias-linear (Llama), or Megatron's defaults (GPT-2)"
-        )
-    args.model_family = family.name
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         raise ConfigurationError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
     if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
         raise ConfigurationError(
             "--recompute-method and --recompute-num-layers do nothing without --recompute-granularity full"
         )
+
+
+def _check_engine(args: argparse.Namespace, engine: bool) -> None:
+    """Which architecture the rollout engine has for this model, in ``model_family``; None: none."""
+    family = find_family(args) if args.num_experts is None else None
+    args.model_family = family.name if family else None
+    if not engine or family:
+        return
+    if args.num_experts is not None:
+        raise ConfigurationError(
+            f"--num-experts {args.num_experts}: the rollout engine has no architecture with experts; train a dense "
+            "model, or give Trainer the rollouts of an engine of your own"
+        )
+    raise ConfigurationError(
+        "no Hugging Face architecture has this combination of --normalization, --swiglu, "
+        "--position-embedding-type, --disable-bias-linear and --group-query-attention: use RMSNorm with --swiglu, "
+        "rope and --disable-bias-linear (Llama), or Megatron's defaults (GPT-2)"
+    )
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    if args.num_experts is None:
+        return
+    _check_expert_parallelism(args)
+    _check_router(args)
+    if not args.on_cpu:
+        # Megatron's router multiplies with it.
+        require("transformer_engine", f"--num-experts {args.num_experts} on a GPU", "gpu")
+
+
+def _check_expert_parallelism(args: argparse.Namespace) -> None:
+    """Megatron splits every expert over the TP ranks, and spreads the experts over data and CP ranks."""
+    ep, tp, experts = args.expert_model_parallel_size, args.tensor_model_parallel_size, args.num_experts
+    _divides(args, "num_experts", "expert_model_parallel_size")
+    _divides(args, "moe_ffn_hidden_size", "tensor_model_parallel_size")
+    ranks = args.data_parallel_size * args.context_parallel_size
+    if ranks % ep:
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {ep} must divide the {ranks} data · context parallel ranks of each stage"
+        )
+    if tp > 1 and not args.sequence_parallel:
+        raise ConfigurationError(
+            f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron does "
+            "not train experts without it"
+        )
+    if tp > 1 and not args.disable_bias_linear:
+        raise ConfigurationError(
+            f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --disable-bias-linear: Megatron has "
+            "no bias in experts that are split"
+        )
+    if args.moe_token_dispatcher_type == "allgather" and args.rl_use_sequence_packing and min(ep, args.data_parallel_size) > 1:
+        raise ConfigurationError(
+            "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
+            "--rl-use-sequence-packing does not give: use alltoall"
+        )
+
+
+def _check_router(args: argparse.Namespace) -> None:
+    topk, experts = args.moe_router_topk, args.num_experts
+    if not 2 <= topk <= experts:
+        raise ConfigurationError(
+            f"--moe-router-topk {topk} must lie in [2, {experts}]: the weight of a single expert would always be 1, and "
+            f"there are --num-experts {experts}"
+        )
+    if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
+        raise ConfigurationError(
+            f"--moe-aux-loss-coeff {args.moe_aux_loss_coeff} does nothing with --moe-router-load-balancing-type none: "
+            "use aux_loss, or drop it"
+        )
+    shards = args.context_parallel_size * args.tensor_model_parallel_size
+    if args.calculate_per_token_loss and _has_auxiliary_losses(args) and shards > 1 and _weakens_auxiliary_losses():
+        raise ConfigurationError(
+            f"--calculate-per-token-loss divides the experts' auxiliary losses by {shards}, the tensor · context "
+            "parallel ranks, in megatron-core before 0.19: drop it, the gradients are otherwise the same"
+        )
+
+
+def _has_auxiliary_losses(args: argparse.Namespace) -> bool:
+    return bool(args.moe_aux_loss_coeff or args.moe_z_loss_coeff)
+
+
+def _weakens_auxiliary_losses() -> bool:
+    """Whether Megatron's router scales them by its own share of the tokens where the gradients are divided by all."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    return (MAJOR, MINOR) < (0, 19)
 
 
 def _check_batches(args: argparse.Namespace) -> None:

@@ -183,19 +183,20 @@ def make_cases() -> list[Case]:
 
 
 @functools.cache
-def weights() -> tuple[reference.Weights, reference.Weights]:
+def weights(experts: int = 0) -> tuple[reference.Weights, reference.Weights]:
     """Those that make log π_old and log π_ref, and those that train."""
-    old = reference.make_weights(1)
+    old = reference.make_weights(1, experts=experts)
     return old, reference.moved(old, 2, 0.03)
 
 
 @functools.cache
-def make_data() -> Data:
+def make_data(experts: int = 0) -> Data:
     """Ragged lengths, masks with holes, an all-rejected micro-batch, an empty rank; nothing near any bound."""
-    generator = torch.Generator().manual_seed(12)
+    # With 34 no router decides narrowly.
+    generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)
     tokens = torch.randint(0, reference.VOCABULARY, shape, generator=generator)
-    old, new = (reference.score({k: w.double() for k, w in each.items()}, tokens)[0] for each in weights())
+    old, new = (reference.score({k: w.double() for k, w in each.items()}, tokens)[0] for each in weights(experts))
     rewards = torch.rand(SEQUENCES, generator=generator)
     ids = torch.arange(SEQUENCES)
     data = Data(tokens, torch.zeros(shape, dtype=torch.bool), old.clone(), rewards, ids // 4, ids // PER_MINI_BATCH)
@@ -224,9 +225,9 @@ def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator:
 
 
 @functools.cache
-def expected(objective: Objective) -> reference.Expected:
+def expected(objective: Objective, experts: int = 0) -> reference.Expected:
     """The reference's update."""
-    return reference.update(objective, make_data(), *weights())
+    return reference.update(objective, make_data(experts), *weights(experts))
 
 
 def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, torch.Tensor]:
@@ -348,7 +349,10 @@ def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in chunk.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+                layer = chunk.decoder.layers[int(parts[2])]
+                parts[2] = str(layer.layer_number - 1)
+                if parts[5:6] == ["local_experts"]:
+                    parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
             yield ".".join(parts), parameter
 
 

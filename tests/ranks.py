@@ -35,7 +35,7 @@ VICTIM_SECONDS = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks split each dimension."""
+    """How many ranks split each dimension; the experts are split over ``ep`` of the data and context ranks."""
 
     tp: int = 1
     cp: int = 1
@@ -43,6 +43,7 @@ class Layout:
     dp: int = 1
     vpp: bool = False
     sp: bool = False
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -51,11 +52,11 @@ class Layout:
     def flags(self) -> list[str]:
         """The launcher's flags for it."""
         flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
-        flags += [f"--context-parallel-size={self.cp}"]
+        flags += [f"--context-parallel-size={self.cp}", f"--expert-model-parallel-size={self.ep}"]
         return flags + ["--sequence-parallel"] * self.sp + ["--num-layers-per-virtual-pipeline-stage=1"] * self.vpp
 
     def __str__(self) -> str:
-        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "pp", "dp") if getattr(self, name) > 1]
+        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "pp", "dp", "ep") if getattr(self, name) > 1]
         return "-".join([*sizes, *["vpp"] * self.vpp, *["sp"] * self.sp]) or "single"
 
 
@@ -184,6 +185,7 @@ def _join(layout: Layout, rank: int, meeting: str) -> None:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=2 if layout.vpp else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -1,7 +1,7 @@
 """The whole update in float64 on one process: model, correction, objective, gradients. Imports nothing of the library.
 
-The model is a Llama in plain torch, one sequence at a time and without padding. Its weights carry the names and the
-shapes of Megatron-Core's unsharded GPTModel. The correction is ``oracle.py``; the objective is a loop over tokens.
+The model is a Llama in plain torch, one sequence at a time and without padding; with a mixture of experts in the place
+of each MLP where the weights have one. They carry the names and the shapes of Megatron-Core's unsharded GPTModel. The correction is ``oracle.py``; the objective is a loop over tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ LAYERS, HIDDEN, INNER, HEADS, GROUPS, WIDTH = 4, 32, 48, 4, 2, 8
 VOCABULARY, PADDED_VOCABULARY = 13, 16
 NORM_EPSILON, ROTARY_BASE = 1e-5, 10000.0
 RATIO_LIMIT = 20.0
+EXPERT_INNER, EXPERTS_OF_A_TOKEN = 24, 2
 
 Weights = dict[str, torch.Tensor]
 
 
-def make_weights(seed: int, std: float = 0.25) -> Weights:
-    """Float32 weights under Megatron's names."""
+def make_weights(seed: int, std: float = 0.25, experts: int = 0) -> Weights:
+    """Float32 weights under Megatron's names; 0 experts: plain MLPs."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int) -> torch.Tensor:
@@ -39,9 +40,13 @@ def make_weights(seed: int, std: float = 0.25) -> Weights:
             names + "self_attention.linear_qkv.weight": matrix((HEADS + 2 * GROUPS) * WIDTH, HIDDEN),
             names + "self_attention.linear_proj.weight": matrix(HIDDEN, HEADS * WIDTH),
             names + "pre_mlp_layernorm.weight": scale(),
-            names + "mlp.linear_fc1.weight": matrix(2 * INNER, HIDDEN),
-            names + "mlp.linear_fc2.weight": matrix(HIDDEN, INNER),
         }
+        inner = EXPERT_INNER if experts else INNER
+        for mlp in [f"mlp.experts.local_experts.{expert}." for expert in range(experts)] or ["mlp."]:
+            weights[names + mlp + "linear_fc1.weight"] = matrix(2 * inner, HIDDEN)
+            weights[names + mlp + "linear_fc2.weight"] = matrix(HIDDEN, inner)
+        if experts:
+            weights[names + "mlp.router.weight"] = matrix(experts, HIDDEN)
     return weights | {"decoder.final_layernorm.weight": scale()}
 
 
@@ -54,13 +59,20 @@ def moved(weights: Weights, seed: int, size: float) -> Weights:
     }
 
 
-def logits(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-    """[s, vocabulary] for one sequence [s]."""
+def logits(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """[s, vocabulary] for one sequence [s]; each layer's router logits [s, experts] are added to ``routers``."""
     hidden = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):
         own = {name.split(".", 3)[3]: w for name, w in weights.items() if name.startswith(f"decoder.layers.{layer}.")}
         hidden = hidden + attention(own, norm(hidden, own["input_layernorm.weight"]))
-        hidden = hidden + gated(own, norm(hidden, own["pre_mlp_layernorm.weight"]))
+        inside = norm(hidden, own["pre_mlp_layernorm.weight"])
+        if "mlp.router.weight" not in own:
+            hidden = hidden + gated(own, "mlp.", inside)
+            continue
+        router = inside @ own["mlp.router.weight"].T
+        hidden = hidden + mixture(own, inside, router)
+        if routers is not None:
+            routers.append(router)
     hidden = norm(hidden, weights["decoder.final_layernorm.weight"])
     return hidden @ weights["embedding.word_embeddings.weight"][:VOCABULARY].T
 
@@ -69,9 +81,53 @@ def norm(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return hidden / (hidden.square().mean(-1, keepdim=True) + NORM_EPSILON).sqrt() * scale
 
 
-def gated(own: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    gate, up = (hidden @ own["mlp.linear_fc1.weight"].T).split(INNER, dim=-1)
-    return (gate * torch.sigmoid(gate) * up) @ own["mlp.linear_fc2.weight"].T
+def gated(own: Weights, mlp: str, hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = (hidden @ own[mlp + "linear_fc1.weight"].T).chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up) @ own[mlp + "linear_fc2.weight"].T
+
+
+def mixture(own: Weights, hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """The experts of each token's largest router logits, weighted by the softmax over these alone."""
+    highest, chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1)
+    shares = highest.softmax(-1)
+    total = torch.zeros_like(hidden)
+    for expert in range(router.shape[-1]):
+        share = torch.where(chosen == expert, shares, 0.0).sum(-1, keepdim=True)
+        total = total + share * gated(own, f"mlp.experts.local_experts.{expert}.", hidden)
+    return total
+
+
+def balance(routers: list[torch.Tensor]) -> torch.Tensor:
+    """Σ over layers of E Σ_e f_e P_e, of one micro-batch (Fedus et al. 2021, "Switch Transformers", Eq. 4 to 6).
+
+    f_e is the share of the choices that fell on expert e, P_e the mean of its probability over all experts; a layer's
+    router logits are [tokens, experts].
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for router in routers:
+        tokens, experts = router.shape
+        chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
+        for expert in range(experts):
+            share = int((chosen == expert).sum()) / (tokens * EXPERTS_OF_A_TOKEN)
+            total = total + experts * share * router.softmax(-1)[:, expert].mean()
+    return total
+
+
+def routers_of(weights: Weights, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Each layer's router logits [tokens of all sequences, experts]."""
+    rows: list[list[torch.Tensor]] = []
+    for row in tokens:
+        rows.append([])
+        logits(weights, row, rows[-1])
+    return [torch.cat(layer) for layer in zip(*rows, strict=True)]
+
+
+def balancing_gradients(weights: Weights, tokens: torch.Tensor, micro_batches: list[list[int]]) -> Weights:
+    """Of the mean of :func:`balance` over micro-batches, which are rows of ``tokens``."""
+    parameters = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    total = sum(balance(routers_of(parameters, tokens[rows])) for rows in micro_batches) / len(micro_batches)
+    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def attention(own: Weights, hidden: torch.Tensor) -> torch.Tensor:

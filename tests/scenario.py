@@ -57,11 +57,11 @@ def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBa
 
 
 def make_trainer(words: list[str]):
-    """A trainer on this rank of the pool."""
+    """A trainer on this rank of the pool; its rollouts are recorded."""
     from megatron_rc.launch.trainer import Trainer
 
     args = parse_args(words)
-    validate_args(args, torch.distributed.get_world_size())
+    validate_args(args, torch.distributed.get_world_size(), engine=False)
     return Trainer(args, ParallelGroups.from_megatron())
 
 
@@ -81,7 +81,7 @@ def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
         local = prepared.batch.local
         size = 0.0
         if local.weights is not None and group_rank(trainer.groups.tp) == 0:
-            terms = local.weights.double() * local.advantages.double().abs().unsqueeze(1)
+            terms = local.weights.double() * local.layout.expand(local.advantages.double().abs())
             size = float(torch.where(local.mask, terms, 0).sum())
         for _ in range(2):
             metrics = trainer.update(prepared, 0) | prepared.plan.metrics()

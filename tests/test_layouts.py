@@ -89,13 +89,19 @@ def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(tp=2), Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)],
+    ("layout", "packed"),
+    [
+        (Layout(tp=2), False),
+        (Layout(pp=2, vpp=True), False),
+        (Layout(tp=2, pp=2, cp=2, sp=True), False),
+        (Layout(tp=2, cp=2, sp=True), True),
+    ],
     ids=str,
 )
-def test_log_probs_without_logits_take_the_same_steps(start, layout):
+def test_log_probs_without_logits_take_the_same_steps(start, layout, packed):
     more = ["--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4"]
-    assert_same(start(*more, "--fused-linear-log-probs", layout=layout), start(*more), [1e-5] * 4)
+    form = ["--fused-linear-log-probs", *["--rl-use-sequence-packing"] * packed]
+    assert_same(start(*more, *form, layout=layout), start(*more), [1e-5] * 4)
 
 
 @pytest.mark.parametrize("layout", [SINGLE, Layout(tp=2, sp=True)], ids=str)
