@@ -21,6 +21,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 def export(words):
     """(exported weights on the first rank, logits of the recorded tokens on the last stage) of one rank."""
+    from megatron_rc.launch.batches import cut_batch
     from megatron_rc.launch.weights.export import export_weights
 
     trainer = make_trainer(words)
@@ -32,9 +33,9 @@ def export(words):
                 parameter.data.copy_(values)
     weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups)) if no_cp(trainer) else {}
     with torch.no_grad():
-        local = trainer._slice(recorded_batch(0))
+        batch = cut_batch(recorded_batch(0), trainer.args, trainer.groups)
         logits = trainer._run(
-            trainer.model, local, lambda _model, _local, output, non_loss_data: output, forward_only=True
+            trainer.model, batch, batch.cuts[0], lambda _model, _local, output, non_loss_data: output, forward_only=True
         )
     return weights, torch.cat(logits) if logits else None
 
