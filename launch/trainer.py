@@ -21,7 +21,7 @@ from megatron_rc.correction import RolloutCorrection
 from megatron_rc.inputs import PlanInputs
 from megatron_rc.launch.batches import Cut, LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.local_modules import PackedTokens
 from megatron_rc.launch.model import (
     build_chunks,
@@ -31,6 +31,7 @@ from megatron_rc.launch.model import (
     unwrap,
     wrap_chunks,
 )
+from megatron_rc.launch.weights.load import load_weights
 from megatron_rc.parallel import (
     ParallelGroups,
     linear_log_probs_and_entropy,
@@ -65,6 +66,8 @@ class Trainer:
         self.args, self.groups = args, groups
         config = build_config(args)
         chunks = build_chunks(args, config)
+        if args.load_hf:
+            self._start_from(args.load_hf, chunks)
         self.model = wrap_chunks(args, chunks)
         self.optimizer, self.scheduler = build_optimizer(args, self.model)
         self.reference = self._build_reference() if args.loss.kl_coef else []
@@ -181,6 +184,14 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def _start_from(self, folder: str, chunks: Sequence[GPTModel]) -> None:
+        error = None
+        try:
+            load_weights(chunks, self.args, self.groups, folder)
+        except ValueError as problem:
+            error = f"--load-hf: {problem}"
+        agree(self.args, error)
 
     def _build_reference(self) -> list[torch.nn.Module]:
         """A frozen copy of the initial policy."""

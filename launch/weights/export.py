@@ -8,33 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.launch.weights.families import Rule, find_family
+from megatron_rc.launch.weights.units import check_complete, find_parameter, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Rules whose parameters lie on one stage, in one model chunk.
-
-    Attributes:
-        stage: pipeline rank of the owner.
-        chunk: its model chunk.
-        prefix: of the Megatron names.
-        layer: global layer number, for the Hugging Face names.
-        rules: what to convert.
-    """
-
-    stage: int
-    chunk: int
-    prefix: str
-    layer: int
-    rules: tuple[Rule, ...]
 
 
 def export_weights(
@@ -56,51 +36,22 @@ def export_weights(
     """
     parameters = [{name: parameter.detach() for name, parameter in chunk.named_parameters()} for chunk in chunks]
     tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
-    units = _units(args)
-    _check_complete(parameters, [unit for unit in units if unit.stage == pp_rank])
+    units = units_of(args)
+    check_complete(parameters, [unit for unit in units if unit.stage == pp_rank])
     for unit in units:
         for rule in unit.rules:
             tensors: list[Tensor] | None = None
             if unit.stage == pp_rank:
-                shard = _find(parameters[unit.chunk], unit.prefix, rule)
+                shard = find_parameter(parameters[unit.chunk], unit.prefix, rule)
                 shards = _gather(shard, groups.tp)
-                tensors = [tensor.contiguous() for tensor in rule.convert(shards, args)] if tp_rank == 0 else None
+                tensors = (
+                    [tensor.contiguous() for tensor in rule.conversion.join(shards, args)] if tp_rank == 0 else None
+                )
             if groups.pp is not None and tp_rank == 0 and unit.stage != 0 and pp_rank in (0, unit.stage):
                 tensors = _send_to_first(tensors, len(rule.hugging_face), unit.stage, args, groups.pp)
             if tp_rank == 0 and pp_rank == 0 and tensors is not None:
                 for name, tensor in zip(rule.hugging_face, tensors, strict=True):
                     yield name.format(layer=unit.layer), tensor
-
-
-def _units(args: argparse.Namespace) -> list[_Unit]:
-    family = find_family(args)
-    if family is None:
-        raise RuntimeError("export_weights needs validated flags")
-    stages = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    layers = args.num_layers // (stages * chunks)
-    units = [_Unit(0, 0, "", 0, family.embedding)]
-    for layer in range(args.num_layers):
-        chunk, stage = divmod(layer // layers, stages)
-        units.append(_Unit(stage, chunk, f"decoder.layers.{layer % layers}.", layer, family.layer))
-    head = family.head + (family.untied_head if args.untie_embeddings_and_output_weights else ())
-    return [*units, _Unit(stages - 1, chunks - 1, "", 0, head)]
-
-
-def _check_complete(parameters: Sequence[dict[str, Tensor]], units: Sequence[_Unit]) -> None:
-    covered = {(unit.chunk, unit.prefix + name) for unit in units for rule in unit.rules for name in rule.megatron}
-    # With tied embeddings the last stage holds a copy of the first stage's, kept equal by Megatron.
-    covered |= {(chunk, "output_layer.weight") for chunk in range(len(parameters))}
-    left = [name for chunk, named in enumerate(parameters) for name in named if (chunk, name) not in covered]
-    if left:
-        raise RuntimeError(f"the model's parameter {left[0]} has no Hugging Face name: add a rule to its family")
-
-
-def _find(parameters: dict[str, Tensor], prefix: str, rule: Rule) -> Tensor:
-    for name in rule.megatron:
-        if prefix + name in parameters:
-            return parameters[prefix + name]
-    raise RuntimeError(f"the model has no parameter {prefix + rule.megatron[0]}")
 
 
 def _gather(shard: Tensor, group: Group | None) -> list[Tensor]:

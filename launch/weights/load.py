@@ -1,0 +1,120 @@
+"""Read a Hugging Face directory into a sharded GPTModel: one parameter at a time, every rank what it holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.weights.families import Rule
+from megatron_rc.launch.weights.units import Unit, check_complete, find_parameter, units_of
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class WeightFiles:
+    """The tensors of a directory by name, read one at a time; opened by :func:`open_weights`."""
+
+    def __init__(self, folder: Path, files: dict[str, Any]) -> None:
+        self.folder, self.files = folder, files
+
+    def read(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if name not in self.files:
+            raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
+        tensor: Tensor = self.files[name].get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
+    """Open a directory with ``model.safetensors``, or with several files and their index.
+
+    Raises:
+        ValueError: there is neither, or a file that cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(folder)
+    with ExitStack() as stack:
+        files = {}
+        for path in _files_of(folder):
+            try:
+                opened = stack.enter_context(safe_open(str(path), framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+            files.update(dict.fromkeys(opened.keys(), opened))
+        yield WeightFiles(folder, files)
+
+
+def load_weights(
+    chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups, folder: str | Path
+) -> None:
+    """Overwrite this rank's weights by those of a Hugging Face directory.
+
+    Args:
+        chunks: this rank's GPTModels, unwrapped, by virtual stage.
+        args: the validated flags.
+        groups: ``tp`` and ``pp`` say which part is here.
+        folder: with safetensors under the names of the family that the flags describe.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: a file or a tensor that is missing, or has another shape than the flags say. Other ranks may read
+            what is there: agree before going on.
+        RuntimeError: the model has a parameter that no rule names.
+    """
+    parameters = [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in chunks]
+    units = units_of(args)
+    own = [unit for unit in units if unit.stage == group_rank(groups.pp)]
+    check_complete(parameters, own)
+    with open_weights(folder) as files:
+        for unit in own:
+            for rule in unit.rules:
+                _copy(files, unit, rule, find_parameter(parameters[unit.chunk], unit.prefix, rule), args, groups)
+        copy = parameters[-1].get("output_layer.weight")
+        if copy is not None and not args.untie_embeddings_and_output_weights:
+            # With tied embeddings the last stage holds a copy of the first stage's.
+            _copy(files, units[0], units[0].rules[0], copy, args, groups)
+
+
+def _copy(
+    files: WeightFiles, unit: Unit, rule: Rule, parameter: Tensor, args: argparse.Namespace, groups: ParallelGroups
+) -> None:
+    names = [name.format(layer=unit.layer) for name in rule.hugging_face]
+    tensors = [files.read(name) for name in names]
+    try:
+        shard = rule.conversion.cut(tensors, args, group_size(groups.tp))[group_rank(groups.tp)]
+    except (RuntimeError, IndexError):
+        shard = tensors[0].new_empty(0)  # of a shape that cannot even be cut
+    if shard.shape != parameter.shape:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, tensors, strict=True))
+        raise ValueError(
+            f"{files.folder}: {shapes} does not fit the {tuple(parameter.shape)} that the flags describe for this "
+            "rank: give the flags of that model"
+        )
+    parameter.copy_(shard)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if (folder / _INDEX).is_file():
+        try:
+            names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / _INDEX} is no index of safetensors files ({error!r})") from error
+        return [folder / name for name in sorted(set(names))]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise ValueError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give the directory of a Hugging Face model")
