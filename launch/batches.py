@@ -24,43 +24,26 @@ from megatron_rc.launch.advantages import group_advantages
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.schedule import MicroBatch
 
 _PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
 
 
-@dataclass(frozen=True)
-class LocalTokens:
-    """Label-aligned tokens of some sequences on this rank; per token: the layout's local shape.
+@dataclass(frozen=True, kw_only=True)
+class LocalTokens(MicroBatch):
+    """What the model and the loss need of some sequences on this rank, label-aligned.
+
+    Weights, mask, lengths and the other policies' log-probs are None until they are known.
 
     Attributes:
-        layout: which tokens these are.
-        tokens: input tokens.
+        tokens: input tokens, of the layout's local shape, like the next two.
         positions: position of each token in its sequence.
         labels: the next token.
-        response_mask: bool, True where the label was sampled.
-        rollout_log_probs: log π_rollout of the labels.
-        advantages: [n].
-        sequence_ids: [n] int64, of the samples; 0 for padding.
-        old_log_probs: log π_old; None before the forward-only pass, in bypass mode, and on stages without log-probs.
-        ref_log_probs: log π_ref, where there is a KL penalty.
-        weights: importance weights, where there are any.
-        mask: the accepted tokens.
-        lengths: [n] float64, tokens of each whole sequence in the loss's denominator.
     """
 
-    layout: SequenceLayout
     tokens: Tensor
     positions: Tensor
     labels: Tensor
-    response_mask: Tensor
-    rollout_log_probs: Tensor
-    advantages: Tensor
-    sequence_ids: Tensor
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    weights: Tensor | None = None
-    mask: Tensor | None = None
-    lengths: Tensor | None = None
 
     def piece(self, cut: Cut) -> LocalTokens:
         """The same of one micro-batch."""

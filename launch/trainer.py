@@ -39,7 +39,7 @@ from megatron_rc.parallel import (
 )
 from megatron_rc.parallel.groups import group_size
 from megatron_rc.result import BypassPlan, CorrectionResult
-from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
+from megatron_rc.schedule import LossScale, masked_loss, wrap_finalize
 
 
 @dataclass(frozen=True)
@@ -315,19 +315,7 @@ class Trainer:
         if scale is None:
             raise RuntimeError("the loss is computed on the last stage only")
         log_probs, entropy = self._policy(model, output, local)
-        micro_batch = MicroBatch(
-            layout=local.layout,
-            response_mask=local.response_mask,
-            advantages=local.advantages,
-            rollout_log_probs=local.rollout_log_probs,
-            sequence_ids=local.sequence_ids,
-            old_log_probs=local.old_log_probs,
-            ref_log_probs=local.ref_log_probs,
-            weights=local.weights,
-            mask=local.mask,
-            lengths=local.lengths,
-        )
-        return masked_loss(self.correction, micro_batch, log_probs, entropy, scale, mini_batch=mini_batch)
+        return masked_loss(self.correction, local, log_probs, entropy, scale, mini_batch=mini_batch)
 
 
 def _forward_step(function: Any, data_iterator: Iterator[LocalTokens], model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -1,6 +1,5 @@
 """The documents say what the code does: every metric is named in docs/metrics.md, and README's examples run."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -15,7 +14,6 @@ from megatron_rc.histogram import QUANTILES
 from megatron_rc.loss_statistics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.losses import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.schedule import MicroBatch
 from tests.corrections import CASES, clear_batch
 from tests.ranks import Layout
 from tests.scenario import flags, make_trainer, recorded_batch
@@ -162,11 +160,7 @@ def step_twice(words):
     readme = run(2)
     cuts = prepared.batch.cuts[0]
     pieces = [prepared.batch.local.piece(cut) for cut in cuts]
-    fields = [field.name for field in dataclasses.fields(MicroBatch)]
-    batches = [
-        (piece.tokens, piece.positions, piece.labels, MicroBatch(**{name: getattr(piece, name) for name in fields}))
-        for piece in pieces
-    ]
+    batches = [(piece.tokens, piece.positions, piece.labels, piece) for piece in pieces]
     for chunk in trainer.model:
         chunk.zero_grad_buffer()
     readme["set_up"](trainer.correction, trainer.chunks[0].config)
