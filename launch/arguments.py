@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from megatron_rc.aggregation import AGGREGATIONS
 from megatron_rc.arguments import add_rollout_correction_args
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.losses import ALGORITHMS, KL_ESTIMATORS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -44,9 +45,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     known, _ = _config_parser().parse_known_args(argv)
     base = _config_argv(parser, known.config) if known.config else []
-    args, unknown = parser.parse_known_args([*base, *argv])
+    known, _ = _config_parser().parse_known_args([*base, *argv])
+    architecture = _architecture_argv(parser, known.load_hf) if known.load_hf else []
+    args, unknown = parser.parse_known_args([*architecture, *base, *argv])
     if unknown:
         raise ConfigurationError(_unknown("flag", unknown[0].split("=")[0], parser))
+    _check_architecture(parser, args, architecture)
     return args
 
 
@@ -86,6 +90,7 @@ def find_config(name: str) -> Path:
 def _config_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=None)
+    parser.add_argument("--load-hf", default=None)
     parser.error = _Parser.error.__get__(parser)  # type: ignore[method-assign]
     return parser
 
@@ -100,6 +105,29 @@ def _config_argv(parser: argparse.ArgumentParser, name: str) -> list[str]:
             raise ConfigurationError(f"{path}: {_unknown('key', key, parser)}")
         argv += _as_flag(path, key, value, options[key])
     return argv
+
+
+def _architecture_argv(parser: argparse.ArgumentParser, folder: str) -> list[str]:
+    """The model of a Hugging Face directory as the flags it stands for."""
+    options = {text[2:]: action for action in parser._actions for text in action.option_strings}
+    path = Path(folder) / "config.json"
+    return [
+        word for name, value in read_architecture(folder).items() for word in _as_flag(path, name, value, options[name])
+    ]
+
+
+def _check_architecture(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str]) -> None:
+    """Refuse flags that say something else of the model than its directory."""
+    if not argv:
+        return
+    wanted = vars(parser.parse_args(argv))
+    for word in argv:
+        name = word[2:].split("=")[0].removeprefix("no-").replace("-", "_")
+        if getattr(args, name) != wanted[name]:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} contradicts --load-hf {args.load_hf}, whose model "
+                f"has {wanted[name]}: drop the flag"
+            )
 
 
 def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[str]:
@@ -189,6 +217,8 @@ def _add_model_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="kind of norm")
     group.add_argument("--norm-epsilon", type=float, default=1e-5, help="epsilon of the norms")
     _switch(group, "--swiglu", "gated MLP with SiLU instead of GELU")
+    _switch(group, "--add-qkv-bias", "a bias in the query, key and value projection alone")
+    _switch(group, "--qk-layernorm", "norms on queries and keys")
     _switch(group, "--untie-embeddings-and-output-weights", "an output layer with weights of its own")
     group.add_argument("--disable-bias-linear", action="store_true", help="linear layers without a bias")
     group.add_argument("--init-method-std", type=float, default=0.02, help="std of the initial weights")
@@ -261,6 +291,9 @@ def _add_checkpoint_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save", metavar="DIR", help="write checkpoints here")
     group.add_argument("--save-interval", type=int, help="optimizer steps between checkpoints; default: at the end")
     group.add_argument("--load", metavar="DIR", help="go on from the newest checkpoint here, if there is one")
+    group.add_argument(
+        "--load-hf", metavar="DIR", help="start from this Hugging Face directory, which describes the model too"
+    )
     group.add_argument("--finetune", action="store_true", help="take the weights of --load alone and start at step 0")
     group.add_argument("--no-save-optim", action="store_true", help="leave the optimizer out of checkpoints")
     group.add_argument("--no-load-optim", action="store_true", help="leave the optimizer of --load alone")
@@ -282,6 +315,9 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grpo-group-size", type=int, default=2, help="responses sampled for each prompt")
     group.add_argument("--grpo-iterations", type=int, default=2, help="passes over each rollout batch")
     group.add_argument("--rl-default-temperature", type=float, default=1.0, help="of sampling and of log-probs")
+    group.add_argument("--save-rollouts", metavar="DIR", help="write every rollout batch here")
+    group.add_argument("--load-rollouts", metavar="DIR", help="train on the rollouts of this folder, without an engine")
+    _switch(group, "--allow-truncated-sampling", "take rollouts of top_p < 1 or top_k > 0, which are not the policy's")
     _switch(group, "--rl-use-sequence-packing", "train on sequences one after the other, without the padding behind")
     group.add_argument(
         "--rl-sequence-packing-bin-size",

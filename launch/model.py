@@ -36,6 +36,8 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
         add_bias_linear=not args.disable_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
         gated_linear_unit=args.swiglu,
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         init_method_std=args.init_method_std,
@@ -214,7 +216,9 @@ def _has(module: str) -> bool:
 def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
     if args.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=args.num_experts, moe_grouped_gemm=False)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=args.num_experts, moe_grouped_gemm=False, qk_layernorm=args.qk_layernorm
+        )
     from megatron_rc.launch.local_modules import LocalAttention, LocalNorm
 
     norm: Any = LocalNorm
@@ -223,10 +227,16 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
 
         norm = FusedLayerNorm
     spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, moe_grouped_gemm=False, normalization=args.normalization
+        num_experts=args.num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
     )
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
-    spec.submodules.self_attention.submodules.core_attention = LocalAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = LocalAttention
+    if args.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
     layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rc.batch import FINISH_REASONS, RolloutBatch, SamplingParams
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.characters import EOS, PAD, token_id
 from megatron_rc.launch.weights.export import export_weights
@@ -28,7 +29,8 @@ class RolloutCollector:
         args: the validated flags.
         task: prompts and rewards.
         groups: of this rank.
-        engine: on the first rank of each replica; default there: a ``transformers`` model. Unused elsewhere.
+        engine: on the first rank of each replica; default there: a ``transformers`` model. Unused elsewhere, and with
+            ``--load-rollouts``, which reads what another run sampled.
     """
 
     def __init__(
@@ -37,15 +39,22 @@ class RolloutCollector:
         self.args, self.task, self.groups = args, task, groups
         self.device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-        self.engine = (engine or self._default_engine()) if self.is_engine_rank else None
+        self.engine, self.recorded = None, None
+        if self.is_engine_rank and args.load_rollouts:
+            sequences = args.grpo_prompts_per_step * args.grpo_group_size
+            self.recorded = RecordedRollouts(args.load_rollouts, args.seq_length, sequences, args.grpo_prompts_per_step)
+        elif self.is_engine_rank:
+            self.engine = engine or self._default_engine()
         self.sampling = SamplingParams(temperature=args.rl_default_temperature)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
-        """Hand the trainer's weights to every engine.
+        """Hand the trainer's weights to every engine, where there are any.
 
         Raises:
             AgreedError: on every rank, if an engine refused them.
         """
+        if self.args.load_rollouts:
+            return
         error = None
         if group_rank(self.groups.cp) == 0:
             weights = export_weights(chunks, self.args, self.groups)
@@ -66,14 +75,32 @@ class RolloutCollector:
             AgreedError: on every rank, if sampling, scoring or the checks failed on any.
         """
         batch, error = None, None
-        if self.engine is not None:
+        if self.is_engine_rank:
             try:
-                batch = self._sample(self.engine, step)
-                batch.validate()
+                batch = self._obtain(step)
             except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
                 error = f"the rollout of step {step} failed: {type(problem).__name__}: {problem}"
         agree(self.args, error)
         return self._share(batch)
+
+    def _obtain(self, step: int) -> RolloutBatch:
+        """This replica's records, sampled or read, checked, and written down where that is asked for."""
+        args, replica = self.args, parallel_state.get_data_parallel_rank()
+        if self.recorded is not None:
+            batch = self.recorded.read(step // args.updates_per_rollout, replica, args.data_parallel_size)
+            if batch.sampling.temperature != self.sampling.temperature:
+                raise ValueError(
+                    f"the rollouts in {args.load_rollouts} were sampled at temperature {batch.sampling.temperature}, "
+                    f"--rl-default-temperature is {self.sampling.temperature}: set it alike"
+                )
+        elif self.engine is not None:
+            batch = self._sample(self.engine, step)
+        else:
+            raise RuntimeError("rollouts are obtained on the first rank of a replica only")
+        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
+        if args.save_rollouts:
+            write_rollouts(batch, args.save_rollouts, step, replica)
+        return batch
 
     def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:
         args = self.args

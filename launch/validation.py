@@ -17,6 +17,7 @@ from megatron_rc.arguments import policy_loss_config_from_args, rollout_correcti
 from megatron_rc.correction import resolve_objective
 from megatron_rc.launch.batches import bin_unit
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.recorded import find_rollouts
 from megatron_rc.launch.tasks import Task, make_task
 from megatron_rc.launch.weights import find_family
 
@@ -69,8 +70,9 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     _check_parallelism(args, world_size)
     _check_model(args)
     _check_experts(args)
-    _check_engine(args, engine)
+    _check_engine(args, engine and not args.load_rollouts)
     _check_batches(args)
+    _check_rollouts(args)
     _check_optimizer(args)
     _check_environment(args)
     try:
@@ -250,7 +252,8 @@ def _check_expert_parallelism(args: argparse.Namespace) -> None:
             f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --disable-bias-linear: Megatron has "
             "no bias in experts that are split"
         )
-    if args.moe_token_dispatcher_type == "allgather" and args.rl_use_sequence_packing and min(ep, args.data_parallel_size) > 1:
+    uneven = args.rl_use_sequence_packing and args.data_parallel_size > 1
+    if args.moe_token_dispatcher_type == "allgather" and ep > 1 and uneven:
         raise ConfigurationError(
             "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
             "--rl-use-sequence-packing does not give: use alltoall"
@@ -261,8 +264,8 @@ def _check_router(args: argparse.Namespace) -> None:
     topk, experts = args.moe_router_topk, args.num_experts
     if not 2 <= topk <= experts:
         raise ConfigurationError(
-            f"--moe-router-topk {topk} must lie in [2, {experts}]: the weight of a single expert would always be 1, and "
-            f"there are --num-experts {experts}"
+            f"--moe-router-topk {topk} must lie in [2, {experts}]: the weight of a single expert would always be 1, "
+            f"and there are --num-experts {experts}"
         )
     if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
         raise ConfigurationError(
@@ -347,6 +350,25 @@ def _check_packing(args: argparse.Namespace) -> None:
         )
 
 
+def _check_rollouts(args: argparse.Namespace) -> None:
+    if not args.load_rollouts:
+        return
+    if args.save_rollouts:
+        raise ConfigurationError(
+            f"--save-rollouts {args.save_rollouts} would write again what --load-rollouts {args.load_rollouts} reads: "
+            "drop one of them"
+        )
+    try:
+        batches = len(find_rollouts(args.load_rollouts))
+    except ValueError as error:
+        raise ConfigurationError(f"--load-rollouts {error}") from error
+    if batches * args.updates_per_rollout < args.train_iters:
+        raise ConfigurationError(
+            f"--load-rollouts {args.load_rollouts} holds {batches} rollout batches, which make "
+            f"{batches * args.updates_per_rollout} optimizer steps: --train-iters {args.train_iters} is more"
+        )
+
+
 def _check_optimizer(args: argparse.Namespace) -> None:
     if args.min_lr > args.lr:
         raise ConfigurationError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
@@ -410,10 +432,9 @@ def _check_task(args: argparse.Namespace) -> Task:
 
 def _check_folders(args: argparse.Namespace) -> None:
     folders = [(f"--runs-dir {args.runs_dir}", Path(args.runs_dir) / args.run_name)]
-    folders += [(f"--{name} {path}", Path(path)) for name, path in (("save", args.save),) if path]
-    folders += (
-        [(f"--tensorboard-dir {args.tensorboard_dir}", Path(args.tensorboard_dir))] if args.tensorboard_dir else []
-    )
+    for name in ("save", "tensorboard_dir", "save_rollouts"):
+        if path := getattr(args, name):
+            folders.append((f"{_flag(name)} {path}", Path(path)))
     for flag, folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """The transformers engine: the weights it gets, the tokens it samples, the log-probs it reports."""
 
 import argparse
-import math
 
 import pytest
 import torch
@@ -136,45 +135,6 @@ def test_wrong_weights_are_refused(engine, change, message):
     with pytest.raises(ValueError, match=message):
         engine.load_weights(change(weights).items(), 1)
     assert engine.version == -1
-
-
-def test_batches_refuse_what_is_not_the_policy():
-    from dataclasses import replace
-
-    batch = recorded_batch(0)
-    batch.validate()
-    row, position = (int(index) for index in batch.response_mask.nonzero()[0])
-
-    def changed(name, value, at=(row, position)):
-        tensor = getattr(batch, name).clone()
-        tensor[at] = value
-        return replace(batch, **{name: tensor})
-
-    wrong = {
-        f"rollout log-prob of sample {row}, token {position} is nan": changed("rollout_log_probs", math.nan),
-        f"token {position} is 0.5": changed("rollout_log_probs", 0.5),
-        "its first token is marked as sampled": changed("response_mask", True, (3, 0)),
-        "the reward of sample 2 is inf": changed("rewards", math.inf, (2,)),
-        "sample_ids must be unique": changed("sample_ids", 1, (0,)),
-        "before temperature": replace(batch, sampling=SamplingParams(temperature=0.6, log_probs_mode="raw")),
-        "top_p=0.9": replace(batch, sampling=SamplingParams(top_p=0.9)),
-        "top_k=5": replace(batch, sampling=SamplingParams(top_k=5)),
-        "rewards has shape": replace(batch, rewards=torch.zeros(3)),
-        "policy_versions has shape": replace(batch, policy_versions=torch.zeros(3, 3)),
-    }
-    for message, bad in wrong.items():
-        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-            bad.validate()
-    replace(batch, sampling=SamplingParams(top_p=0.9)).validate(allow_truncated_sampling=True)
-
-
-def test_label_alignment_shifts_whole_sequences():
-    batch = recorded_batch(0)
-    labels, mask, log_probs = batch.label_aligned()
-    assert torch.equal(labels[:, :-1], batch.tokens[:, 1:])
-    assert torch.equal(mask[:, :-1], batch.response_mask[:, 1:])
-    assert not mask[:, -1].any()
-    torch.testing.assert_close(log_probs[:, :-1], batch.rollout_log_probs[:, 1:], equal_nan=True)
 
 
 def test_no_family_for_a_mixture():

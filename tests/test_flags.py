@@ -1,7 +1,11 @@
 """Flags and launch files: what they mean, and the one sentence for each that cannot work."""
 
-import pytest
+import importlib.util
 
+import pytest
+import torch
+
+from megatron_rc.launch import validation
 from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.arguments import CONFIGS, build_parser, parse_args
 from megatron_rc.launch.errors import ConfigurationError
@@ -14,12 +18,14 @@ num-attention-heads group-query-attention num-query-groups seq-length max-positi
 rotary-base normalization swiglu untie-embeddings-and-output-weights disable-bias-linear micro-batch-size
 global-batch-size train-iters lr min-lr lr-decay-style lr-warmup-iters weight-decay adam-beta1 adam-beta2 clip-grad bf16
 seed save load save-interval log-interval tensorboard-dir wandb-project transformer-impl recompute-granularity
-calculate-per-token-loss grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-group-size""".split()
+calculate-per-token-loss grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-group-size
+expert-model-parallel-size num-experts moe-ffn-hidden-size moe-router-topk moe-router-load-balancing-type
+moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type""".split()
 
 
-def check(tmp_path, *more, world_size=1, model=LLAMA):
+def check(tmp_path, *more, world_size=1, model=LLAMA, engine=True):
     args = parse_args(flags(tmp_path / "runs", *more, model=model))
-    validate_args(args, world_size)
+    validate_args(args, world_size, engine=engine)
     return args
 
 
@@ -159,6 +165,101 @@ def test_combinations_that_cannot_work_are_one_sentence(tmp_path, more, world_si
         check(tmp_path, *more.split(), world_size=world_size)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_follows_from_experts(tmp_path):
+    args = check(tmp_path, "--num-experts=4", "--expert-model-parallel-size=2", world_size=2, engine=False)
+    assert (args.moe_ffn_hidden_size, args.moe_router_topk, args.moe_token_dispatcher_type) == (48, 2, "allgather")
+    routing = (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, args.moe_z_loss_coeff)
+    assert routing == ("aux_loss", 0.0, None)
+    assert args.model_family is None
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "message"),
+    [
+        ("--moe-router-topk=2", 1, "--moe-router-topk 2 does nothing without --num-experts"),
+        ("--moe-aux-loss-coeff=0", 1, "--moe-aux-loss-coeff 0.0 does nothing without --num-experts"),
+        ("--moe-z-loss-coeff=0.1", 1, "--moe-z-loss-coeff 0.1 does nothing without --num-experts"),
+        ("--moe-ffn-hidden-size=8", 1, "--moe-ffn-hidden-size 8 does nothing without --num-experts"),
+        ("--moe-token-dispatcher-type=alltoall", 1, "alltoall does nothing without --num-experts"),
+        ("--moe-router-load-balancing-type=none", 1, "none does nothing without --num-experts"),
+        ("--expert-model-parallel-size=2", 2, "--expert-model-parallel-size 2 does nothing without --num-experts"),
+        ("--num-experts=4", 1, "--num-experts 4: the rollout engine has no architecture with experts"),
+        ("--num-experts=0", 1, "--num-experts 0 must be positive"),
+        ("--num-experts=3 --expert-model-parallel-size=2", 2, "--num-experts 3 must be a multiple of --expert-model"),
+        ("--num-experts=4 --expert-model-parallel-size=4", 2, "4 must divide the 2 data · context parallel ranks"),
+        ("--num-experts=4 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2", 2, "divide the 1 data"),
+        ("--num-experts=4 --moe-router-topk=1", 1, "--moe-router-topk 1 must lie in [2, 4]"),
+        ("--num-experts=4 --moe-router-topk=5", 1, "--moe-router-topk 5 must lie in [2, 4]"),
+        ("--num-experts=4 --moe-aux-loss-coeff=-1", 1, "--moe-aux-loss-coeff -1.0 must be 0 or more"),
+        ("--num-experts=4 --moe-z-loss-coeff=nan", 1, "--moe-z-loss-coeff nan must be 0 or more"),
+        (
+            "--num-experts=4 --moe-router-load-balancing-type=none --moe-aux-loss-coeff=0.1",
+            1,
+            "--moe-aux-loss-coeff 0.1 does nothing with --moe-router-load-balancing-type none",
+        ),
+        ("--num-experts=4 --tensor-model-parallel-size=2", 2, "needs --sequence-parallel"),
+        (
+            "--num-experts=4 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9",
+            2,
+            "--moe-ffn-hidden-size 9 must be a multiple of --tensor-model-parallel-size = 2",
+        ),
+        (
+            "--num-experts=4 --expert-model-parallel-size=2 --rl-use-sequence-packing",
+            2,
+            "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks",
+        ),
+        (
+            "--num-experts=4 --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce",
+            1,
+            "use rejection_denominator=original",
+        ),
+    ],
+)
+def test_experts_that_cannot_work_are_one_sentence(tmp_path, more, world_size, message):
+    with pytest.raises(ConfigurationError) as caught:
+        check(tmp_path, *more.split(), world_size=world_size, engine=more == "--num-experts=4")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_with_a_bias_cannot_be_split(tmp_path):
+    more = ("--num-experts=4", "--tensor-model-parallel-size=2", "--sequence-parallel")
+    with pytest.raises(ConfigurationError, match="needs --disable-bias-linear"):
+        check(tmp_path, *more, world_size=2, model=GPT2, engine=False)
+
+
+def test_packed_experts_of_one_replica_may_be_gathered(tmp_path):
+    more = "--num-experts=4 --expert-model-parallel-size=2 --context-parallel-size=2 --rl-use-sequence-packing"
+    check(tmp_path, *more.split(), world_size=2, engine=False)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypatch, old):
+    monkeypatch.setattr(validation, "_weakens_auxiliary_losses", lambda: old)
+    more = "--num-experts=4 --moe-z-loss-coeff=0.1 --context-parallel-size=2 --calculate-per-token-loss".split()
+    if not old:
+        check(tmp_path, *more, world_size=2, engine=False)
+        return
+    with pytest.raises(ConfigurationError, match=r"auxiliary losses by 2, .* before 0\.19: drop it"):
+        check(tmp_path, *more, world_size=2, engine=False)
+
+
+def test_experts_on_a_gpu_need_transformer_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", without("transformer_engine"))
+    with pytest.raises(ConfigurationError, match="--num-experts 4 on a GPU needs transformer_engine, which is not"):
+        check(tmp_path, "--num-experts=4", "--no-cpu", engine=False)
+
+
+def without(module):
+    find_spec = importlib.util.find_spec
+    return lambda name, *rest: None if name == module else find_spec(name, *rest)
+
+
+def test_a_model_without_an_architecture_trains_on_foreign_rollouts(tmp_path):
+    assert check(tmp_path, "--normalization=LayerNorm", engine=False).model_family is None
 
 
 def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):

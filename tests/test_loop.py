@@ -9,10 +9,11 @@ import torch
 
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.validation import validate_args
 from megatron_rc.parallel import ParallelGroups
 from tests.ranks import Layout
-from tests.scenario import GPT2, LLAMA, flags, make_trainer, recorded_batch
+from tests.scenario import GPT2, LLAMA, flags, make_trainer, recorded_batch, save_initial
 
 # One small step an iteration, from rollouts of a real engine.
 LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
@@ -342,3 +343,55 @@ def test_a_loss_that_is_not_finite_ends_all_alike(ranks, tmp_path, layout):
     messages = ranks.run(explode, layout, flags(tmp_path, *layout.flags()))
     assert set(messages) == {messages[0]}
     assert messages[0].startswith("the loss of step 1 is nan: the step was not made")
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=str)
+def test_recorded_rollouts_train_as_the_sampled_ones_did(ranks, tmp_path, layout):
+    """Written by one process, read by two; at float32's distance, since the layouts differ."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    written = flags(first, *LIVE, "--train-iters=2", f"--save-rollouts={tmp_path}/rollouts")
+    assert ranks.run(run_training, Layout(), written) == [None]
+    assert len(list((tmp_path / "rollouts").glob("*.safetensors"))) == 2
+    words = flags(again, *LIVE, "--train-iters=2", f"--load-rollouts={tmp_path}/rollouts", *layout.flags())
+    # One seed gives each layout weights of its own: start from the same ones.
+    start = [f"--load={tmp_path}/start", "--finetune"]
+    ranks.run(save_initial, Layout(), flags(tmp_path, *LIVE, f"--save={tmp_path}/start"))
+    assert set(ranks.run(run_training, layout, [*words, *start])) == {None}
+    for one, other in zip(rows(first), rows(again), strict=True):
+        for name in ("reward/mean", "rollout/tokens", "rollout_corr/kl", "loss/total"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
+    folder = tmp_path / "rollouts"
+    ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
+    (path,) = folder.glob("*.safetensors")
+
+    def run(*more):
+        (message,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, f"--load-rollouts={folder}", *more))
+        return message
+
+    assert "16 sequences, the flags ask for 32" in run("--train-iters=1", "--grpo-prompts-per-step=8")
+    assert "is longer than --seq-length 8" in run("--train-iters=1", "--seq-length=8", "--max-response-length=4")
+    assert "--rl-default-temperature is 0.5: set it alike" in run("--train-iters=1", "--rl-default-temperature=0.5")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "the rollout of step 0 failed: ValueError" in run("--train-iters=1")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--train-iters=3"], "holds 2 rollout batches, which make 2 optimizer steps: --train-iters 3 is more"),
+        (["--train-iters=2", "--save-rollouts=elsewhere"], "would write again what --load-rollouts"),
+    ],
+)
+def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
+    for step in range(2):
+        (tmp_path / f"step-{step:07d}-replica-0000.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=message):
+        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", *more)), 1)
+    (tmp_path / "step-0000001-replica-0001.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=r"step 0 has the replicas \[0\], expected 0 to 1"):
+        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2")), 1)
+    with pytest.raises(ConfigurationError, match="holds no rollouts"):
+        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2")), 1)
