@@ -12,12 +12,13 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.validation import validate_args
 
 USAGE_ERROR = 2
+TRAINER = "megatron_rc.launch.train_ppo"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Become torchrun; ends with 2 and one sentence where the flags cannot work."""
+def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
+    """Become torchrun, which runs the module; ends with 2 and one sentence where the flags cannot work."""
     try:
-        words = torchrun_arguments(sys.argv[1:] if argv is None else argv)
+        words = torchrun_arguments(sys.argv[1:] if argv is None else argv, module)
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(USAGE_ERROR)
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torchrun(words)
 
 
-def torchrun_arguments(words: Sequence[str]) -> list[str]:
+def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]:
     """The arguments of torchrun that these words stand for, after all checks.
 
     Raises:
@@ -46,7 +47,7 @@ def torchrun_arguments(words: Sequence[str]) -> list[str]:
     else:
         command += ["--nnodes", str(mine.nnodes), "--node-rank", str(mine.node_rank)]
         command += ["--master-addr", mine.master_addr, "--master-port", str(mine.master_port)]
-    return [*command, "--module", "megatron_rc.launch.train_ppo", *flags]
+    return [*command, "--module", module, *flags]
 
 
 def _torchrun_parser() -> argparse.ArgumentParser:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
@@ -21,11 +22,15 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.validation import validate_args
 
 USAGE_ERROR, FAILURE = 2, 1
+Run = Callable[[argparse.Namespace, Any], None]
 WAIT_SECONDS = 60
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Check the flags, then train. Ends the process with 2 for flags that cannot work, 1 for a failed run."""
+def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
+    """Check the flags, then train, or do something else on the ranks.
+
+    Ends the process with 2 for flags that cannot work, 1 for a failed run.
+    """
     rank = int(os.environ.get("RANK", "0"))
     try:
         if "RANK" not in os.environ:
@@ -46,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _cpu_backend() if args.on_cpu else contextlib.nullcontext():
         try:
             initialize(args)
-            train(args, task)
+            (run or train)(args, task)
             shut_down()
         except (AgreedError, ValueError) as error:
             end_together(rank, str(error), FAILURE)

@@ -89,6 +89,10 @@ class Trainer:
         """Write a checkpoint to ``--save``."""
         save_checkpoint(self.args, self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
 
+    def score(self, batch: LocalBatch) -> Tensor | None:
+        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+        return self._log_probs(self.model, batch)
+
     def prepare(self, batch: RolloutBatch) -> PreparedBatch:
         """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
 
@@ -100,7 +104,7 @@ class Trainer:
         cut = cut_batch(batch, self.args, self.groups)
         self._scored_at = self._steps
         bypass = self.args.correction.bypass_mode
-        old = None if bypass else self._log_probs(self.model, cut)
+        old = None if bypass else self.score(cut)
         ref = self._log_probs(self.reference, cut) if self.reference else None
         plan = self.correction.plan(
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,

@@ -1,0 +1,216 @@
+"""Do the rollout engine and the trainer speak of the same tokens? In plain words, with the evidence.
+
+    python -m megatron_rc.launch.check_engine --nproc-per-node N <flags of the run>
+
+The engine gets the trainer's weights and answers one batch of the task's prompts; the trainer scores the answers. Ends
+with 0 where everything agrees, with 1 where something does not, and with 2 for flags that cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rc.batch import FINISH_REASONS, RolloutBatch
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+
+if TYPE_CHECKING:
+    from megatron_rc.launch.engines import RolloutEngine
+    from megatron_rc.launch.tasks import Task
+    from megatron_rc.launch.trainer import Trainer
+
+# Mean |Δ log-prob| in nats that rounding the weights explains, several times over what small models show.
+ROUNDING = {"fp32": 1e-3, "bf16": 0.05, "fp8-e4m3": 0.25}
+TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+# Another explanation counts where it leaves less than this share of the distance.
+MUCH_BETTER = 0.5
+LAGS = (0, 1, -1)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One question, its answer in a sentence, and whether it is the right one."""
+
+    about: str
+    agrees: bool
+    words: str
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Become torchrun, and in its processes check the engine."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if "RANK" in os.environ:
+        from megatron_rc.launch.train_ppo import main as run_on_rank
+
+        run_on_rank(words, run=run_check)
+    else:
+        from megatron_rc.launch.__main__ import main as launch
+
+        launch(words, module="megatron_rc.launch.check_engine")
+
+
+def run_check(args: argparse.Namespace, task: Task) -> None:
+    """Check on this rank of the run, and print the findings on the first one.
+
+    Raises:
+        AgreedError: on every rank: something does not agree; names what.
+    """
+    from megatron_rc.launch.distributed import AgreedError
+
+    findings = check_engine(args, task)
+    if torch.distributed.get_rank() == 0:
+        for finding in findings:
+            sys.stdout.write(f"{'ok ' if finding.agrees else 'BAD'}  {finding.about:<12}{finding.words}\n")
+        sys.stdout.flush()
+    wrong = [finding.about for finding in findings if not finding.agrees]
+    if wrong:
+        raise AgreedError(f"the rollout engine and the trainer disagree on {', '.join(wrong)}: see the findings above")
+
+
+def check_engine(args: argparse.Namespace, task: Task, engine: RolloutEngine | None = None) -> list[Finding]:
+    """Sample one rollout batch, score it at several temperatures, and compare; equal on all ranks.
+
+    Args:
+        args: the validated flags.
+        task: where the prompts come from; its tokenizer is the trainer's.
+        engine: on the first rank of each replica; default: the one that the flags name.
+
+    Collectives: those of a weight sync, a rollout and a forward-only pass a temperature, one SUM over DP×CP, one
+    broadcast over PP.
+    """
+    from megatron_rc.launch.rollout import RolloutCollector
+    from megatron_rc.launch.tasks.characters import EOS, token_id
+    from megatron_rc.launch.trainer import Trainer
+
+    groups = ParallelGroups.from_megatron()
+    trainer, collector = Trainer(args, groups), RolloutCollector(args, task, groups, engine)
+    collector.sync_weights(trainer.chunks, trainer.iteration)
+    batch = collector.collect(trainer.iteration)
+    configured = args.rl_default_temperature
+    temperatures = sorted({configured, *TEMPERATURES})
+    sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
+    args.rl_default_temperature = configured
+    # Whole sequences are counted on the first CP rank alone.
+    endings = _endings(batch, token_id(task.tokenizer, EOS)) * (group_rank(groups.cp) == 0)
+    local = torch.cat([torch.stack(sums).flatten(), endings])
+    total = broadcast(all_reduce_sum(local, groups.dp_cp), group_size(groups.pp) - 1, groups.pp).tolist()
+    width = len(LAGS) + 1
+    scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
+    distances = dict(zip(temperatures, scored, strict=True))
+    return judge(distances, configured, ROUNDING[args.rollout_dtype]) + judge_endings(*total[-3:])
+
+
+def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
+    """[4] float64, :func:`lag_distances` of this rank's tokens at a temperature; zeros on stages before the last."""
+    from megatron_rc.launch.batches import cut_batch
+
+    trainer.args.rl_default_temperature = temperature
+    cut = cut_batch(batch, trainer.args, trainer.groups)
+    train = trainer.score(cut)
+    if train is None:
+        return torch.zeros(len(LAGS) + 1, dtype=torch.float64, device=batch.tokens.device)
+    local = cut.local
+    return lag_distances(train, local.rollout_log_probs, local.response_mask, local.positions)
+
+
+def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """Σ|train_t - rollout_{t+lag}| over pairs of neighbouring trained tokens.
+
+    Args:
+        train: log-probs of the trainer, any shape; neighbours lie along the last dimension.
+        rollout: of the engine, likewise.
+        mask: bool, likewise.
+        positions: in the whole sequence, likewise.
+
+    Returns:
+        [4] float64: the sums of ``LAGS``, and the number of pairs.
+    """
+    pairs = mask[..., 1:] & mask[..., :-1] & (positions.diff(dim=-1) == 1)
+    train, rollout = (torch.where(mask, value.double(), 0) for value in (train, rollout))
+    first, second = slice(None, -1), slice(1, None)
+    sides = {0: (first, first), 1: (first, second), -1: (second, first)}
+    sums = [
+        torch.where(pairs, (train[..., here] - rollout[..., there]).abs(), 0).sum()
+        for here, there in (sides[lag] for lag in LAGS)
+    ]
+    return torch.stack([*sums, pairs.sum().double()])
+
+
+def judge(distances: Mapping[float, Sequence[float]], configured: float, tolerance: float) -> list[Finding]:
+    """Shift, temperature and weights, from the sums of :func:`lag_distances` by temperature.
+
+    Args:
+        distances: by temperature, over all ranks.
+        configured: the temperature that the trainer scores at.
+        tolerance: mean |Δ| in nats that rounding the engine's weights explains.
+    """
+    *sums, pairs = distances[configured]
+    if not pairs:
+        return [Finding("log-probs", False, "no two neighbouring tokens were sampled: ask for longer responses")]
+    means = {lag: value / pairs for lag, value in zip(LAGS, sums, strict=True)}
+    by_temperature = {temperature: found[0] / pairs for temperature, found in distances.items()}
+    lag, best = min(means, key=means.__getitem__), min(by_temperature, key=by_temperature.__getitem__)
+    shifted = lag != 0 and means[lag] < MUCH_BETTER * means[0]
+    warmer = best != configured and by_temperature[best] < MUCH_BETTER * means[0]
+    evidence = ", ".join(f"{lag:+d}: {mean:.4f}" for lag, mean in means.items())
+    close = means[0] <= tolerance
+    return [
+        Finding(
+            "shift",
+            not shifted,
+            f"mean |Δ log-prob| by lag {evidence} nats"
+            + (f": the engine's log-probs are shifted by {lag:+d}; align both to the label tokens" if shifted else ""),
+        ),
+        Finding("temperature", not warmer, _temperature(by_temperature, configured, best, warmer)),
+        Finding(
+            "weights",
+            close,
+            f"mean |Δ log-prob| {means[0]:.5f} nats, up to {tolerance} is rounding"
+            + ("" if close or shifted or warmer else ": other weights, a stale cache, or another tokenizer"),
+        ),
+    ]
+
+
+def _temperature(distances: Mapping[float, float], configured: float, best: float, warmer: bool) -> str:
+    words = f"closest at {best}, scored at {configured} ({distances[best]:.4f} and {distances[configured]:.4f} nats)"
+    if not warmer:
+        return words
+    if best == 1:
+        return f"{words}: these are raw log-probs, before temperature; ask the engine for processed ones"
+    return f"{words}: the engine samples at another temperature than --rl-default-temperature"
+
+
+def _endings(batch: RolloutBatch, eos: int) -> Tensor:
+    """[3] float64: responses that stopped, those of them that end with the token for it, and such tokens elsewhere."""
+    position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    last = (batch.response_mask * position).amax(dim=1)
+    ends = (batch.tokens == eos) & batch.response_mask
+    is_last = position == last.unsqueeze(1)
+    stopped = batch.finish_reasons == FINISH_REASONS.index("stop")
+    return torch.stack([stopped.sum(), (stopped & (ends & is_last).any(1)).sum(), (ends & ~is_last).sum()]).double()
+
+
+def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:
+    """Whether the end-of-text token is sampled, scored and last."""
+    words = f"{stopped:.0f} responses stopped, {ended:.0f} of them with a sampled end-of-text token"
+    if inside:
+        return [
+            Finding("end of text", False, f"{words}; {inside:.0f} stand inside a response: sampling went on after it")
+        ]
+    if ended < stopped:
+        return [
+            Finding("end of text", False, f"{words}: the token that ends a response must be in it, with its log-prob")
+        ]
+    return [Finding("end of text", True, words)]
+
+
+if __name__ == "__main__":
+    main()
