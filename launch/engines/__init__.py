@@ -11,6 +11,10 @@ from torch import Tensor
 from megatron_rc.batch import SamplingParams
 
 
+class EngineError(RuntimeError):
+    """An engine that cannot be used, or an answer that is not to be trained on; the message names the remedy."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response.

@@ -1,0 +1,122 @@
+"""A model as Hugging Face stores it: what engines read weights from that share a file system with the trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rc.launch.engines import EngineError
+
+SHARD_BYTES = 4 << 30
+
+
+class ModelDirectory:
+    """``config.json`` and safetensors at one path, replaced as a whole at every write.
+
+    Tied embeddings are written as two tensors, and the config says that they are not tied. Engines that repack the
+    output layer at start (vLLM) would otherwise keep the first one for ever, silently.
+
+    Args:
+        path: of the directory; what stands there is replaced. Its parent must exist.
+        config: of the model (a ``transformers`` config).
+        eos_token_id: ends a response.
+        shard_bytes: a file is closed once it holds as many.
+
+    Raises:
+        ValueError: the parent directory is not there.
+    """
+
+    def __init__(self, path: str | Path, config: Any, eos_token_id: int, shard_bytes: int = SHARD_BYTES) -> None:
+        self.path = Path(path).absolute()
+        if not self.path.parent.is_dir():
+            raise ValueError(f"the directory for rollout weights is {self.path}, but {self.path.parent} does not exist")
+        self._shard_bytes = shard_bytes
+        self._tied = bool(config.tie_word_embeddings)
+        self._config = copy.deepcopy(config)
+        self._config.tie_word_embeddings = False
+        self._config.eos_token_id = eos_token_id
+        self._embedding, self._head, self._shapes = self._describe()
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
+        """Write all weights, one shard in memory at a time; a reader finds the old model or the new one.
+
+        Args:
+            weights: ``(Hugging Face name, tensor)``, all of the model.
+
+        Returns:
+            The path of the directory.
+
+        Raises:
+            ValueError: a tensor that the model lacks, that comes twice, of another shape, or that never came.
+            EngineError: the files cannot be written.
+        """
+        part = self.path.with_name(self.path.name + ".part")
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            self._write(part, weights)
+            shutil.rmtree(self.path, ignore_errors=True)
+            part.rename(self.path)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"rollout weights cannot be written to {self.path}: {error}: make room there") from error
+        return self.path
+
+    def _write(self, part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+        index: dict[str, str] = {}
+        shard: dict[str, Tensor] = {}
+        for name, tensor in self._checked(weights):
+            shard[name] = tensor.detach().cpu().contiguous()
+            if sum(held.nbytes for held in shard.values()) >= self._shard_bytes:
+                _save(part, shard, index)
+        _save(part, shard, index)
+        missing = self._shapes.keys() - index.keys()
+        if missing:
+            raise ValueError(f"the rollout model's weight {min(missing)} never came")
+        (part / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        self._config.save_pretrained(part)
+
+    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        seen = set()
+        for name, tensor in weights:
+            wanted = self._shapes.get(name)
+            if wanted is None or (self._tied and name == self._head):
+                raise ValueError(f"the rollout model has no weight {name}")
+            if name in seen:
+                raise ValueError(f"the rollout model's weight {name} came twice")
+            if tuple(tensor.shape) != wanted:
+                raise ValueError(f"the rollout model's weight {name} is {wanted}, got {tuple(tensor.shape)}")
+            seen.add(name)
+            self._config.dtype = tensor.dtype
+            yield name, tensor
+            if self._tied and name == self._embedding:
+                yield self._head, tensor.clone()  # safetensors refuses tensors that share memory
+
+    def _describe(self) -> tuple[str, str, dict[str, tuple[int, ...]]]:
+        """(name of the embeddings, name of the output layer, all shapes) of the untied model, without its memory."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self._config)
+        self._config.architectures = [type(model).__name__]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return names[id(model.get_input_embeddings().weight)], names[id(model.get_output_embeddings().weight)], shapes
+
+
+def _save(part: Path, shard: dict[str, Tensor], index: dict[str, str]) -> None:
+    """Write the shard to a file of its own, note it in the index, and empty it."""
+    if not shard:
+        return
+    file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+    save_file(shard, part / file, metadata={"format": "pt"})
+    index.update(dict.fromkeys(shard, file))
+    shard.clear()

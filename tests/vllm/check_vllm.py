@@ -1,0 +1,194 @@
+"""The vLLM engines against vLLM itself: a tiny Llama and a tiny GPT-2, every log-prob scored again by transformers.
+
+Both models have tied embeddings. In process vLLM starts under the environment of torchrun, beside a process group.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from megatron_rc.batch import SamplingParams
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.vllm_engine import TORCHRUN, VllmEngine
+from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+
+EOS, VOCABULARY, LONGEST = 1, 29, 320
+TORCHRUN_VALUES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+LLAMA = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,  # vLLM's CPU attention has no smaller one
+    max_position_embeddings=LONGEST,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+GPT2 = GPT2Config(
+    vocab_size=VOCABULARY,
+    n_embd=64,
+    n_layer=2,
+    n_head=2,
+    n_positions=LONGEST,
+    activation_function="gelu",
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+
+
+class Rig:
+    """An engine, the transformers model whose weights it has, and how many prompt tokens it found in its cache."""
+
+    def __init__(self, engine, config, cached_tokens, process):
+        self.engine, self.config = engine, config
+        self.cached_tokens, self.process = cached_tokens, process
+        self.model = None
+
+    def sync(self, seed):
+        torch.manual_seed(seed)
+        self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
+        assert "lm_head.weight" not in dict(self.model.named_parameters())
+        self.engine.load_weights(((name, p.detach()) for name, p in self.model.named_parameters()), seed)
+        assert self.engine.version == seed
+
+    def check(self, prompts, params, seed=0, tokens=12):
+        samples = self.engine.sample(prompts, params, tokens, seed)
+        for prompt, sample in zip(prompts, samples, strict=True):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+            chosen = torch.tensor(sample.token_ids).unsqueeze(1)
+            want = torch.log_softmax(logits / params.temperature, -1).gather(1, chosen).squeeze(1)
+            torch.testing.assert_close(torch.tensor(sample.log_probs), want, rtol=0, atol=1e-4)
+        return samples
+
+
+def in_process(folder, config):
+    os.environ |= TORCHRUN_VALUES
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    engine = VllmEngine(ModelDirectory(folder / "weights", config, EOS), "fp32", EOS, LONGEST)
+
+    def cached_tokens(prompt):
+        from vllm import SamplingParams as Params
+
+        (output,) = engine._llm.generate([{"prompt_token_ids": prompt}], Params(max_tokens=1), use_tqdm=False)
+        return output.num_cached_tokens
+
+    yield Rig(engine, config, cached_tokens, lambda: id(engine._llm))
+    assert {name: os.environ[name] for name in TORCHRUN_VALUES} == TORCHRUN_VALUES
+    engine.close()
+    dist.destroy_process_group()
+    for name in TORCHRUN_VALUES:
+        del os.environ[name]
+
+
+def served(folder, config):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    client = HttpClient(f"http://127.0.0.1:{port}", timeout=120)
+    engine = VllmServerEngine(client, ModelDirectory(folder / "weights", config, EOS), EOS, start_timeout=300)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    path = engine.directory.write((name, parameter.detach()) for name, parameter in model.named_parameters())
+    process = start_server(path, port, folder / "log")
+    try:
+        yield Rig(engine, config, lambda _prompt: hits(client.url), lambda: process.poll() or process.pid)
+    except EngineError:
+        sys.stderr.write((folder / "log").read_text()[-4000:])
+        raise
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def start_server(path, port, log):
+    words = f"""--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len {LONGEST}
+        --skip-tokenizer-init --logprobs-mode processed_logprobs --served-model-name tiny""".split()
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words],
+        env=environment | cpu | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def hits(url):
+    with urlopen(f"{url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+RIGS = {"llama": (in_process, LLAMA), "gpt2": (in_process, GPT2), "llama-served": (served, LLAMA)}
+
+
+@pytest.fixture(scope="module", params=RIGS)
+def rig(request, tmp_path_factory):
+    make, config = RIGS[request.param]
+    yield from make(Path(tmp_path_factory.mktemp(request.param)), config)
+
+
+def test_log_probs_are_those_of_transformers(rig):
+    rig.sync(0)
+    prompts = [[5], [3, 4, 5, 6], [7, 8], list(range(2, 28))] * 4
+    reasons = set()
+    for temperature in (1.0, 0.7):
+        samples = rig.check(prompts, SamplingParams(temperature=temperature))
+        for sample in samples:
+            ended = sample.token_ids[-1] == EOS
+            assert EOS not in sample.token_ids[:-1]
+            assert sample.finish_reason == ("stop" if ended else "length")
+            assert ended or len(sample.token_ids) == 12
+            reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_seed_gives_the_responses(rig):
+    rig.sync(0)
+    first, again, other = (rig.engine.sample([[4], [5]] * 4, SamplingParams(), 8, seed=s) for s in (1, 1, 2))
+    assert [s.token_ids for s in first] == [s.token_ids for s in again]
+    assert [s.token_ids for s in first] != [s.token_ids for s in other]
+    assert len({tuple(s.token_ids) for s in first[::2]}) > 1, "equal prompts must not get equal responses"
+
+
+def test_a_sync_changes_the_weights_in_place(rig):
+    """The same prompts before and after; the prompts are long enough to lie in the prefix cache."""
+    prompts = [[2 + (7 * i + shift) % 25 for i in range(300)] for shift in range(4)]
+    rig.sync(0)
+    before, process = rig.check(prompts, SamplingParams(), seed=3), rig.process()
+    count = rig.cached_tokens(prompts[0])
+    rig.check(prompts, SamplingParams(), seed=4)
+    assert rig.cached_tokens(prompts[0]) > (count if rig.engine.__class__ is VllmServerEngine else 0), (
+        "the cache is used"
+    )
+    for version in (1, 2):
+        rig.sync(version)
+        after = rig.check(prompts, SamplingParams(), seed=3)
+        assert [s.token_ids for s in before] != [s.token_ids for s in after]
+    assert rig.process() == process
+
+
+def test_truncated_sampling_has_the_log_probs_of_what_was_sampled(rig):
+    rig.sync(0)
+    samples = rig.engine.sample([[4, 5]] * 8, SamplingParams(top_k=1), 4, seed=0)
+    assert all(value == 0 for sample in samples for value in sample.log_probs)
+
+
+def test_a_sequence_longer_than_the_engine_takes_is_an_error(rig):
+    rig.sync(0)
+    with pytest.raises((EngineError, ValueError), match=rf"{LONGEST}|raise the engine's longest sequence"):
+        rig.engine.sample([[4] * (LONGEST - 2)], SamplingParams(), 8, seed=0)
