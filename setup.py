@@ -46,6 +46,7 @@ setup(
             "transformers>=5",
         ],
         "gpu": ["transformer-engine[pytorch]"],
+        "vllm": ["vllm"],
         "wandb": ["wandb"],
         "test": [
             "hypothesis",

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from megatron_rc.aggregation import AGGREGATIONS
 from megatron_rc.arguments import add_rollout_correction_args
+from megatron_rc.launch.engines.choice import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.losses import ALGORITHMS, KL_ESTIMATORS
@@ -315,6 +316,17 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grpo-group-size", type=int, default=2, help="responses sampled for each prompt")
     group.add_argument("--grpo-iterations", type=int, default=2, help="passes over each rollout batch")
     group.add_argument("--rl-default-temperature", type=float, default=1.0, help="of sampling and of log-probs")
+    group.add_argument("--rollout-engine", choices=ENGINES, default="transformers", help="what samples responses")
+    group.add_argument("--rollout-url", help="of the servers, comma-separated: one a data-parallel replica")
+    group.add_argument("--rollout-model", help="name of the served model, where a vLLM server has several")
+    group.add_argument(
+        "--rollout-weights-dir",
+        metavar="DIR",
+        help="where servers find new weights; vllm's default: a folder in memory",
+    )
+    group.add_argument("--rollout-concurrency", type=int, default=64, help="requests that a server gets at once")
+    group.add_argument("--rollout-timeout", type=float, default=600.0, help="seconds for one answer, and for the start")
+    group.add_argument("--rollout-attempts", type=int, default=6, help="tries of a request before the run ends")
     group.add_argument("--save-rollouts", metavar="DIR", help="write every rollout batch here")
     group.add_argument("--load-rollouts", metavar="DIR", help="train on the rollouts of this folder, without an engine")
     _switch(group, "--allow-truncated-sampling", "take rollouts of top_p < 1 or top_k > 0, which are not the policy's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,11 +12,11 @@ from torch import Tensor
 from megatron_rc.batch import FINISH_REASONS, RolloutBatch, SamplingParams
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.engines.choice import make_engine
 from megatron_rc.launch.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.characters import EOS, PAD, token_id
 from megatron_rc.launch.weights.export import export_weights
-from megatron_rc.launch.weights.families import find_family
 from megatron_rc.parallel.collectives import broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -29,8 +28,8 @@ class RolloutCollector:
         args: the validated flags.
         task: prompts and rewards.
         groups: of this rank.
-        engine: on the first rank of each replica; default there: a ``transformers`` model. Unused elsewhere, and with
-            ``--load-rollouts``, which reads what another run sampled.
+        engine: on the first rank of each replica; default there: the one that ``--rollout-engine`` names. Unused
+            elsewhere, and with ``--load-rollouts``, which reads what another run sampled.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class RolloutCollector:
             if self.engine is not None:
                 try:
                     self.engine.load_weights(weights, version)
-                except (ValueError, RuntimeError) as problem:
+                except Exception as problem:  # other ranks wait in the iterator for whatever it raises
                     error = f"the rollout engine refused the weights of step {version}: {problem}"
             # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
             for _ in weights:
@@ -180,12 +179,6 @@ class RolloutCollector:
             tensor = broadcast(tensor, 0, parallel_state.get_tensor_and_context_parallel_group())
         return broadcast(tensor, 0, self.groups.pp)
 
-    def _default_engine(self) -> Any:
-        from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-
-        family = find_family(self.args)
-        if family is None:
-            raise RuntimeError("the default engine needs validated flags")
-        config = family.hugging_face_config(self.args)
+    def _default_engine(self) -> RolloutEngine:
         eos, pad = token_id(self.task.tokenizer, EOS), token_id(self.task.tokenizer, PAD)
-        return TransformersEngine(config, self.args.rollout_dtype, eos, pad, self.device)
+        return make_engine(self.args, eos, pad, self.device, parallel_state.get_data_parallel_rank())

@@ -16,6 +16,7 @@ import torch
 from megatron_rc.arguments import policy_loss_config_from_args, rollout_correction_config_from_args
 from megatron_rc.correction import resolve_objective
 from megatron_rc.launch.batches import bin_unit
+from megatron_rc.launch.engines.choice import SERVERS
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.recorded import find_rollouts
 from megatron_rc.launch.tasks import Task, make_task
@@ -31,6 +32,7 @@ _POSITIVE = (
     *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_iters", "save_interval", "log_interval"),
     *("max_response_length", "grpo_prompts_per_step", "grpo_group_size", "grpo_iterations", "rl_default_temperature"),
     *("padded_vocab_size", "norm_epsilon", "init_method_std", "adam_eps", "rl_sequence_packing_bin_size"),
+    *("rollout_concurrency", "rollout_timeout", "rollout_attempts"),
 )
 _NOT_NEGATIVE = (
     *("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed"),
@@ -73,6 +75,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     _check_engine(args, engine and not args.load_rollouts)
     _check_batches(args)
     _check_rollouts(args)
+    _check_rollout_engine(args)
     _check_optimizer(args)
     _check_environment(args)
     try:
@@ -369,6 +372,36 @@ def _check_rollouts(args: argparse.Namespace) -> None:
         )
 
 
+def _check_rollout_engine(args: argparse.Namespace) -> None:
+    engine, is_server = args.rollout_engine, args.rollout_engine in SERVERS
+    if engine == "vllm":
+        require("vllm", "--rollout-engine vllm", "vllm")
+        if args.rollout_dtype == "fp8-e4m3":
+            raise ConfigurationError("--rollout-dtype fp8-e4m3 is not what --rollout-engine vllm takes: fp32 or bf16")
+    if not is_server:
+        for name in ("rollout_url", "rollout_model"):
+            if getattr(args, name) is not None:
+                raise ConfigurationError(
+                    f"{_flag(name)} {getattr(args, name)} does nothing with --rollout-engine {engine}: name a server"
+                )
+        if args.rollout_weights_dir is not None and engine != "vllm":
+            raise ConfigurationError(
+                f"--rollout-weights-dir {args.rollout_weights_dir} does nothing with --rollout-engine {engine}: drop it"
+            )
+        return
+    if args.rollout_model is not None and engine != "vllm-server":
+        raise ConfigurationError(f"--rollout-model {args.rollout_model} is for --rollout-engine vllm-server: drop it")
+    for name in ("rollout_url", "rollout_weights_dir"):
+        if getattr(args, name) is None:
+            raise ConfigurationError(f"--rollout-engine {engine} needs {_flag(name)}")
+    urls = len(args.rollout_url.split(","))
+    if urls != args.data_parallel_size:
+        raise ConfigurationError(
+            f"--rollout-url names {urls} servers for {args.data_parallel_size} data-parallel ranks: each needs one of "
+            "its own, which gets its weights"
+        )
+
+
 def _check_optimizer(args: argparse.Namespace) -> None:
     if args.min_lr > args.lr:
         raise ConfigurationError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
@@ -432,7 +465,7 @@ def _check_task(args: argparse.Namespace) -> Task:
 
 def _check_folders(args: argparse.Namespace) -> None:
     folders = [(f"--runs-dir {args.runs_dir}", Path(args.runs_dir) / args.run_name)]
-    for name in ("save", "tensorboard_dir", "save_rollouts"):
+    for name in ("save", "tensorboard_dir", "save_rollouts", "rollout_weights_dir"):
         if path := getattr(args, name):
             folders.append((f"{_flag(name)} {path}", Path(path)))
     for flag, folder in folders:
