@@ -238,7 +238,7 @@ def _add_model_args(parser: argparse.ArgumentParser) -> None:
 def _add_expert_args(parser: argparse.ArgumentParser) -> None:
     # What --num-experts needs is filled in by the checks, which so see what is given without it.
     group = parser.add_argument_group(
-        "mixture of experts", "for Trainer with rollouts of your own engine: the default one has no such architecture"
+        "mixture of experts", "with --load-rollouts or an engine of your own: the default one has no such architecture"
     )
     group.add_argument("--num-experts", type=int, help="experts in the place of each MLP; default: a dense model")
     group.add_argument("--moe-ffn-hidden-size", type=int, help="width of an expert; default: --ffn-hidden-size")

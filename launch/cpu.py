@@ -68,8 +68,8 @@ class _Stream:
 def _device_rng() -> dict[str, Callable[..., Any]]:
     """A generator in the place of the CUDA one, for Megatron's bookkeeping of RNG states.
 
-    The CPU's own generator stays apart: initial weights are drawn from it, equally on all ranks, and dropout, the only
-    thing that Megatron draws from the CUDA generator, is refused by the flag checks.
+    The CPU's own generator stays apart: initial weights are drawn from it, equally on all ranks that hold the same
+    experts, and dropout, the only thing that Megatron draws from the CUDA generator, is refused by the flag checks.
     """
     generator = torch.Generator()
 
@@ -88,25 +88,13 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _gather(equal: Callable[..., Tensor], part: Tensor, group: Any, sizes: Any = None, *rest: Any) -> Tensor:
-    """Gather parts of different lengths along the first dimension by ``equal``, which gathers parts of one length."""
+    """Gather parts of different lengths along the first dimension with ``equal``, which is for parts of one length."""
     if sizes is None:
         return equal(part, group, None, *rest)
     longest = max(1, *sizes)
-    everything = equal(_padded(part, longest), group).split(longest)
+    padding = part.new_zeros(longest - len(part), *part.shape[1:])
+    everything = equal(torch.cat([part, padding]), group).split(longest)
     return torch.cat([one[:size] for one, size in zip(everything, sizes, strict=True)])
-
-
-def _reduce_scatter(equal: Callable[..., Tensor], whole: Tensor, group: Any, sizes: Any = None, *rest: Any) -> Tensor:
-    """The same for a reduce-scatter."""
-    if sizes is None:
-        return equal(whole, group, None, *rest)
-    longest = max(1, *sizes)
-    own = equal(torch.cat([_padded(part, longest) for part in whole.split(list(sizes))]), group)
-    return own[: sizes[group.rank()]]
-
-
-def _padded(part: Tensor, length: int) -> Tensor:
-    return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
 
 
 def _expert_replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -120,9 +108,8 @@ def _expert_replacements() -> Iterator[tuple[Any, str, Any]]:
     yield token_dispatcher, "maybe_move_tensor_to_cpu", _on_host
     # Made once for all dispatchers: a stand-in must not be left behind.
     yield token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _Stream()
-    # The TP ranks of an expert hold different numbers of its tokens, and gloo wants them equal.
-    for name, uneven in (("_gather_along_first_dim", _gather), ("_reduce_scatter_along_first_dim", _reduce_scatter)):
-        yield mappings, name, partial(uneven, getattr(mappings, name))
+    # The TP ranks of an expert get different numbers of its tokens; gloo gathers equal numbers only.
+    yield mappings, "_gather_along_first_dim", partial(_gather, mappings._gather_along_first_dim)
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:

@@ -215,8 +215,8 @@ def _check_engine(args: argparse.Namespace, engine: bool) -> None:
         return
     if args.num_experts is not None:
         raise ConfigurationError(
-            f"--num-experts {args.num_experts}: the rollout engine has no architecture with experts; train a dense "
-            "model, or give Trainer the rollouts of an engine of your own"
+            f"--num-experts {args.num_experts}: the rollout engine has no architecture with experts; train on "
+            "--load-rollouts, or give Trainer the rollouts of an engine of your own"
         )
     raise ConfigurationError(
         "no Hugging Face architecture has this combination of --normalization, --swiglu, "
@@ -305,6 +305,12 @@ def _check_batches(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--grpo-prompts-per-step {args.grpo_prompts_per_step} · --grpo-group-size {args.grpo_group_size} = "
             f"{rollouts} sequences do not split into batches of --global-batch-size {args.global_batch_size}"
+        )
+    tokens = args.global_batch_size * args.seq_length
+    if args.calculate_per_token_loss and tokens >= 2**31:
+        raise ConfigurationError(
+            f"--calculate-per-token-loss counts the {tokens} tokens of --global-batch-size {args.global_batch_size} "
+            f"sequences of --seq-length {args.seq_length} in 32 bits: drop it, the gradients are the same"
         )
     _check_packing(args)
     parallel = args.data_parallel_size * (1 if args.rl_use_sequence_packing else args.micro_batch_size)

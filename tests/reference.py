@@ -1,7 +1,8 @@
 """The whole update in float64 on one process: model, correction, objective, gradients. Imports nothing of the library.
 
 The model is a Llama in plain torch, one sequence at a time and without padding; with a mixture of experts in the place
-of each MLP where the weights have one. They carry the names and the shapes of Megatron-Core's unsharded GPTModel. The correction is ``oracle.py``; the objective is a loop over tokens.
+of each MLP where the weights have one. They carry the names and the shapes of Megatron-Core's unsharded GPTModel. The
+correction is ``oracle.py``; the objective is a loop over tokens.
 """
 
 from __future__ import annotations
@@ -97,22 +98,6 @@ def mixture(own: Weights, hidden: torch.Tensor, router: torch.Tensor) -> torch.T
     return total
 
 
-def balance(routers: list[torch.Tensor]) -> torch.Tensor:
-    """Σ over layers of E Σ_e f_e P_e, of one micro-batch (Fedus et al. 2021, "Switch Transformers", Eq. 4 to 6).
-
-    f_e is the share of the choices that fell on expert e, P_e the mean of its probability over all experts; a layer's
-    router logits are [tokens, experts].
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for router in routers:
-        tokens, experts = router.shape
-        chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
-        for expert in range(experts):
-            share = int((chosen == expert).sum()) / (tokens * EXPERTS_OF_A_TOKEN)
-            total = total + experts * share * router.softmax(-1)[:, expert].mean()
-    return total
-
-
 def routers_of(weights: Weights, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Each layer's router logits [tokens of all sequences, experts]."""
     rows: list[list[torch.Tensor]] = []
@@ -122,11 +107,32 @@ def routers_of(weights: Weights, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [torch.cat(layer) for layer in zip(*rows, strict=True)]
 
 
-def balancing_gradients(weights: Weights, tokens: torch.Tensor, micro_batches: list[list[int]]) -> Weights:
-    """Of the mean of :func:`balance` over micro-batches, which are rows of ``tokens``."""
+def balance(router: torch.Tensor) -> torch.Tensor:
+    """E Σ_e f_e P_e of one layer and micro-batch (Fedus et al. 2021, "Switch Transformers", Eq. 4 to 6).
+
+    f_e is the share of the choices that fell on expert e, P_e the mean of its probability among all experts.
+    """
+    tokens, experts = router.shape
+    chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
+    shares = [int((chosen == expert).sum()) / (tokens * EXPERTS_OF_A_TOKEN) for expert in range(experts)]
+    return experts * sum(share * router.softmax(-1)[:, expert].mean() for expert, share in enumerate(shares))
+
+
+def auxiliary_gradients(
+    weights: Weights, tokens: torch.Tensor, micro_batches: list[list[int]], balancing: float, z: float
+) -> Weights:
+    """Of the router losses, summed over the layers and averaged over micro-batches, which are rows of ``tokens``.
+
+    z multiplies the mean of (log Σ exp)² of a token's logits (Zoph et al. 2022, "ST-MoE", Eq. 5).
+    """
     parameters = {name: weight.double().requires_grad_() for name, weight in weights.items()}
-    total = sum(balance(routers_of(parameters, tokens[rows])) for rows in micro_batches) / len(micro_batches)
-    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in micro_batches:
+        for router in routers_of(parameters, tokens[rows]):
+            total = total + balancing * balance(router) + z * router.logsumexp(-1).square().mean()
+    gradients = torch.autograd.grad(
+        total / len(micro_batches), list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(parameters, gradients, strict=True))
 
 

@@ -140,12 +140,22 @@ def test_ranks_agree_on_the_number_of_micro_batches(ranks, tmp_path, layout, mul
         ([PACKED, "--rl-sequence-packing-bin-size=0"], 1, "--rl-sequence-packing-bin-size 0 must be positive"),
         ([PACKED, "--rl-sequence-packing-bin-size=18", "--context-parallel-size=2"], 2, "must be a multiple of 4"),
         (
+            [
+                "--calculate-per-token-loss",
+                "--seq-length=1048576",
+                "--grpo-prompts-per-step=512",
+                "--global-batch-size=2048",
+            ],
+            1,
+            "counts the 2147483648 tokens",
+        ),
+        (
             [PACKED, "--grpo-prompts-per-step=3", "--global-batch-size=4"],
             3,
             "must be a multiple of the 3 data-parallel",
         ),
     ],
 )
-def test_packing_that_cannot_work_is_refused(tmp_path, words, world, message):
+def test_cuts_that_cannot_work_are_refused(tmp_path, words, world, message):
     with pytest.raises(ConfigurationError, match=message):
         parse(tmp_path, *words, world=world)
