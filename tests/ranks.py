@@ -31,6 +31,8 @@ PRELOAD = [
 ]
 COLLECTIVE_SECONDS = 60
 VICTIM_SECONDS = 3
+# Groups that something still holds keep their threads, which poll: now and then the ranks begin anew.
+RENEWED = 8
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class RankPool:
 
         The function is found by its module and name. Megatron's groups are those of the layout.
         """
-        while len(self.workers) < layout.world:
-            self._start()
         if layout != self.layout:
             self.meetings += 1
+            if self.meetings % RENEWED == 0:
+                self.close()
+        while len(self.workers) < layout.world:
+            self._start()
         self.layout = layout
         meeting = self.folder / f"meeting-{self.meetings}"
         connections = [connection for _, connection in self.workers[: layout.world]]
@@ -171,12 +175,16 @@ def _serve(connection: Connection) -> None:
 
 
 def _join(layout: Layout, rank: int, meeting: str) -> None:
+    import gc
+
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        # Models and trainers are cycles: while they live, so do their groups, each with a thread that polls.
+        gc.collect()
     store = dist.FileStore(meeting, layout.world)
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)

@@ -276,8 +276,10 @@ def run_wrongly(words, data, old, new, variant):
         schedule.schedule_return = right
 
 
-@pytest.mark.parametrize("variant", ["times cp", "divided by the micro-batches", "world for dp_cp"])
-@pytest.mark.parametrize("per_token_loss", [False, True])
+@pytest.mark.parametrize(
+    ("variant", "per_token_loss"),
+    [("times cp", False), ("divided by the micro-batches", True), ("world for dp_cp", False)],
+)
 def test_a_wrong_factor_fails(run, single, variant, per_token_loss):
     case = Case(Layout(tp=2, cp=2), "decoupled", per_token_loss=per_token_loss)
     everywhere, alone = run(case, run_wrongly, variant), single(case)

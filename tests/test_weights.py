@@ -33,7 +33,8 @@ MODELS = {
         n_embd=32, n_layer=4, n_head=4, n_positions=64, vocab_size=30, activation_function="gelu"
     ),
 }
-LAYOUTS = [Layout(), Layout(tp=2, sp=True), Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2)]
+CASES = [(name, layout) for name in MODELS for layout in (Layout(tp=2, sp=True), Layout(pp=2, vpp=True))]
+CASES += [("llama", Layout()), ("gpt2", Layout(tp=2, pp=2, cp=2))]
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,7 @@ def words_of(folder, layout, *more):
     return [*COMMON, f"--load-hf={folder}", f"--runs-dir={folder}/runs", "--micro-batch-size=8", *layout.flags(), *more]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_logits_and_round_trip(ranks, folders, name, layout):
     found = ranks.run(load_and_export, layout, words_of(folders[name], layout))
     model = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
