@@ -340,7 +340,7 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
         "--rollout-dtype",
         choices=["fp32", "bf16", "fp8-e4m3"],
         default="bf16",
-        help="the rollout engine's weights are rounded to this at every sync",
+        help="the rollout engine's weights are rounded to this at every sync (servers: as they were started)",
     )
 
 

@@ -105,7 +105,6 @@ def cut_batch(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGro
 def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
     rows, length = batch.tokens.shape
     size, device = args.micro_batch_size, batch.tokens.device
-
     cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
     labels, mask, rollout_log_probs = batch.label_aligned()
     layout, micro = (

@@ -23,7 +23,6 @@ from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
 if TYPE_CHECKING:
-    from megatron_rc.launch.engines import RolloutEngine
     from megatron_rc.launch.tasks import Task
     from megatron_rc.launch.trainer import Trainer
 
@@ -75,13 +74,12 @@ def run_check(args: argparse.Namespace, task: Task) -> None:
         raise AgreedError(f"the rollout engine and the trainer disagree on {', '.join(wrong)}: see the findings above")
 
 
-def check_engine(args: argparse.Namespace, task: Task, engine: RolloutEngine | None = None) -> list[Finding]:
+def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
     """Sample one rollout batch, score it at several temperatures, and compare; equal on all ranks.
 
     Args:
         args: the validated flags.
         task: where the prompts come from; its tokenizer is the trainer's.
-        engine: on the first rank of each replica; default: the one that the flags name.
 
     Collectives: those of a weight sync, a rollout and a forward-only pass a temperature, one SUM over DP×CP, one
     broadcast over PP.
@@ -91,7 +89,7 @@ def check_engine(args: argparse.Namespace, task: Task, engine: RolloutEngine | N
     from megatron_rc.launch.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()
-    trainer, collector = Trainer(args, groups), RolloutCollector(args, task, groups, engine)
+    trainer, collector = Trainer(args, groups), RolloutCollector(args, task, groups)
     collector.sync_weights(trainer.chunks, trainer.iteration)
     batch = collector.collect(trainer.iteration)
     configured = args.rl_default_temperature

@@ -174,7 +174,14 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
             if hasattr(part, "_set_main_param_and_optimizer_states"):
                 copy = partial(_copy_with_step, part, part._set_main_param_and_optimizer_states)
                 stack.enter_context(mock.patch.object(part, "_set_main_param_and_optimizer_states", copy))
-        optimizer.load_state_dict(state)
+        try:
+            optimizer.load_state_dict(state)
+        except RuntimeError as error:
+            # With expert parallelism Megatron has an optimizer more than without.
+            raise ValueError(
+                f"--load: the optimizer's state does not fit this layout ({_reason(error)}): give --no-load-optim, or "
+                "the --expert-model-parallel-size that wrote it"
+            ) from error
     for part in parts:
         for own in part.optimizer.state.values():
             if isinstance(own.get("step"), torch.Tensor):

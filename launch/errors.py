@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 
 
@@ -26,3 +27,16 @@ def require(module: str, user: str, extra: str) -> None:
         found = False
     if not found:
         raise ConfigurationError(f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'")
+
+
+def flag(name: str) -> str:
+    """A flag as it is typed, from its name in the namespace."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require_multiple(args: argparse.Namespace, what: str, by: str, *, factor: int = 1) -> None:
+    """Raise ConfigurationError unless the flag ``what`` is a multiple of the flag ``by``, times the factor."""
+    value, divisor = getattr(args, what), getattr(args, by) * factor
+    if value % divisor:
+        times = f"{factor} · " if factor > 1 else ""
+        raise ConfigurationError(f"{flag(what)} {value} must be a multiple of {times}{flag(by)} = {divisor}")

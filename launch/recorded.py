@@ -6,12 +6,11 @@ may read them with another number of data-parallel ranks than the one that wrote
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
 
 from megatron_rc.batch import RolloutBatch, load, save
 
@@ -81,28 +80,9 @@ class RecordedRollouts:
                 f"{paths[0].parent}: the batch of {paths[0].name} has {len(names)} prompts, not {self.groups} one "
                 "after the other: give the --grpo-prompts-per-step that wrote it"
             )
+        try:
+            batch = dataclasses.replace(batch, group_ids=group_ids).at_length(self.length)
+        except ValueError as problem:
+            raise ValueError(f"{paths[0].parent}: --seq-length {self.length} is too short: {problem}") from None
         share = self.sequences // replicas
-        rows = slice(replica * share, (replica + 1) * share)
-        return _as_long(batch, group_ids, self.length, paths[0]).rows(rows)
-
-
-def _as_long(batch: RolloutBatch, group_ids: torch.Tensor, length: int, path: Path) -> RolloutBatch:
-    """The batch at another length: what is cut off must be padding."""
-    if batch.response_mask[:, length:].any():
-        row = int(batch.response_mask[:, length:].any(dim=1).nonzero()[0])
-        raise ValueError(f"{path}: sample {int(batch.sample_ids[row])} is longer than --seq-length {length}: raise it")
-    fields = {
-        name: getattr(batch, name)[:, :length]
-        for name in ("tokens", "response_mask", "rollout_log_probs", "policy_versions")
-    }
-    missing = length - batch.tokens.shape[1]
-    if missing > 0:
-        fields = {name: torch.nn.functional.pad(value, (0, missing)) for name, value in fields.items()}
-    return RolloutBatch(
-        **fields,
-        sample_ids=batch.sample_ids,
-        group_ids=group_ids,
-        rewards=batch.rewards,
-        finish_reasons=batch.finish_reasons,
-        sampling=batch.sampling,
-    )
+        return batch.rows(slice(replica * share, (replica + 1) * share))

@@ -157,8 +157,11 @@ class RolloutCollector:
         floats = torch.zeros(rows, length + 1)
         if batch is not None:
             per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
-            integers = torch.cat([batch.tokens, batch.response_mask, batch.policy_versions, torch.stack(per_row, 1)], 1)
-            floats = torch.cat([batch.rollout_log_probs, batch.rewards.unsqueeze(1)], dim=1)
+            # Records may be of other dtypes, and what the receivers wait for is not.
+            columns = [values.unsqueeze(1) for values in per_row]
+            whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
+            integers = torch.cat([values.long() for values in whole], dim=1)
+            floats = torch.cat([batch.rollout_log_probs.float(), batch.rewards.float().unsqueeze(1)], dim=1)
         integers, floats = self._broadcast(integers), self._broadcast(floats)
         tokens, mask, versions, rest = integers.split([length, length, length, 3], dim=1)
         return RolloutBatch(

@@ -16,11 +16,15 @@ import torch
 from megatron_rc.arguments import policy_loss_config_from_args, rollout_correction_config_from_args
 from megatron_rc.correction import resolve_objective
 from megatron_rc.launch.batches import bin_unit
-from megatron_rc.launch.engines.choice import SERVERS
-from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.recorded import find_rollouts
+from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.tasks import Task, make_task
-from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.validation_model import (
+    asks_for_auxiliary_losses,
+    check_experts,
+    check_model,
+    check_parallelism,
+)
+from megatron_rc.launch.validation_rollouts import check_architecture, check_rollout_engine, check_rollouts
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
 _POSITIVE = (
@@ -69,19 +73,19 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
         require(module, "training", "launch")
     _check_numbers(args)
     _fill_defaults(args)
-    _check_parallelism(args, world_size)
-    _check_model(args)
-    _check_experts(args)
-    _check_engine(args, engine and not args.load_rollouts)
+    check_parallelism(args, world_size)
+    check_model(args)
+    check_experts(args)
+    check_architecture(args, engine and not args.load_rollouts)
     _check_batches(args)
-    _check_rollouts(args)
-    _check_rollout_engine(args)
+    check_rollouts(args)
+    check_rollout_engine(args)
     _check_optimizer(args)
     _check_environment(args)
     try:
         args.correction = rollout_correction_config_from_args(args)
         objective = policy_loss_config_from_args(args)
-        args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=_has_auxiliary_losses(args))
+        args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     task = _check_task(args)
@@ -89,25 +93,21 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     return task
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _check_numbers(args: argparse.Namespace) -> None:
     for name in _REQUIRED:
         if getattr(args, name) is None:
-            raise ConfigurationError(f"{_flag(name)} is missing: give it as a flag or in the launch file")
+            raise ConfigurationError(f"{flag(name)} is missing: give it as a flag or in the launch file")
     for name in _POSITIVE:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ConfigurationError(f"{_flag(name)} {value} must be positive")
+            raise ConfigurationError(f"{flag(name)} {value} must be positive")
     for name in _NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not 0 <= value < float("inf"):
-            raise ConfigurationError(f"{_flag(name)} {value} must be 0 or more")
+            raise ConfigurationError(f"{flag(name)} {value} must be 0 or more")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
-            raise ConfigurationError(f"{_flag(name)} {getattr(args, name)} must lie in [0, 1)")
+            raise ConfigurationError(f"{flag(name)} {getattr(args, name)} must lie in [0, 1)")
 
 
 def _fill_defaults(args: argparse.Namespace) -> None:
@@ -128,170 +128,12 @@ def _fill_expert_defaults(args: argparse.Namespace) -> None:
         for name, nothing in {**dict.fromkeys(_EXPERT_DEFAULTS), "expert_model_parallel_size": 1}.items():
             if getattr(args, name) != nothing:
                 raise ConfigurationError(
-                    f"{_flag(name)} {getattr(args, name)} does nothing without --num-experts: give both, or neither"
+                    f"{flag(name)} {getattr(args, name)} does nothing without --num-experts: give both, or neither"
                 )
         return
     for name, default in {**_EXPERT_DEFAULTS, "moe_ffn_hidden_size": args.ffn_hidden_size}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-
-
-def _divides(args: argparse.Namespace, what: str, by: str, *, factor: int = 1) -> None:
-    value, divisor = getattr(args, what), getattr(args, by) * factor
-    if value % divisor:
-        times = f"{factor} · " if factor > 1 else ""
-        raise ConfigurationError(f"{_flag(what)} {value} must be a multiple of {times}{_flag(by)} = {divisor}")
-
-
-def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    cp = args.context_parallel_size
-    model = tp * pp * cp
-    layout = f"--tensor-model-parallel-size {tp} · --pipeline-model-parallel-size {pp} · --context-parallel-size {cp}"
-    if world_size < model:
-        raise ConfigurationError(f"{layout} needs {model} processes, got {world_size}: start more, or split less")
-    if world_size % model:
-        raise ConfigurationError(f"{layout} = {model} does not divide {world_size} processes: start a multiple of it")
-    args.data_parallel_size = world_size // model
-    args.virtual_pipeline_model_parallel_size = None
-    _divides(args, "num_layers", "pipeline_model_parallel_size")
-    chunk = args.num_layers_per_virtual_pipeline_stage
-    if chunk is not None:
-        if pp == 1:
-            raise ConfigurationError(
-                f"--num-layers-per-virtual-pipeline-stage {chunk} needs --pipeline-model-parallel-size above 1"
-            )
-        _divides(args, "num_layers", "num_layers_per_virtual_pipeline_stage", factor=pp)
-        chunks = args.num_layers // pp // chunk
-        # One chunk a stage is the plain schedule.
-        args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    if args.sequence_parallel and tp == 1:
-        raise ConfigurationError("--sequence-parallel needs --tensor-model-parallel-size above 1: drop it")
-    if args.sequence_parallel and args.seq_length // cp % tp:
-        raise ConfigurationError(
-            f"--sequence-parallel: --seq-length {args.seq_length} / --context-parallel-size {cp} must be a multiple of "
-            f"--tensor-model-parallel-size {tp}"
-        )
-    if cp > 1:
-        _divides(args, "seq_length", "context_parallel_size", factor=2)
-    if args.use_distributed_optimizer and args.optimizer != "adam":
-        raise ConfigurationError(
-            f"--use-distributed-optimizer works with --optimizer adam only, got {args.optimizer}: drop one of them"
-        )
-
-
-def _check_model(args: argparse.Namespace) -> None:
-    _divides(args, "num_attention_heads", "tensor_model_parallel_size")
-    _divides(args, "num_query_groups", "tensor_model_parallel_size")
-    _divides(args, "num_attention_heads", "num_query_groups")
-    _divides(args, "ffn_hidden_size", "tensor_model_parallel_size")
-    if args.kv_channels is None:
-        _divides(args, "hidden_size", "num_attention_heads")
-        args.kv_channels = args.hidden_size // args.num_attention_heads
-    if args.position_embedding_type == "rope" and args.kv_channels % 2:
-        raise ConfigurationError(f"rotary embeddings need an even head width, got {args.kv_channels}: --kv-channels")
-    if args.seq_length > args.max_position_embeddings:
-        raise ConfigurationError(
-            f"--seq-length {args.seq_length} is longer than --max-position-embeddings {args.max_position_embeddings}"
-        )
-    for name in ("attention_dropout", "hidden_dropout"):
-        if getattr(args, name) != 0:
-            raise ConfigurationError(
-                f"{_flag(name)} {getattr(args, name)} must be 0: π_old and π_θ would differ by noise"
-            )
-    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
-        raise ConfigurationError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
-    if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
-        raise ConfigurationError(
-            "--recompute-method and --recompute-num-layers do nothing without --recompute-granularity full"
-        )
-
-
-def _check_engine(args: argparse.Namespace, engine: bool) -> None:
-    """Which architecture the rollout engine has for this model, in ``model_family``; None: none."""
-    family = find_family(args) if args.num_experts is None else None
-    args.model_family = family.name if family else None
-    if not engine or family:
-        return
-    if args.num_experts is not None:
-        raise ConfigurationError(
-            f"--num-experts {args.num_experts}: the rollout engine has no architecture with experts; train on "
-            "--load-rollouts, or give Trainer the rollouts of an engine of your own"
-        )
-    raise ConfigurationError(
-        "no Hugging Face architecture has this combination of --normalization, --swiglu, "
-        "--position-embedding-type, --disable-bias-linear and --group-query-attention: use RMSNorm with --swiglu, "
-        "rope and --disable-bias-linear (Llama), or Megatron's defaults (GPT-2)"
-    )
-
-
-def _check_experts(args: argparse.Namespace) -> None:
-    if args.num_experts is None:
-        return
-    _check_expert_parallelism(args)
-    _check_router(args)
-    if not args.on_cpu:
-        # Megatron's router multiplies with it.
-        require("transformer_engine", f"--num-experts {args.num_experts} on a GPU", "gpu")
-
-
-def _check_expert_parallelism(args: argparse.Namespace) -> None:
-    """Megatron splits every expert over the TP ranks, and spreads the experts over data and CP ranks."""
-    ep, tp, experts = args.expert_model_parallel_size, args.tensor_model_parallel_size, args.num_experts
-    _divides(args, "num_experts", "expert_model_parallel_size")
-    _divides(args, "moe_ffn_hidden_size", "tensor_model_parallel_size")
-    ranks = args.data_parallel_size * args.context_parallel_size
-    if ranks % ep:
-        raise ConfigurationError(
-            f"--expert-model-parallel-size {ep} must divide the {ranks} data · context parallel ranks of each stage"
-        )
-    if tp > 1 and not args.sequence_parallel:
-        raise ConfigurationError(
-            f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron does "
-            "not train experts without it"
-        )
-    if tp > 1 and not args.disable_bias_linear:
-        raise ConfigurationError(
-            f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --disable-bias-linear: Megatron has "
-            "no bias in experts that are split"
-        )
-    uneven = args.rl_use_sequence_packing and args.data_parallel_size > 1
-    if args.moe_token_dispatcher_type == "allgather" and ep > 1 and uneven:
-        raise ConfigurationError(
-            "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
-            "--rl-use-sequence-packing does not give: use alltoall"
-        )
-
-
-def _check_router(args: argparse.Namespace) -> None:
-    topk, experts = args.moe_router_topk, args.num_experts
-    if not 2 <= topk <= experts:
-        raise ConfigurationError(
-            f"--moe-router-topk {topk} must lie in [2, {experts}]: the weight of a single expert would always be 1, "
-            f"and there are --num-experts {experts}"
-        )
-    if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
-        raise ConfigurationError(
-            f"--moe-aux-loss-coeff {args.moe_aux_loss_coeff} does nothing with --moe-router-load-balancing-type none: "
-            "use aux_loss, or drop it"
-        )
-    shards = args.context_parallel_size * args.tensor_model_parallel_size
-    if args.calculate_per_token_loss and _has_auxiliary_losses(args) and shards > 1 and _weakens_auxiliary_losses():
-        raise ConfigurationError(
-            f"--calculate-per-token-loss divides the experts' auxiliary losses by {shards}, the tensor · context "
-            "parallel ranks, in megatron-core before 0.19: drop it, the gradients are otherwise the same"
-        )
-
-
-def _has_auxiliary_losses(args: argparse.Namespace) -> bool:
-    return bool(args.moe_aux_loss_coeff or args.moe_z_loss_coeff)
-
-
-def _weakens_auxiliary_losses() -> bool:
-    """Whether Megatron's router scales them by its own share of the tokens where the gradients are divided by all."""
-    from megatron.core.package_info import MAJOR, MINOR
-
-    return (MAJOR, MINOR) < (0, 19)
 
 
 def _check_batches(args: argparse.Namespace) -> None:
@@ -313,15 +155,13 @@ def _check_batches(args: argparse.Namespace) -> None:
             f"sequences of --seq-length {args.seq_length} in 32 bits: drop it, the gradients are the same"
         )
     _check_packing(args)
-    parallel = args.data_parallel_size * (1 if args.rl_use_sequence_packing else args.micro_batch_size)
-    if args.rl_use_sequence_packing and args.global_batch_size % parallel:
-        raise ConfigurationError(
-            f"--global-batch-size {args.global_batch_size} must be a multiple of the {parallel} data-parallel ranks"
-        )
+    parallel, factor = args.data_parallel_size, ""
+    if not args.rl_use_sequence_packing:
+        parallel, factor = parallel * args.micro_batch_size, f"--micro-batch-size {args.micro_batch_size} · "
     if args.global_batch_size % parallel:
         raise ConfigurationError(
-            f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} · {args.data_parallel_size} data-parallel ranks"
+            f"--global-batch-size {args.global_batch_size} must be a multiple of {factor}{args.data_parallel_size} "
+            "data-parallel ranks"
         )
     args.updates_per_rollout = rollouts // args.global_batch_size * args.grpo_iterations
     pp = args.pipeline_model_parallel_size
@@ -356,55 +196,6 @@ def _check_packing(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--rl-sequence-packing-bin-size {size} must be a multiple of {bin_unit(args)}, for context and sequence "
             "parallelism"
-        )
-
-
-def _check_rollouts(args: argparse.Namespace) -> None:
-    if not args.load_rollouts:
-        return
-    if args.save_rollouts:
-        raise ConfigurationError(
-            f"--save-rollouts {args.save_rollouts} would write again what --load-rollouts {args.load_rollouts} reads: "
-            "drop one of them"
-        )
-    try:
-        batches = len(find_rollouts(args.load_rollouts))
-    except ValueError as error:
-        raise ConfigurationError(f"--load-rollouts {error}") from error
-    if batches * args.updates_per_rollout < args.train_iters:
-        raise ConfigurationError(
-            f"--load-rollouts {args.load_rollouts} holds {batches} rollout batches, which make "
-            f"{batches * args.updates_per_rollout} optimizer steps: --train-iters {args.train_iters} is more"
-        )
-
-
-def _check_rollout_engine(args: argparse.Namespace) -> None:
-    engine, is_server = args.rollout_engine, args.rollout_engine in SERVERS
-    if engine == "vllm":
-        require("vllm", "--rollout-engine vllm", "vllm")
-        if args.rollout_dtype == "fp8-e4m3":
-            raise ConfigurationError("--rollout-dtype fp8-e4m3 is not what --rollout-engine vllm takes: fp32 or bf16")
-    if not is_server:
-        for name in ("rollout_url", "rollout_model"):
-            if getattr(args, name) is not None:
-                raise ConfigurationError(
-                    f"{_flag(name)} {getattr(args, name)} does nothing with --rollout-engine {engine}: name a server"
-                )
-        if args.rollout_weights_dir is not None and engine != "vllm":
-            raise ConfigurationError(
-                f"--rollout-weights-dir {args.rollout_weights_dir} does nothing with --rollout-engine {engine}: drop it"
-            )
-        return
-    if args.rollout_model is not None and engine != "vllm-server":
-        raise ConfigurationError(f"--rollout-model {args.rollout_model} is for --rollout-engine vllm-server: drop it")
-    for name in ("rollout_url", "rollout_weights_dir"):
-        if getattr(args, name) is None:
-            raise ConfigurationError(f"--rollout-engine {engine} needs {_flag(name)}")
-    urls = len(args.rollout_url.split(","))
-    if urls != args.data_parallel_size:
-        raise ConfigurationError(
-            f"--rollout-url names {urls} servers for {args.data_parallel_size} data-parallel ranks: each needs one of "
-            "its own, which gets its weights"
         )
 
 
@@ -473,15 +264,15 @@ def _check_folders(args: argparse.Namespace) -> None:
     folders = [(f"--runs-dir {args.runs_dir}", Path(args.runs_dir) / args.run_name)]
     for name in ("save", "tensorboard_dir", "save_rollouts", "rollout_weights_dir"):
         if path := getattr(args, name):
-            folders.append((f"{_flag(name)} {path}", Path(path)))
-    for flag, folder in folders:
+            folders.append((f"{flag(name)} {path}", Path(path)))
+    for given, folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
             raise ConfigurationError(
-                f"{flag} cannot be written to ({error.strerror}): choose another folder"
+                f"{given} cannot be written to ({error.strerror}): choose another folder"
             ) from error
     if args.load and not Path(args.load).is_dir() and args.load != args.save:
         raise ConfigurationError(f"--load {args.load}: no such folder")

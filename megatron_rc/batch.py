@@ -124,6 +124,24 @@ class RolloutBatch:
             index = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
         return self._each(lambda value: value[index])
 
+    def at_length(self, length: int, pad_token_id: int = 0) -> RolloutBatch:
+        """The same sequences in ``length`` columns: padding is added, or cut off.
+
+        Raises:
+            ValueError: a sampled token would be cut off; names the sample.
+        """
+        beyond = self.response_mask[:, length:].any(dim=1)
+        if beyond.any():
+            sample = int(self.sample_ids[beyond][0])
+            raise ValueError(f"sample {sample} has sampled tokens behind its first {length}: give it more room")
+        fillers = {"tokens": pad_token_id, "routed_experts": NO_EXPERT}
+        changed: dict[str, Any] = {
+            name: _pad(value[:, :length], length, fillers.get(name, 0))
+            for name, value in self.tensors().items()
+            if FIELDS[name].per_token
+        }
+        return replace(self, **changed)
+
     def to(self, device: torch.device | str) -> RolloutBatch:
         """The same on another device."""
         return self._each(lambda value: value.to(device))
@@ -158,13 +176,8 @@ class RolloutBatch:
         for batch in batches:
             _check_alike(first, batch)
         length = max(batch.tokens.shape[1] for batch in batches)
-        fillers = {"tokens": pad_token_id, "routed_experts": NO_EXPERT}
-        joined: dict[str, Any] = {}
-        for name in first.tensors():
-            values = [getattr(batch, name) for batch in batches]
-            if FIELDS[name].per_token:
-                values = [_pad(value, length, fillers.get(name, 0)) for value in values]
-            joined[name] = torch.cat(values)
+        padded = [batch.at_length(length, pad_token_id) for batch in batches]
+        joined: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in padded]) for name in first.tensors()}
         return replace(first, **joined)
 
 

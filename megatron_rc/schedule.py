@@ -88,7 +88,8 @@ def masked_loss(
         correction: with the objective; in bypass mode its ``in_loss`` is called.
         micro_batch: the tokens.
         log_probs: log π_θ of the labels, of the layout's local shape, nats; differentiated.
-        entropy: of π_θ, of the same shape; None where there is no entropy bonus: it is then not measured.
+        entropy: of π_θ, of the same shape; None where there is no entropy bonus: it is then not
+            measured, and ``policy/entropy`` is 0.
         scale: the factors of this step.
         mini_batch: the optimizer step.
 

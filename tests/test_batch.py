@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rc.batch import RolloutBatch, SamplingParams, load, save
+from megatron_rc.batch import NO_EXPERT, RolloutBatch, SamplingParams, load, save
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = SamplingParams(temperature=0.5)
@@ -285,6 +285,17 @@ def test_rows_are_taken_in_any_way():
     assert batch.rows(slice(None)).identical(batch)
     with pytest.raises(IndexError):
         batch.rows([3])
+
+
+def test_only_padding_is_cut_off():
+    batch = example().rows([0, 1])
+    again = batch.at_length(6).at_length(8)
+    assert torch.equal(again.routed_experts[:, :6], batch.routed_experts[:, :6])
+    assert (again.routed_experts[:, 6:] == NO_EXPERT).all()
+    assert dataclasses.replace(again, routed_experts=batch.routed_experts).identical(batch)
+    assert batch.at_length(9, pad_token_id=99).tokens[:, 8].tolist() == [99, 99]
+    with pytest.raises(ValueError, match="sample 7 has sampled tokens behind its first 5: give it more room"):
+        batch.at_length(5)
 
 
 def test_concatenation_pads_to_the_longest():

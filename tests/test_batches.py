@@ -152,7 +152,7 @@ def test_ranks_agree_on_the_number_of_micro_batches(ranks, tmp_path, layout, mul
         (
             [PACKED, "--grpo-prompts-per-step=3", "--global-batch-size=4"],
             3,
-            "must be a multiple of the 3 data-parallel",
+            "must be a multiple of 3 data-parallel ranks",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from megatron_rc.launch import validation
+from megatron_rc.launch import validation_model
 from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.arguments import CONFIGS, build_parser, parse_args
 from megatron_rc.launch.errors import ConfigurationError
@@ -201,6 +201,12 @@ def test_what_follows_from_experts(tmp_path):
         ),
         ("--num-experts=4 --tensor-model-parallel-size=2", 2, "needs --sequence-parallel"),
         (
+            "--num-experts=4 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing"
+            " --moe-token-dispatcher-type=alltoall",
+            2,
+            "weighs the experts' auxiliary losses by the tokens of each data-parallel rank",
+        ),
+        (
             "--num-experts=4 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9",
             2,
             "--moe-ffn-hidden-size 9 must be a multiple of --tensor-model-parallel-size = 2",
@@ -230,6 +236,18 @@ def test_experts_with_a_bias_cannot_be_split(tmp_path):
         check(tmp_path, *more, world_size=2, model=GPT2, engine=False)
 
 
+def test_experts_are_not_read_from_a_directory(tmp_path):
+    args = parse_args(flags(tmp_path, "--num-experts=4"))
+    args.load_hf = "DIR"  # parse_args would look into it
+    with pytest.raises(ConfigurationError, match="--num-experts 4: --load-hf DIR reads models without experts only"):
+        validate_args(args, 1, engine=False)
+
+
+def test_a_bias_that_is_there_already_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--add-qkv-bias does nothing without --disable-bias-linear"):
+        check(tmp_path, "--add-qkv-bias", model=GPT2)
+
+
 def test_packed_experts_of_one_replica_may_be_gathered(tmp_path):
     more = "--num-experts=4 --expert-model-parallel-size=2 --context-parallel-size=2 --rl-use-sequence-packing"
     check(tmp_path, *more.split(), world_size=2, engine=False)
@@ -237,7 +255,7 @@ def test_packed_experts_of_one_replica_may_be_gathered(tmp_path):
 
 @pytest.mark.parametrize("old", [True, False])
 def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypatch, old):
-    monkeypatch.setattr(validation, "_weakens_auxiliary_losses", lambda: old)
+    monkeypatch.setattr(validation_model, "weakens_auxiliary_losses", lambda: old)
     more = "--num-experts=4 --moe-z-loss-coeff=0.1 --context-parallel-size=2 --calculate-per-token-loss".split()
     if not old:
         check(tmp_path, *more, world_size=2, engine=False)

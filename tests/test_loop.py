@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rc.batch import load, save
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
@@ -368,6 +369,22 @@ def test_recorded_rollouts_train_as_the_sampled_ones_did(ranks, tmp_path, layout
             assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
 
 
+def test_recorded_rollouts_of_other_dtypes_reach_every_rank(ranks, tmp_path):
+    """What other programs' records become may hold int32 ids and float64 log-probs."""
+    folder = tmp_path / "rollouts"
+    ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
+    (path,) = folder.glob("*.safetensors")
+    batch = load(path)
+    kinds = {torch.int64: torch.int32, torch.int32: torch.int16, torch.float32: torch.float64}
+    save(replace(batch, **{n: v.to(kinds.get(v.dtype, v.dtype)) for n, v in batch.tensors().items()}), path)
+    words = flags(tmp_path, *LIVE, "--train-iters=1", f"--load-rollouts={folder}")
+    for layout in (Layout(tp=2), Layout(pp=2)):
+        assert set(ranks.run(run_training, layout, [*words, *layout.flags()])) == {None}
+        (row,) = rows(tmp_path)
+        assert row["rollout/tokens"] == int(batch.response_mask.sum())
+        assert row["reward/mean"] == pytest.approx(float(batch.rewards.mean()))
+
+
 def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
     folder = tmp_path / "rollouts"
     ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
@@ -378,7 +395,7 @@ def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
         return message
 
     assert "16 sequences, the flags ask for 32" in run("--train-iters=1", "--grpo-prompts-per-step=8")
-    assert "is longer than --seq-length 8" in run("--train-iters=1", "--seq-length=8", "--max-response-length=4")
+    assert "--seq-length 8 is too short: sample " in run("--train-iters=1", "--seq-length=8", "--max-response-length=4")
     assert "--rl-default-temperature is 0.5: set it alike" in run("--train-iters=1", "--rl-default-temperature=0.5")
     path.write_bytes(path.read_bytes()[:-20])
     assert "the rollout of step 0 failed: ValueError" in run("--train-iters=1")
@@ -389,6 +406,7 @@ def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
     [
         (["--train-iters=3"], "holds 2 rollout batches, which make 2 optimizer steps: --train-iters 3 is more"),
         (["--train-iters=2", "--save-rollouts=elsewhere"], "would write again what --load-rollouts"),
+        (["--train-iters=2", "--rollout-engine=vllm-server"], "--rollout-engine vllm-server does nothing with"),
     ],
 )
 def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):

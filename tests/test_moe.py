@@ -17,7 +17,8 @@ from torch import distributed
 from megatron_rc.correction import RolloutCorrection
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.validation import _weakens_auxiliary_losses, validate_args
+from megatron_rc.launch.validation import validate_args
+from megatron_rc.launch.validation_model import weakens_auxiliary_losses
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests import matrix, reference
@@ -186,7 +187,7 @@ def test_router_losses_are_the_reference(gradients, tmp_path, layout, per_token_
     """
     base = MoeCase(Layout(dp=2), "decoupled", auxiliary=True)
     case = replace(base, layout=layout, per_token_loss=per_token_loss)
-    if per_token_loss and layout.tp * layout.cp > 1 and _weakens_auxiliary_losses():
+    if per_token_loss and layout.tp * layout.cp > 1 and weakens_auxiliary_losses():
         with pytest.raises(ConfigurationError, match="--calculate-per-token-loss"):
             validate_args(parse_args(case.words(tmp_path)), layout.world, engine=False)
         return
@@ -252,6 +253,26 @@ def test_optimizer_steps_are_those_of_experts_together(ranks, tmp_path):
         steps = [[step[name] for step in one] for one in found]
         assert steps[1] == pytest.approx(steps[0], rel=1e-4)
         assert steps[2] == pytest.approx(steps[0], rel=1e-4)
+
+
+def save_or_load(words):
+    """Save a fresh trainer, or the error of loading one."""
+    try:
+        trainer = make_trainer(words)
+        if trainer.args.save:
+            trainer.save()
+    except ValueError as error:
+        return str(error)
+
+
+def test_the_optimizer_of_other_experts_is_one_error(ranks, tmp_path):
+    one, two = MoeCase(Layout(dp=2), "decoupled"), MoeCase(Layout(dp=2, ep=2), "decoupled")
+    assert ranks.run(save_or_load, one.layout, [*one.words(tmp_path), f"--save={tmp_path}/save"]) == [None, None]
+    words = [*two.words(tmp_path), f"--load={tmp_path}/save"]
+    messages = ranks.run(save_or_load, two.layout, words)
+    assert set(messages) == {messages[0]}
+    assert "the optimizer's state does not fit this layout" in messages[0]
+    assert ranks.run(save_or_load, two.layout, [*words, "--no-load-optim"]) == [None, None]
 
 
 def initial_weights(words):
