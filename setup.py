@@ -46,6 +46,7 @@ setup(
             "transformers>=5",
         ],
         "gpu": ["transformer-engine[pytorch]"],
+        "gguf": ["accelerate", "gguf", "transformers>=5"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
         "test": [

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from megatron_rc.aggregation import AGGREGATIONS
 from megatron_rc.arguments import add_rollout_correction_args
 from megatron_rc.launch.engines.choice import ENGINES
+from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.losses import ALGORITHMS, KL_ESTIMATORS
 
@@ -67,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_optimizer_args,
         _add_checkpoint_args,
         _add_logging_args,
+        _add_task_args,
         _add_rollout_args,
         _add_loss_args,
         add_rollout_correction_args,
@@ -308,9 +311,22 @@ def _add_logging_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--wandb-exp-name", help="the run's name there; default: --run-name")
 
 
+def _add_task_args(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("task")
+    group.add_argument("--task", default="count_up", help="what is learnt: count_up, sums or reasoning_gym:<data set>")
+    group.add_argument(
+        "--tokenizer-type",
+        choices=TOKENIZERS,
+        help="default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else one token a character",
+    )
+    group.add_argument("--tokenizer-model", metavar="DIR", help="holds the tokenizer; default: --load-hf")
+    _switch(group, "--apply-chat-template", "show problems as turns of a conversation, by the tokenizer's template")
+    group.add_argument("--eval-interval", type=int, help="optimizer steps between evaluations; default: none are made")
+    group.add_argument("--eval-problems", type=int, default=96, help="held-out problems of an evaluation")
+
+
 def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollouts")
-    group.add_argument("--task", default="count_up", help="what is learnt: count_up, or reasoning_gym:<data set>")
     group.add_argument("--max-response-length", type=int, help="longest response; default: what the task needs")
     group.add_argument("--grpo-prompts-per-step", type=int, default=32, help="prompts of a rollout batch")
     group.add_argument("--grpo-group-size", type=int, default=2, help="responses sampled for each prompt")
@@ -338,9 +354,15 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rollout-dtype",
-        choices=["fp32", "bf16", "fp8-e4m3"],
+        choices=DTYPES,
         default="bf16",
         help="the rollout engine's weights are rounded to this at every sync (servers: as they were started)",
+    )
+    group.add_argument(
+        "--rollout-check-tolerance",
+        type=float,
+        metavar="NATS",
+        help="mean |difference| of log-probs that ends the run after a weight sync; default: by --rollout-dtype",
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch import FINISH_REASONS, RolloutBatch
+from megatron_rc.launch.distances import LAGS, lag_distances, tolerance
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
@@ -26,12 +27,9 @@ if TYPE_CHECKING:
     from megatron_rc.launch.tasks import Task
     from megatron_rc.launch.trainer import Trainer
 
-# Mean |Δ log-prob| in nats that rounding the weights explains, several times over what small models show.
-ROUNDING = {"fp32": 1e-3, "bf16": 0.05, "fp8-e4m3": 0.25}
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0)
 # Another explanation counts where it leaves less than this share of the distance.
 MUCH_BETTER = 0.5
-LAGS = (0, 1, -1)
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,12 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
 
     Args:
         args: the validated flags.
-        task: where the prompts come from; its tokenizer is the trainer's.
+        task: where the prompts come from.
 
     Collectives: those of a weight sync, a rollout and a forward-only pass a temperature, one SUM over DP×CP, one
     broadcast over PP.
     """
     from megatron_rc.launch.rollout import RolloutCollector
-    from megatron_rc.launch.tasks.characters import EOS, token_id
     from megatron_rc.launch.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()
@@ -97,13 +94,13 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
     sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
     args.rl_default_temperature = configured
     # Whole sequences are counted on the first CP rank alone.
-    endings = _endings(batch, token_id(task.tokenizer, EOS)) * (group_rank(groups.cp) == 0)
+    endings = _endings(batch, task.text.eos) * (group_rank(groups.cp) == 0)
     local = torch.cat([torch.stack(sums).flatten(), endings])
     total = broadcast(all_reduce_sum(local, groups.dp_cp), group_size(groups.pp) - 1, groups.pp).tolist()
     width = len(LAGS) + 1
     scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
     distances = dict(zip(temperatures, scored, strict=True))
-    return judge(distances, configured, ROUNDING[args.rollout_dtype]) + judge_endings(*total[-3:])
+    return judge(distances, configured, tolerance(args)) + judge_endings(*total[-3:])
 
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
@@ -117,29 +114,6 @@ def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -
         return torch.zeros(len(LAGS) + 1, dtype=torch.float64, device=batch.tokens.device)
     local = cut.local
     return lag_distances(train, local.rollout_log_probs, local.response_mask, local.positions)
-
-
-def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-    """Σ|train_t - rollout_{t+lag}| over pairs of neighbouring trained tokens.
-
-    Args:
-        train: log-probs of the trainer, any shape; neighbours lie along the last dimension.
-        rollout: of the engine, likewise.
-        mask: bool, likewise.
-        positions: in the whole sequence, likewise.
-
-    Returns:
-        [4] float64: the sums of ``LAGS``, and the number of pairs.
-    """
-    pairs = mask[..., 1:] & mask[..., :-1] & (positions.diff(dim=-1) == 1)
-    train, rollout = (torch.where(mask, value.double(), 0) for value in (train, rollout))
-    first, second = slice(None, -1), slice(1, None)
-    sides = {0: (first, first), 1: (first, second), -1: (second, first)}
-    sums = [
-        torch.where(pairs, (train[..., here] - rollout[..., there]).abs(), 0).sum()
-        for here, there in (sides[lag] for lag in LAGS)
-    ]
-    return torch.stack([*sums, pairs.sum().double()])
 
 
 def judge(distances: Mapping[float, Sequence[float]], configured: float, tolerance: float) -> list[Finding]:

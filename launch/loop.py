@@ -16,6 +16,7 @@ from megatron_rc.batch import RolloutBatch
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.report import Reporter
 from megatron_rc.launch.rollout import RolloutCollector
+from megatron_rc.launch.sync_check import SyncCheck
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
@@ -53,12 +54,15 @@ def train(args: argparse.Namespace, task: Task) -> None:
     groups = ParallelGroups.from_megatron()
     trainer = Trainer(args, groups)
     collector = RolloutCollector(args, task, groups)
+    sync = _Sync(args, trainer, collector, groups)
     reporter = Reporter(args, trainer.iteration) if dist.get_rank() == 0 else None
     saved = trainer.iteration if args.load == args.save else -1
     with StopRequest().installed() as request:
         stop = False
         while trainer.iteration < args.train_iters and not stop:
-            for row in _rollout_steps(args, trainer, collector, groups):
+            synced = sync()
+            _evaluate(args, trainer, collector, reporter)
+            for row in _rollout_steps(args, trainer, collector, groups, synced):
                 if reporter is not None:
                     reporter.step(trainer.iteration, row)
                 stop = agree(args, stop=request.signal is not None)
@@ -69,18 +73,52 @@ def train(args: argparse.Namespace, task: Task) -> None:
                     break
         if args.save and saved != trainer.iteration:
             trainer.save()
+        if args.eval_interval and not stop:
+            sync()
+            _evaluate(args, trainer, collector, reporter)
     if reporter is not None:
         kept = f", saved to {args.save}" if args.save else ""
         done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
         reporter.close(f"{done} at step {trainer.iteration}{kept}")
 
 
+class _Sync:
+    """Hands the trainer's weights to the engines and sees that they arrived."""
+
+    def __init__(
+        self, args: argparse.Namespace, trainer: Trainer, collector: RolloutCollector, groups: ParallelGroups
+    ) -> None:
+        self.trainer, self.collector = trainer, collector
+        self.check = None if args.load_rollouts else SyncCheck(args, trainer, collector, groups)
+
+    def __call__(self) -> dict[str, float]:
+        begun = time.monotonic()
+        self.collector.sync_weights(self.trainer.chunks, self.trainer.iteration)
+        found = {} if self.check is None else self.check()
+        return found | {"perf/sync_seconds": time.monotonic() - begun}
+
+
+def _evaluate(
+    args: argparse.Namespace, trainer: Trainer, collector: RolloutCollector, reporter: Reporter | None
+) -> None:
+    """Where ``--eval-interval`` asks for it, and at the end of the run."""
+    step = trainer.iteration
+    if args.eval_interval and (step % args.eval_interval == 0 or step >= args.train_iters):
+        metrics = collector.evaluate()
+        if reporter is not None:
+            reporter.evaluation(step, metrics)
+
+
 def _rollout_steps(
-    args: argparse.Namespace, trainer: Trainer, collector: RolloutCollector, groups: ParallelGroups
+    args: argparse.Namespace,
+    trainer: Trainer,
+    collector: RolloutCollector,
+    groups: ParallelGroups,
+    synced: dict[str, float],
 ) -> Iterator[dict[str, float]]:
     """One rollout batch, and the metrics of each of its optimizer steps."""
     clock = time.monotonic()
-    begun = clock
+    begun = clock - synced["perf/sync_seconds"]
     times: dict[str, float] = {}
 
     def lap(name: str) -> None:
@@ -88,13 +126,11 @@ def _rollout_steps(
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
-    collector.sync_weights(trainer.chunks, trainer.iteration)
-    lap("sync")
     batch = collector.collect(trainer.iteration)
     lap("rollout")
     prepared = trainer.prepare(batch)
     lap("plan")
-    common = summarize_rollouts(batch, groups) | prepared.plan.metrics()
+    common = synced | summarize_rollouts(batch, groups) | prepared.plan.metrics()
     mini_batches = args.updates_per_rollout // args.grpo_iterations
     for update in range(args.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)

@@ -25,6 +25,7 @@ def draw_run(metrics: Path, picture: Path) -> None:
             axis.plot(*zip(*points, strict=True), **style)  # type: ignore[attr-defined]
 
     curve(reward, "reward/mean", color="tab:green")
+    curve(reward, "eval/exact_match", color="tab:red", marker="o", label="right answers, held out")
     reward.set(title="mean reward", xlabel="step", ylim=(0, 1.02))
     curve(kl, "rollout_corr/kl", label="KL(rollout ‖ trainer)", color="tab:blue", linewidth=1)
     curve(kl, "rollout_corr/k3_kl", label="k3 estimate", color="tab:orange", linewidth=1)
@@ -40,7 +41,8 @@ def draw_run(metrics: Path, picture: Path) -> None:
     weight.set(title="importance weight ρ before truncation", xlabel="step")
     for axis in (reward, kl, weight):
         axis.grid(alpha=0.3)
-    for axis in (kl, weight):
-        axis.legend(fontsize=8)
+    for axis in (reward, kl, weight):
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)

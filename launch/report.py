@@ -24,6 +24,7 @@ _BAR = {
 }
 _TABLE = (
     "reward/mean",
+    "eval/exact_match",
     "rollout_corr/kl",
     "rollout_corr/k3_kl",
     "rollout_corr/rollout_is_eff_sample_size",
@@ -44,7 +45,8 @@ class Reporter:
         args: the validated flags.
         iteration: optimizer steps that lie behind.
 
-    Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, one flat JSON object an optimizer step; ``tensorboard/``;
+    Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, one flat JSON object an optimizer step, and one
+    an evaluation; ``tensorboard/``;
     ``summary.png``. A new run keeps an older metrics file under another name; a resumed one goes on with it.
     """
 
@@ -60,14 +62,11 @@ class Reporter:
         # A terminal that does not know its width would get an empty bar.
         width = shutil.get_terminal_size((100, 24)).columns
         self.bar = tqdm(total=args.train_iters, initial=iteration, unit="step", disable=not terminal, ncols=width)
-        self.started = self.last_line = time.monotonic()
+        self.started, self.last_line = time.monotonic(), float("-inf")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report one optimizer step."""
-        row = {"step": step, **metrics}
-        self.rows.append(row)
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        self._write({"step": step, **metrics})
         if step % self.args.log_interval == 0:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
@@ -76,9 +75,18 @@ class Reporter:
         self.bar.update()
         self.bar.set_postfix_str(self._short(metrics), refresh=False)
         now = time.monotonic()
-        if self.bar.disable and (len(self.rows) == 1 or now - self.last_line > _QUIET_SECONDS):
+        if self.bar.disable and now - self.last_line > _QUIET_SECONDS:
             self.say(f"step {step}/{self.args.train_iters}  {self._short(metrics)}")
             self.last_line = now
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""
+        self._write({"step": step, **metrics})
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=step)
+        self.say(f"step {step}/{self.args.train_iters}  held out: {metrics['eval/exact_match']:.1%} right")
 
     def say(self, text: str) -> None:
         """A line of text that does not break the bar."""
@@ -100,13 +108,18 @@ class Reporter:
         else:
             self.say(note)
 
+    def _write(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
     def _open(self, iteration: int) -> TextIO:
         path = self.folder / METRICS_FILE
         kept: list[str] = []
         if path.is_file():
             if iteration:
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if 0 < _step_of(line) <= iteration]
+                kept = [line for line in lines if 0 <= _step_of(line) <= iteration]
             else:
                 stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
                 path.replace(self.folder / f"metrics-{stamp}.jsonl")
@@ -130,7 +143,7 @@ class Reporter:
         for name in _TABLE:
             values = [row[name] for row in self.rows if name in row]
             if values:
-                last = values[-_AVERAGED:]
+                last = values[-1:] if name.startswith("eval/") else values[-_AVERAGED:]
                 lines.append(f"{name:<44}{values[0]:>12.4g}{sum(last) / len(last):>15.4g}")
         return "\n".join(lines)
 
@@ -141,8 +154,8 @@ class Reporter:
 
 
 def _step_of(line: str) -> int:
-    """The step of one line; 0 for a line that was cut off when the run was killed."""
+    """The step of one line; -1 for a line that was cut off when the run was killed."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 0
+        return -1

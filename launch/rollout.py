@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -14,11 +15,12 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.engines.choice import make_engine
 from megatron_rc.launch.recorded import RecordedRollouts, write_rollouts
-from megatron_rc.launch.tasks import Task
-from megatron_rc.launch.tasks.characters import EOS, PAD, token_id
+from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.launch.weights.export import export_weights
-from megatron_rc.parallel.collectives import broadcast
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
+
+T = TypeVar("T")
 
 
 class RolloutCollector:
@@ -73,14 +75,71 @@ class RolloutCollector:
         Raises:
             AgreedError: on every rank, if sampling, scoring or the checks failed on any.
         """
-        batch, error = None, None
+        batch = self._on_engine_rank(lambda: self._obtain(step), f"the rollout of step {step}")
+        return self._share(batch)
+
+    def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
+        """A few responses to the replica's first prompts, the same prompts each time, on all its ranks.
+
+        Args:
+            rows: responses.
+            longest: most tokens of each.
+            length: columns of the batch.
+
+        Raises:
+            AgreedError: on every rank, if an engine failed on any.
+        """
+        batch = self._on_engine_rank(lambda: self._probe(rows, longest, length), "the check of the rollout engine")
+        return self._share(batch, rows, length)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward, and share of right answers, of the most likely responses to ``--eval-problems`` held out.
+
+        The engine answers, with its own rounded weights. Equal on all ranks. Collectives: one broadcast in the replica,
+        one SUM over DP.
+
+        Raises:
+            AgreedError: on every rank, if sampling or scoring failed on any.
+        """
+        rewards = self._on_engine_rank(self._evaluate, "the evaluation")
+        sums = torch.zeros(3, dtype=torch.float64)
+        if rewards is not None:
+            right = sum(reward == 1 for reward in rewards)
+            sums = torch.tensor([len(rewards), sum(rewards), right], dtype=torch.float64)
+        count, total, right = all_reduce_sum(self._broadcast(sums), self.groups.dp).tolist()
+        return {"eval/reward": total / count, "eval/exact_match": right / count}
+
+    def _on_engine_rank(self, work: Callable[[], T], what: str) -> T | None:
+        """The result there, None elsewhere; whatever it raises, every rank raises."""
+        result, error = None, None
         if self.is_engine_rank:
             try:
-                batch = self._obtain(step)
+                result = work()
             except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
-                error = f"the rollout of step {step} failed: {type(problem).__name__}: {problem}"
+                error = f"{what} failed: {type(problem).__name__}: {problem}"
         agree(self.args, error)
-        return self._share(batch)
+        return result
+
+    def _probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
+        engine = self._required_engine()
+        replica = parallel_state.get_data_parallel_rank()
+        problems = self.task.problems(replica * rows, rows)
+        encoded, samples = self._answers(engine, problems, self.sampling, longest, self.args.seed + replica)
+        batch = self._batch(encoded, samples, [0.0] * rows, engine.version, replica * rows)
+        return batch.at_length(length, self.task.text.pad)
+
+    def _evaluate(self) -> list[float]:
+        args, replica = self.args, parallel_state.get_data_parallel_rank()
+        first, end = (args.eval_problems * rank // args.data_parallel_size for rank in (replica, replica + 1))
+        problems = self.task.problems(first, end - first, held_out=True)
+        greedy = SamplingParams(top_k=1)
+        _, samples = self._answers(self._required_engine(), problems, greedy, args.max_response_length, args.seed)
+        return self._rewards(problems, samples)
+
+    def _required_engine(self) -> RolloutEngine:
+        if self.engine is None:
+            raise RuntimeError("an engine samples on the first rank of a replica only")
+        return self.engine
 
     def _obtain(self, step: int) -> RolloutBatch:
         """This replica's records, sampled or read, checked, and written down where that is asked for."""
@@ -92,31 +151,37 @@ class RolloutCollector:
                     f"the rollouts in {args.load_rollouts} were sampled at temperature {batch.sampling.temperature}, "
                     f"--rl-default-temperature is {self.sampling.temperature}: set it alike"
                 )
-        elif self.engine is not None:
-            batch = self._sample(self.engine, step)
         else:
-            raise RuntimeError("rollouts are obtained on the first rank of a replica only")
+            batch = self._sample(self._required_engine(), step)
         batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
         if args.save_rollouts:
             write_rollouts(batch, args.save_rollouts, step, replica)
         return batch
 
     def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:
-        args = self.args
-        replica = parallel_state.get_data_parallel_rank()
+        args, replica = self.args, parallel_state.get_data_parallel_rank()
         prompts = args.grpo_prompts_per_step // args.data_parallel_size
         first = (step // args.updates_per_rollout) * args.grpo_prompts_per_step + replica * prompts
         problems = self.task.problems(first, prompts)
         repeated = [problem for problem in problems for _ in range(args.grpo_group_size)]
-        encoded = [self.task.tokenizer.encode(problem.prompt).ids for problem in repeated]
-        room = args.seq_length - args.max_response_length
+        seed = args.seed + 1_000_003 * step + replica
+        encoded, samples = self._answers(engine, repeated, self.sampling, args.max_response_length, seed)
+        rewards = self._rewards(repeated, samples)
+        return self._batch(encoded, samples, rewards, engine.version, replica * prompts)
+
+    def _answers(
+        self, engine: RolloutEngine, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
+    ) -> tuple[list[list[int]], list[Sample]]:
+        """What the model was shown, and one response to each problem."""
+        encoded = [self.task.text.encode(problem) for problem in problems]
+        room = self.args.seq_length - self.args.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
-        seed = args.seed + 1_000_003 * step + replica
-        samples = engine.sample(encoded, self.sampling, args.max_response_length, seed)
-        texts = [self.task.tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in samples]
-        rewards = [self.task.reward(problem, text) for problem, text in zip(repeated, texts, strict=True)]
-        return self._batch(encoded, samples, rewards, engine.version, replica * prompts)
+        return encoded, engine.sample(encoded, sampling, longest, seed)
+
+    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample]) -> list[float]:
+        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
+        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
 
     def _batch(
         self,
@@ -127,7 +192,7 @@ class RolloutCollector:
         first_group: int,
     ) -> RolloutBatch:
         rows, length = len(samples), self.args.seq_length
-        tokens = torch.full((rows, length), token_id(self.task.tokenizer, PAD))
+        tokens = torch.full((rows, length), self.task.text.pad)
         mask = torch.zeros(rows, length, dtype=torch.bool)
         log_probs = torch.zeros(rows, length)
         for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
@@ -149,10 +214,11 @@ class RolloutCollector:
             sampling=self.sampling,
         )
 
-    def _share(self, batch: RolloutBatch | None) -> RolloutBatch:
+    def _share(self, batch: RolloutBatch | None, rows: int | None = None, length: int | None = None) -> RolloutBatch:
         """Broadcast from the first rank of the replica: over TP×CP on the first stage, then over PP."""
-        length = self.args.seq_length
-        rows = self.args.grpo_prompts_per_step * self.args.grpo_group_size // self.args.data_parallel_size
+        args = self.args
+        rows = rows or args.grpo_prompts_per_step * args.grpo_group_size // args.data_parallel_size
+        length = length or args.seq_length
         integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
         floats = torch.zeros(rows, length + 1)
         if batch is not None:
@@ -183,5 +249,5 @@ class RolloutCollector:
         return broadcast(tensor, 0, self.groups.pp)
 
     def _default_engine(self) -> RolloutEngine:
-        eos, pad = token_id(self.task.tokenizer, EOS), token_id(self.task.tokenizer, PAD)
-        return make_engine(self.args, eos, pad, self.device, parallel_state.get_data_parallel_rank())
+        replica = parallel_state.get_data_parallel_rank()
+        return make_engine(self.args, self.task.text.eos, self.task.text.pad, self.device, replica)

@@ -17,7 +17,7 @@ from megatron_rc.arguments import policy_loss_config_from_args, rollout_correcti
 from megatron_rc.correction import resolve_objective
 from megatron_rc.launch.batches import bin_unit
 from megatron_rc.launch.errors import ConfigurationError, flag, require
-from megatron_rc.launch.tasks import Task, make_task
+from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.validation_model import (
     asks_for_auxiliary_losses,
     check_experts,
@@ -25,6 +25,7 @@ from megatron_rc.launch.validation_model import (
     check_parallelism,
 )
 from megatron_rc.launch.validation_rollouts import check_architecture, check_rollout_engine, check_rollouts
+from megatron_rc.launch.validation_task import check_task
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
 _POSITIVE = (
@@ -36,7 +37,8 @@ _POSITIVE = (
     *("micro_batch_size", "global_batch_size", "train_iters", "lr", "lr_decay_iters", "save_interval", "log_interval"),
     *("max_response_length", "grpo_prompts_per_step", "grpo_group_size", "grpo_iterations", "rl_default_temperature"),
     *("padded_vocab_size", "norm_epsilon", "init_method_std", "adam_eps", "rl_sequence_packing_bin_size"),
-    *("rollout_concurrency", "rollout_timeout", "rollout_attempts"),
+    *("rollout_concurrency", "rollout_timeout", "rollout_attempts", "rollout_check_tolerance"),
+    *("eval_interval", "eval_problems"),
 )
 _NOT_NEGATIVE = (
     *("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed"),
@@ -88,7 +90,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
         args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    task = _check_task(args)
+    task = check_task(args)
     _check_folders(args)
     return task
 
@@ -223,41 +225,6 @@ def _check_environment(args: argparse.Namespace) -> None:
         raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
     if args.wandb_project:
         require("wandb", "--wandb-project", "wandb")
-
-
-def _check_task(args: argparse.Namespace) -> Task:
-    task = make_task(args.task, args.seed)
-    args.max_response_length = args.max_response_length or task.max_response_length
-    if args.max_response_length >= args.seq_length:
-        raise ConfigurationError(
-            f"--max-response-length {args.max_response_length} leaves no room for a prompt in --seq-length "
-            f"{args.seq_length}"
-        )
-    room = args.seq_length - args.max_response_length
-    for problem in task.problems(0, args.grpo_prompts_per_step):
-        length = len(task.tokenizer.encode(problem.prompt).ids)
-        if length > room:
-            raise ConfigurationError(
-                f"--seq-length {args.seq_length} is too short for --task {args.task}: a prompt of {length} tokens and "
-                f"a response of up to {args.max_response_length} do not fit"
-            )
-    tokens = task.tokenizer.get_vocab_size()
-    args.vocab_size = args.vocab_size or tokens
-    if args.vocab_size < tokens:
-        raise ConfigurationError(f"--vocab-size {args.vocab_size} is smaller than the tokenizer's {tokens} tokens")
-    tp = args.tensor_model_parallel_size
-    multiple = args.make_vocab_size_divisible_by * tp
-    if args.padded_vocab_size is None:
-        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    if args.padded_vocab_size % tp:
-        raise ConfigurationError(
-            f"--padded-vocab-size {args.padded_vocab_size} must be a multiple of --tensor-model-parallel-size {tp}"
-        )
-    if args.padded_vocab_size < args.vocab_size:
-        raise ConfigurationError(
-            f"--padded-vocab-size {args.padded_vocab_size} is smaller than the vocabulary of {args.vocab_size}"
-        )
-    return task
 
 
 def _check_folders(args: argparse.Namespace) -> None:

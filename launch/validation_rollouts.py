@@ -58,8 +58,6 @@ def check_rollout_engine(args: argparse.Namespace) -> None:
     engine, is_server = args.rollout_engine, args.rollout_engine in SERVERS
     if engine == "vllm":
         require("vllm", "--rollout-engine vllm", "vllm")
-        if args.rollout_dtype == "fp8-e4m3":
-            raise ConfigurationError("--rollout-dtype fp8-e4m3 is not what --rollout-engine vllm takes: fp32 or bf16")
     if not is_server:
         for name in ("rollout_url", "rollout_model"):
             if getattr(args, name) is not None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_rc.launch.arguments import parse_args
-from megatron_rc.launch.check_engine import judge_endings, lag_distances
+from megatron_rc.launch.check_engine import judge_endings
+from megatron_rc.launch.distances import lag_distances
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.validation import validate_args
 from tests.ranks import Layout

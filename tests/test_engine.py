@@ -4,10 +4,13 @@ import argparse
 
 import pytest
 import torch
+import transformers
 
 from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.arguments import parse_args
-from megatron_rc.launch.engines.transformers_engine import TransformersEngine, round_weight
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.rounding import round_weight
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.validation import validate_args
 from megatron_rc.launch.weights import find_family
 from megatron_rc.parallel.groups import group_rank
@@ -145,3 +148,56 @@ def test_no_family_for_a_mixture():
         disable_bias_linear=True,
     )
     assert find_family(mixture) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp8-e4m3", "int8"])
+def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype):
+    """What vLLM reads is what the transformers engine holds; GPT-2 stores its weights the other way round."""
+    for model in (LLAMA, GPT2):
+        args = parse_args(flags(tmp_path, model=model))
+        validate_args(args, 1)
+        config = find_family(args).hugging_face_config(args)
+        torch.manual_seed(1)
+        given = transformers.AutoModelForCausalLM.from_config(config)
+        weights = [(name, parameter.detach()) for name, parameter in given.named_parameters()]
+        engine = TransformersEngine(config, dtype, EOS, PAD, torch.device("cpu"))
+        engine.load_weights(weights, 0)
+        path = ModelDirectory(tmp_path / "weights", config, EOS, dtype).write(weights)
+        read = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+        changed = 0
+        for name, parameter in engine.model.named_parameters():
+            assert torch.equal(parameter, read[name]), name
+            changed += not torch.equal(parameter, dict(weights)[name])
+        assert changed > 10
+
+
+def test_int8_keeps_the_largest_of_each_row():
+    tensor = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-6], [1], [3], [50], [0]]
+    )
+    rounded = round_weight(tensor, "int8", True)
+    steps = (tensor.abs().amax(1, keepdim=True) / 127).clamp(min=1e-20)
+    assert ((rounded - tensor).abs() <= steps * 0.5001).all()
+    torch.testing.assert_close(rounded.abs().amax(1), tensor.abs().amax(1))
+    assert all(len((row / step).round().unique()) > 30 for row, step in zip(rounded[:4], steps[:4], strict=True))
+    assert torch.equal(round_weight(tensor, "int8", False), tensor.bfloat16().float())
+
+
+def test_greedy_and_truncated_sampling(tmp_path):
+    args = parse_args(flags(tmp_path, "--init-method-std=0.5"))
+    validate_args(args, 1)
+    engine = TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    torch.manual_seed(0)
+    engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
+    prompts = [[3, 4], [5]] * 8
+    one = engine.sample(prompts, SamplingParams(top_k=1), 6, seed=0)
+    assert [s.token_ids for s in one] == [s.token_ids for s in engine.sample(prompts, SamplingParams(top_k=1), 6, 1)]
+    logits = engine.model(torch.tensor([prompts[0]])).logits[0, -1]
+    assert one[0].token_ids[0] == int(logits.argmax())
+    assert all(value == 0 for sample in one for value in sample.log_probs)
+    two = engine.sample([[3, 4]] * 64, SamplingParams(top_k=2), 1, seed=0)
+    assert {s.token_ids[0] for s in two} == set(logits.topk(2).indices.tolist())
+    want = logits.topk(2).values.log_softmax(-1)
+    assert {round(s.log_probs[0], 4) for s in two} == {round(float(value), 4) for value in want}
+    with pytest.raises(ValueError, match=r"top_p is 0\.9: the transformers engine samples with 1"):
+        engine.sample(prompts, SamplingParams(top_p=0.9), 6, seed=0)

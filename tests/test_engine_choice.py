@@ -71,6 +71,21 @@ def test_vllm_is_named_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else right(name, *a))
     with pytest.raises(ConfigurationError, match=r"--rollout-engine vllm needs vllm, .* 'megatron-rc\[vllm\]'"):
         parse(tmp_path, "--rollout-engine=vllm")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computed", "read"),
+    [
+        ("fp32", "float32", None),
+        ("bf16", "bfloat16", None),
+        ("fp8-e4m3", "float32", "fp8-e4m3"),
+        ("int8", "float32", "int8"),
+    ],
+)
+def test_vllm_reads_what_it_could_not_round_itself(tmp_path, monkeypatch, dtype, computed, read):
+    right = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "vllm" else right(name, *a))
-    with pytest.raises(ConfigurationError, match="--rollout-dtype fp8-e4m3 is not what --rollout-engine vllm takes"):
-        parse(tmp_path, "--rollout-engine=vllm", "--rollout-dtype=fp8-e4m3")
+    args = parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}")
+    engine = make_engine(args, 1, 0, torch.device("cpu"), 0)
+    assert engine._options["dtype"] == computed
+    assert (engine.directory._rounded.dtype if engine.directory._rounded else None) == read

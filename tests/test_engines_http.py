@@ -575,7 +575,7 @@ def test_the_directory_is_a_model_with_an_output_layer_of_its_own(tmp_path, fami
     config = {"llama": LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})}.get(family) or GPT2Config(
         **small, tie_word_embeddings=tied
     )
-    directory = ModelDirectory(tmp_path / "weights", config, EOS, shard_bytes)
+    directory = ModelDirectory(tmp_path / "weights", config, EOS, shard_bytes=shard_bytes)
     for seed in (0, 1):
         given = random_weights(config, seed)
         path = directory.write(given.items())
@@ -651,6 +651,6 @@ def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
     given = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with without_torchrun():
+    with without_torchrun({}):
         assert not [name for name in os.environ if name.startswith(TORCHRUN)]
     assert {name: os.environ[name] for name in given} == given

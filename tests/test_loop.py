@@ -11,6 +11,7 @@ from megatron_rc.batch import load, save
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.launch.validation import validate_args
 from megatron_rc.parallel import ParallelGroups
 from tests.ranks import Layout
@@ -419,3 +420,86 @@ def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
         validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2")), 1)
     with pytest.raises(ConfigurationError, match="holds no rollouts"):
         validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2")), 1)
+
+
+SUMS = ["--task=sums", "--seq-length=128", "--make-vocab-size-divisible-by=8", "--run-name=run", "--lr=1e-3"]
+SUMS += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=4", "--rollout-rs-threshold=0.01_100,10"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "interval", "steps"),
+    [(Layout(), 2, [0, 2, 3]), (Layout(dp=2, pp=2), 1, [0, 1, 2, 3]), (Layout(cp=2), 9, [0, 3])],
+    ids=str,
+)
+def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp_path, layout, interval, steps):
+    words = [*SUMS, f"--eval-interval={interval}", "--eval-problems=5", "--train-iters=3", *layout.flags()]
+    assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
+    evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
+    assert [row["step"] for row in evaluations] == steps
+    assert all(set(row) == {"step", "eval/reward", "eval/exact_match"} for row in evaluations)
+    assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
+
+
+class Pupil:
+    """Knows the answer to some of the held-out problems, and is asked for nothing but its best one."""
+
+    version = 0
+
+    def __init__(self, task, known):
+        self.task, self.known, self.asked = task, known, []
+
+    def load_weights(self, weights, version):
+        self.version = len(list(weights)) and version
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        self.asked += [self.task.text.decode(prompt) for prompt in prompts]
+        assert params.top_k == 1
+        answers = [f"Answer: {self.known.get(self.task.text.decode(prompt), 99)}" for prompt in prompts]
+        ids = [[*self.task.text.encode(Problem(answer, None)), self.task.text.eos] for answer in answers]
+        return [Sample(one, [0.0] * len(one), "stop") for one in ids]
+
+
+def evaluate_pupil(words, known):
+    from megatron_rc.launch.rollout import RolloutCollector
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    groups = ParallelGroups.from_megatron()
+    pupil = Pupil(task, known)
+    collector = RolloutCollector(args, task, groups, pupil)
+    return collector.evaluate(), pupil.asked if collector.is_engine_rank else []
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
+def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks, tmp_path, layout):
+    task = make_task("sums", 1234)
+    problems = task.problems(0, 5, held_out=True)
+    prompts = [task.text.decode(task.text.encode(problem)) for problem in problems]
+    known = {prompt: problem.data for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
+    words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *layout.flags())
+    found = ranks.run(evaluate_pupil, layout, words, known)
+    assert [metrics for metrics, _ in found] == [{"eval/reward": 0.6, "eval/exact_match": 0.6}] * layout.world
+    assert sorted(prompt for _, asked in found for prompt in asked) == sorted(prompts)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--eval-interval=3", "--grpo-iterations=2"], "--eval-interval 3 must be a multiple of the 2 optimizer steps"),
+        (["--eval-interval=0"], "--eval-interval 0 must be positive"),
+        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 leaves some of the 2 data-parallel ranks"),
+        (["--eval-interval=1", "--eval-problems=146"], "--task sums holds 145 problems out, 146 were asked for"),
+        (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
+        (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
+    ],
+)
+def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        validate_args(parse_args(flags(tmp_path, *SUMS, *more)), 2)
+
+
+def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
+    save(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
+    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
+    with pytest.raises(ConfigurationError, match="--eval-interval 2 needs an engine, which --load-rollouts"):
+        validate_args(parse_args(words), 1)

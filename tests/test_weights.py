@@ -1,6 +1,9 @@
 """Hugging Face directories in and out of sharded models: the same logits, and every bit back again."""
 
+import importlib.util
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.weights import from_gguf
 from megatron_rc.launch.weights.architecture import read_architecture
+from megatron_rc.launch.weights.from_gguf import unpack
 from tests.ranks import Layout
 from tests.scenario import COMMON, make_trainer, recorded_batch
 
@@ -70,7 +75,15 @@ def load_and_export(words):
 
 
 def words_of(folder, layout, *more):
-    return [*COMMON, f"--load-hf={folder}", f"--runs-dir={folder}/runs", "--micro-batch-size=8", *layout.flags(), *more]
+    return [
+        *COMMON,
+        f"--load-hf={folder}",
+        "--tokenizer-type=CharacterTokenizer",
+        f"--runs-dir={folder}/runs",
+        "--micro-batch-size=8",
+        *layout.flags(),
+        *more,
+    ]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
@@ -194,3 +207,26 @@ def test_older_directories_are_read(tmp_path):
 def test_a_directory_that_is_not_there_is_named():
     with pytest.raises(ConfigurationError, match=r"--load-hf nowhere: config\.json cannot be read"):
         read_architecture(Path("nowhere"))
+
+
+def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match=r"none\.gguf: no such file; give a model in the GGUF format"):
+        unpack(tmp_path / "none.gguf", tmp_path / "out")
+    (tmp_path / "a.gguf").write_bytes(b"not one")
+    right = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else right(name, *a))
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    with pytest.raises(
+        ConfigurationError, match=r"a GGUF file needs .*, which is not installed: .*megatron-rc\[gguf\]"
+    ):
+        unpack(tmp_path / "a.gguf", tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"usage: python -m megatron_rc\.launch\.weights\.from_gguf"):
+        from_gguf.main(["a.gguf"])
+    with pytest.raises(SystemExit, match=r"error: .*no such file"):
+        from_gguf.main([str(tmp_path / "none.gguf"), str(tmp_path / "out")])
+
+
+def test_a_folder_that_holds_a_model_is_not_unpacked_again(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    unpack(tmp_path / "gone.gguf", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -52,11 +52,14 @@ def make_engine(
 
 def _vllm(args: argparse.Namespace, config: Any, eos_token_id: int, replica: int) -> RolloutEngine:
     from megatron_rc.launch.engines.model_directory import ModelDirectory
-    from megatron_rc.launch.engines.vllm_engine import VllmEngine
+    from megatron_rc.launch.engines.vllm_engine import DTYPES, VllmEngine
 
-    folder = _weights_folder(args.rollout_weights_dir, replica)
-    directory = ModelDirectory(folder, config, eos_token_id)
-    return VllmEngine(directory, args.rollout_dtype, eos_token_id, args.seq_length)
+    folder, dtype, rounded = _weights_folder(args.rollout_weights_dir, replica), args.rollout_dtype, None
+    if dtype not in DTYPES:
+        # vLLM would round other layers, and other weights at every start: what it reads is rounded already.
+        dtype, rounded = "fp32" if args.on_cpu else "bf16", dtype
+    directory = ModelDirectory(folder, config, eos_token_id, rounded)
+    return VllmEngine(directory, dtype, eos_token_id, args.seq_length)
 
 
 def _server(args: argparse.Namespace, config: Any, eos_token_id: int, replica: int) -> RolloutEngine:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.rounding import Rounding
 
 SHARD_BYTES = 4 << 30
 
@@ -29,13 +30,21 @@ class ModelDirectory:
         path: of the directory; what stands there is replaced. Its parent must exist.
         config: of the model (a ``transformers`` config).
         eos_token_id: ends a response.
+        dtype: what the weights are rounded to, one of ``rounding.DTYPES``; default: as they come.
         shard_bytes: a file is closed once it holds as many.
 
     Raises:
         ValueError: the parent directory is not there.
     """
 
-    def __init__(self, path: str | Path, config: Any, eos_token_id: int, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        config: Any,
+        eos_token_id: int,
+        dtype: str | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
             raise ValueError(f"the directory for rollout weights is {self.path}, but {self.path.parent} does not exist")
@@ -44,7 +53,12 @@ class ModelDirectory:
         self._config = copy.deepcopy(config)
         self._config.tie_word_embeddings = False
         self._config.eos_token_id = eos_token_id
-        self._embedding, self._head, self._shapes = self._describe()
+        model = self._describe()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._embedding = names[id(model.get_input_embeddings().weight)]
+        self._head = names[id(model.get_output_embeddings().weight)]
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._rounded = Rounding(model, dtype) if dtype else None
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write all weights, one shard in memory at a time; a reader finds the old model or the new one.
@@ -95,21 +109,21 @@ class ModelDirectory:
             if tuple(tensor.shape) != wanted:
                 raise ValueError(f"the rollout model's weight {name} is {wanted}, got {tuple(tensor.shape)}")
             seen.add(name)
+            if self._rounded is not None:
+                tensor = self._rounded(name, tensor)
             self._config.dtype = tensor.dtype
             yield name, tensor
             if self._tied and name == self._embedding:
                 yield self._head, tensor.clone()  # safetensors refuses tensors that share memory
 
-    def _describe(self) -> tuple[str, str, dict[str, tuple[int, ...]]]:
-        """(name of the embeddings, name of the output layer, all shapes) of the untied model, without its memory."""
+    def _describe(self) -> Any:
+        """The untied model, without its memory."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._config)
         self._config.architectures = [type(model).__name__]
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        return names[id(model.get_input_embeddings().weight)], names[id(model.get_output_embeddings().weight)], shapes
+        return model
 
 
 def _save(part: Path, shard: dict[str, Tensor], index: dict[str, str]) -> None:

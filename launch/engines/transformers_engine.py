@@ -10,34 +10,18 @@ from torch import Tensor
 
 from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import Sample
-
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-
-
-def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
-    """The values that an engine with weights of ``dtype`` would compute with, in float32.
-
-    ``fp8-e4m3`` keeps one float32 scale for each output row of a linear layer, as engines do; everything else
-    (embeddings, norms, the output layer) is bfloat16 there.
-    """
-    tensor = tensor.float()
-    if dtype == "fp32":
-        return tensor
-    if dtype == "bf16" or not quantizable:
-        return tensor.bfloat16().float()
-    scale = tensor.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FP8_MAX
-    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+from megatron_rc.launch.engines.rounding import Rounding
 
 
 class TransformersEngine:
     """Samples from a ``transformers`` model on this process's device.
 
-    Weights are rounded to ``dtype`` at every sync. On a CPU, which has no units for bfloat16 and fp8, the arithmetic
+    Weights are rounded to ``dtype`` at every sync. On a CPU, which has no units for fewer bits, the arithmetic
     stays float32; on a GPU it is bfloat16 unless ``dtype`` is fp32.
 
     Args:
         config: of the model (a ``transformers`` config).
-        dtype: ``fp32``, ``bf16`` or ``fp8-e4m3``.
+        dtype: one of ``rounding.DTYPES``.
         eos_token_id: ends a response.
         pad_token_id: fills batches; never sampled into a response.
         device: where the model lives.
@@ -49,9 +33,9 @@ class TransformersEngine:
         compute = torch.bfloat16 if device.type == "cuda" and dtype != "fp32" else torch.float32
         self.model = AutoModelForCausalLM.from_config(config, dtype=compute, attn_implementation="sdpa")
         self.model = self.model.to(device).eval().requires_grad_(False)
-        self.dtype, self.eos, self.pad, self.device = dtype, eos_token_id, pad_token_id, device
+        self.eos, self.pad, self.device = eos_token_id, pad_token_id, device
         self.version = -1
-        self._quantizable = self._linear_weights()
+        self._rounded = Rounding(self.model, dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights of the model; see :class:`RolloutEngine`."""
@@ -63,10 +47,7 @@ class TransformersEngine:
             if parameters[name].shape != tensor.shape:
                 wanted, given = tuple(parameters[name].shape), tuple(tensor.shape)
                 raise ValueError(f"the rollout model's weight {name} is {wanted}, got {given}")
-            transposed = name in self._quantizable and self._quantizable[name]
-            tensor = tensor.t() if transposed else tensor
-            rounded = round_weight(tensor, self.dtype, name in self._quantizable)
-            parameters[name].copy_(rounded.t() if transposed else rounded)
+            parameters[name].copy_(self._rounded(name, tensor))
             missing.discard(name)
         if missing:
             raise ValueError(f"the rollout model's weight {min(missing)} never came")
@@ -76,7 +57,13 @@ class TransformersEngine:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`."""
+        """Sample until the end of text or ``max_new_tokens``; see :class:`RolloutEngine`.
+
+        Raises:
+            ValueError: ``top_p`` below 1, which this engine does not know.
+        """
+        if params.top_p != 1:
+            raise ValueError(f"top_p is {params.top_p}: the transformers engine samples with 1")
         generator = torch.Generator(self.device).manual_seed(seed)
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
@@ -97,7 +84,7 @@ class TransformersEngine:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            distribution = torch.log_softmax(output.logits[:, -1].float() / params.temperature, dim=-1)
+            distribution = torch.log_softmax(_among(output.logits[:, -1].float() / params.temperature, params), dim=-1)
             tokens = torch.multinomial(distribution.exp(), 1, generator=generator)
             # -1 marks what comes after the end of text.
             chosen.append(torch.where(running, tokens.squeeze(1), -1))
@@ -117,13 +104,10 @@ class TransformersEngine:
             samples.append(Sample(row[:length], values[:length], reason))
         return samples
 
-    def _linear_weights(self) -> dict[str, bool]:
-        """Names of the linear layers' weights, and whether they are stored [in, out] (GPT-2's Conv1D)."""
-        from transformers.pytorch_utils import Conv1D
 
-        head = self.model.get_output_embeddings()
-        return {
-            f"{name}.weight": isinstance(module, Conv1D)
-            for name, module in self.model.named_modules()
-            if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head
-        }
+def _among(logits: Tensor, params: SamplingParams) -> Tensor:
+    """[b, v]: minus infinity behind the ``top_k`` largest; which of equal ones stay is not defined."""
+    if not params.top_k:
+        return logits
+    kept = logits.topk(params.top_k, dim=-1)
+    return torch.full_like(logits, -torch.inf).scatter(1, kept.indices, kept.values)

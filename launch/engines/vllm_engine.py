@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +62,13 @@ class VllmEngine:
             "dtype": DTYPES[dtype],
             "max_model_len": max_model_len,
             "enforce_eager": not torch.cuda.is_available(),
+            # On a CPU a prompt that is read in pieces ends vLLM if its request has a seed.
+            "enable_chunked_prefill": torch.cuda.is_available(),
             "max_num_seqs": 64,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         } | options
         self._llm: Any = None
 
@@ -118,23 +121,30 @@ class VllmEngine:
 
     def _start(self, path: str) -> Any:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would inherit the trainer's threads
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # a hundred lines at every start else
+        settings = {}
         if not torch.cuda.is_available():
             for name, value in CPU_DEFAULTS.items():
                 os.environ.setdefault(name, value)
-        with without_torchrun():
+            # All cores: the trainer's ranks wait while it samples.
+            settings["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
+        with without_torchrun(settings):
             return importlib.import_module("vllm").LLM(model=path, **self._options)
 
 
 @contextlib.contextmanager
-def without_torchrun() -> Iterator[None]:
-    """Hide torchrun's environment, so that processes started inside do not join its job."""
-    hidden = {name: value for name, value in os.environ.items() if name.startswith(TORCHRUN)}
-    for name in hidden:
+def without_torchrun(settings: Mapping[str, str]) -> Iterator[None]:
+    """Hide torchrun's environment, lest processes started inside join its job, and change some of the rest."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(TORCHRUN) or name in settings}
+    for name in before:
         del os.environ[name]
+    os.environ.update(settings)
     try:
         yield
     finally:
-        os.environ.update(hidden)
+        for name in settings:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _check_surroundings() -> None:

@@ -3,54 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks.text import Problem, Text
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A prompt, and whatever the task needs to score a response to it."""
-
-    prompt: str
-    data: Any
+__all__ = ["Problem", "Task", "Text", "make_task"]
 
 
 class Task(Protocol):
     """A source of problems with verifiable answers.
 
     Attributes:
-        tokenizer: its end-of-text token is called ``<eos>`` and its padding token ``<pad>``.
-        max_response_length: tokens that a good response needs at most, ``<eos>`` included.
+        text: how they become tokens.
+        max_response_length: tokens that a good response needs at most, the end-of-text token included.
     """
 
-    tokenizer: Tokenizer
+    text: Text
     max_response_length: int
 
-    def problems(self, start: int, count: int) -> list[Problem]:
-        """Problems number ``start`` to ``start + count - 1``: the same ones on every rank and in every run."""
+    def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
+        """Problems number ``start`` to ``start + count - 1``: the same ones on every rank and in every run.
+
+        Args:
+            start: number of the first.
+            count: how many.
+            held_out: from those that are kept for evaluation, and are never among the others.
+
+        Raises:
+            ConfigurationError: there are not as many held out.
+        """
         ...
 
     def reward(self, problem: Problem, response: str) -> float:
-        """Score of a response (its text without ``<eos>``), from 0 to 1."""
+        """Score of a response (its text without the end), from 0 to 1; 1 is for the right answer alone."""
         ...
 
 
-def make_task(name: str, seed: int) -> Task:
+def make_task(name: str, seed: int, text: Text | None = None) -> Task:
     """The task of this name; a part after a colon is handed to it.
+
+    Args:
+        name: of the task.
+        seed: of its problems.
+        text: the tokenizer; default: one token for each character that the task needs.
 
     Raises:
         ConfigurationError: no such task, or the library it comes from is not installed.
     """
     from megatron_rc.launch.tasks.count_up import CountUp
     from megatron_rc.launch.tasks.reasoning_gym_task import ReasoningGym
+    from megatron_rc.launch.tasks.sums import Sums
 
-    tasks: dict[str, Callable[[str, int], Task]] = {"count_up": CountUp, "reasoning_gym": ReasoningGym}
+    tasks: dict[str, Callable[[str, int, Text | None], Task]] = {
+        "count_up": CountUp,
+        "reasoning_gym": ReasoningGym,
+        "sums": Sums,
+    }
     kind, _, variant = name.partition(":")
     if kind not in tasks:
-        raise ConfigurationError(f"--task {name} is unknown: use count_up or reasoning_gym:<data set>")
-    return tasks[kind](variant, seed)
+        raise ConfigurationError(f"--task {name} is unknown: use count_up, sums or reasoning_gym:<data set>")
+    return tasks[kind](variant, seed, text)

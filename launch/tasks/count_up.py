@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.tasks import Problem
-from megatron_rc.launch.tasks.characters import character_tokenizer
+from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
 DIGITS = "0123456789"
 
@@ -18,15 +17,17 @@ class CountUp:
     earns its part by itself, so that learning starts at the first step, and only the right answer earns 1.
     """
 
-    def __init__(self, variant: str, seed: int) -> None:
+    def __init__(self, variant: str, seed: int, text: Text | None = None) -> None:
         if variant:
             raise ConfigurationError(f"--task count_up takes no variant, got {variant!r}")
         self.seed = seed
-        self.tokenizer = character_tokenizer(DIGITS)
+        self.text = text or CharacterText(DIGITS)
         self.max_response_length = len(DIGITS)
 
-    def problems(self, start: int, count: int) -> list[Problem]:
+    def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Two random digits; the data is the right answer."""
+        if held_out:
+            raise ConfigurationError("--task count_up holds no problems out: it trains on all hundred there are")
         return [self._problem(number) for number in range(start, start + count)]
 
     def reward(self, problem: Problem, response: str) -> float:

@@ -192,3 +192,72 @@ def test_a_sequence_longer_than_the_engine_takes_is_an_error(rig):
     rig.sync(0)
     with pytest.raises((EngineError, ValueError), match=rf"{LONGEST}|raise the engine's longest sequence"):
         rig.engine.sample([[4] * (LONGEST - 2)], SamplingParams(), 8, seed=0)
+
+
+# Ways in which vLLM keeps something old, by leaving out what this project does against them.
+BREAK = {
+    "nothing": "",
+    "tied": """
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+right = ModelDirectory.__init__
+def init(self, *args, **more):
+    right(self, *args, **more)
+    self._tied, self._config.tie_word_embeddings = False, True
+    del self._shapes[self._head]
+ModelDirectory.__init__ = init
+""",
+    "cache": """
+from megatron_rc.launch.engines.vllm_engine import VllmEngine
+right = VllmEngine._take_over
+def take_over(self, path):
+    if self._llm is not None:
+        self._llm.reset_prefix_cache = lambda: True
+    return right(self, path)
+VllmEngine._take_over = take_over
+""",
+}
+TRAIN = """
+import sys
+from megatron_rc.launch.tasks import sums
+sums.SHOWN = sums.SHOWN * 4  # long enough for vLLM to keep the prompt
+{broken}
+from megatron_rc.launch.train_ppo import main
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("broken", BREAK)
+def test_the_check_after_a_sync_finds_what_vllm_keeps(tmp_path, broken):
+    """Real runs: three steps where nothing is broken, and none behind the sync that left something old."""
+    (tmp_path / "train.py").write_text(TRAIN.format(broken=BREAK[broken]))
+    words = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query-attention --num-query-groups=1
+        --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
+        --seq-length=384 --task=sums --max-response-length=8 --init-method-std=0.2 --lr=3e-3 --train-iters=3
+        --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=16 --micro-batch-size=8
+        --grpo-entropy-term-weight=0.1 --rollout-engine=vllm --rollout-dtype=fp32 --rollout-is=token"""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=1",
+            str(tmp_path / "train.py"),
+        ]
+        + [*words.split(), f"--runs-dir={tmp_path}/runs"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    rows = (tmp_path / "runs" / "ppo" / "metrics.jsonl").read_text().splitlines()
+    if broken == "nothing":
+        assert run.returncode == 0, run.stderr[-4000:]
+        assert len(rows) == 3
+        return
+    assert run.returncode != 0
+    assert "after the weight sync of step 1 the rollout engine and the trainer disagree by" in run.stderr, run.stderr[
+        -4000:
+    ]
+    assert len(rows) == 1

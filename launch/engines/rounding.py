@@ -1,0 +1,63 @@
+"""Weights as an engine of fewer bits would hold them: rounded at every sync, so that the mismatch is a real one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+INT8_MAX = 127
+DTYPES = ("fp32", "bf16", "fp8-e4m3", "int8")
+
+
+class Rounding:
+    """Rounds the weights of one model.
+
+    Args:
+        model: a ``transformers`` model of that architecture; its values are not used.
+        dtype: one of ``DTYPES``.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: str) -> None:
+        self.dtype, self._transposed = dtype, _linear_weights(model)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        """The weight of this name as it is computed with, in float32."""
+        if self._transposed.get(name):
+            return round_weight(tensor.t(), self.dtype, True).t()
+        return round_weight(tensor, self.dtype, name in self._transposed)
+
+
+def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
+    """The values that an engine with weights of ``dtype`` would compute with, in float32.
+
+    ``fp8-e4m3`` and ``int8`` keep one float32 scale for each output row of a linear layer, as engines do; everything
+    else (embeddings, norms, the output layer) is bfloat16 there.
+
+    Args:
+        tensor: [out, in], or of any shape where it is not quantizable.
+        dtype: one of ``DTYPES``.
+        quantizable: the weight of a linear layer.
+    """
+    tensor = tensor.float()
+    if dtype == "fp32":
+        return tensor
+    if dtype == "bf16" or not quantizable:
+        return tensor.bfloat16().float()
+    largest = tensor.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+    if dtype == "int8":
+        return (tensor / largest * INT8_MAX).round() * (largest / INT8_MAX)
+    scale = largest / FP8_MAX
+    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _linear_weights(model: torch.nn.Module) -> dict[str, bool]:
+    """Names of the linear layers' weights, and whether they are stored [in, out] (GPT-2's Conv1D)."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return {
+        f"{name}.weight": isinstance(module, Conv1D)
+        for name, module in model.named_modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not head
+    }

@@ -1,0 +1,135 @@
+"""Prompts as tokens and responses as text: one token a character, or the tokenizer of a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rc.launch.errors import ConfigurationError
+
+CHARACTERS, HUGGING_FACE = TOKENIZERS = ("CharacterTokenizer", "HuggingFaceTokenizer")
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, and whatever the task needs to score a response to it.
+
+    Attributes:
+        prompt: what is asked, with the white space that stands before an answer.
+        data: the task's own.
+        examples: prompts and their answers that are shown before it.
+    """
+
+    prompt: str
+    data: Any
+    examples: tuple[tuple[str, str], ...] = ()
+
+
+class Text(Protocol):
+    """Between text and tokens.
+
+    Attributes:
+        eos: id of the token that ends a response.
+        pad: id of the token that fills batches.
+        size: number of ids.
+    """
+
+    eos: int
+    pad: int
+    size: int
+
+    def encode(self, problem: Problem) -> list[int]:
+        """Token ids of all that the model is shown."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a response, without the token that ends it."""
+        ...
+
+
+class CharacterText:
+    """One token a character, for models that are trained from nothing.
+
+    The ids are those of ``<pad>``, ``<eos>``, ``<unk>`` and then the characters in their order.
+    """
+
+    def __init__(self, characters: str) -> None:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *dict.fromkeys(characters)])}
+        self.tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        self.tokenizer.decoder = decoders.Fuse()
+        self.tokenizer.add_special_tokens([PAD, EOS])
+        self.pad, self.eos, self.size = vocabulary[PAD], vocabulary[EOS], len(vocabulary)
+
+    def encode(self, problem: Problem) -> list[int]:
+        """See :class:`Text`."""
+        ids: list[int] = self.tokenizer.encode(as_plain_text(problem)).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See :class:`Text`."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+class HuggingFaceText:
+    """The tokenizer of a Hugging Face directory.
+
+    Args:
+        folder: of the model or of its tokenizer alone.
+        chat: write problems as turns of a conversation, by the tokenizer's chat template; else as plain text.
+
+    Raises:
+        ConfigurationError: no tokenizer there, or one without an end-of-text token or without the template.
+    """
+
+    def __init__(self, folder: str | Path, chat: bool) -> None:
+        from transformers import AutoTokenizer
+
+        if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise ConfigurationError(
+                f"{folder} holds no tokenizer: name one with --tokenizer-model DIR, or use --tokenizer-type "
+                "CharacterTokenizer"
+            )
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # of the many kinds that broken files bring up
+            raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigurationError(f"the tokenizer in {folder} has no eos_token: name it in tokenizer_config.json")
+        if chat and self.tokenizer.chat_template is None:
+            raise ConfigurationError(
+                f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
+            )
+        self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
+        pad = self.tokenizer.pad_token_id
+        self.pad = self.eos if pad is None else int(pad)
+
+    def encode(self, problem: Problem) -> list[int]:
+        """See :class:`Text`."""
+        if not self.chat:
+            ids: list[int] = self.tokenizer.encode(as_plain_text(problem))
+            return ids
+        said = [text for example in problem.examples for text in example]
+        roles = ("user", "assistant")
+        turns = [
+            {"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])
+        ]
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See :class:`Text`."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+def as_plain_text(problem: Problem) -> str:
+    """The examples, each on lines of its own, and the prompt."""
+    return "".join(f"{prompt}{answer}\n" for prompt, answer in problem.examples) + problem.prompt

@@ -1,0 +1,62 @@
+"""Unpack a GGUF file into a Hugging Face directory, which ``--load-hf`` reads.
+
+    python -m megatron_rc.launch.weights.from_gguf MODEL.gguf DIR
+
+The weights are the file's, dequantised to float32; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rc.launch.errors import ConfigurationError, require
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Write the model, its config and its tokenizer; a folder that holds a model already is left as it is.
+
+    Raises:
+        ConfigurationError: no such file, one that cannot be read, or a package that is missing.
+    """
+    if (folder / "config.json").is_file():
+        return
+    if not file.is_file():
+        raise ConfigurationError(f"{file}: no such file; give a model in the GGUF format")
+    for module in ("transformers", "gguf", "accelerate"):
+        require(module, "a GGUF file", "gguf")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{file} cannot be unpacked: {error}") from error
+    # What is written is not quantised any more.
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    tokenizer.save_pretrained(folder)
+    # The config comes last: it says that the folder is whole.
+    part = folder.with_name(f"{folder.name}.part")
+    model.save_pretrained(part)
+    for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
+        path.replace(folder / path.name)
+    part.rmdir()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Unpack the file that the command line names."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if len(words) != 2:
+        sys.exit("usage: python -m megatron_rc.launch.weights.from_gguf MODEL.gguf DIR")
+    try:
+        unpack(Path(words[0]), Path(words[1]))
+    except ConfigurationError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
