@@ -164,6 +164,7 @@ class RolloutCorrection:
         self._ended: CorrectionResult | None = None
         self._statistics: LossStatistics | None = None
         self._plan: BypassPlan | None = None
+        self._sizes = Sizes()
         self._pair: Pair | None = None
         self._mini_batch: int | None = None
         self._seen = 0
@@ -205,6 +206,8 @@ class RolloutCorrection:
         if self.config.bypass_mode:
             self._headers, self._pair, self._mini_batch, self._seen = [], None, None, 0
             self._statistics = None
+            # A step is one mini-batch, and no criterion that needs the prompts is there.
+            self._sizes = dataclasses.replace(sizes, num_mini_batches=1, num_groups=None)
             self._plan = None if inputs is None else self._plan_bypass(inputs, sizes)
             return self._plan or BypassPlan(None)
         if inputs is None:
@@ -226,6 +229,7 @@ class RolloutCorrection:
         layout: SequenceLayout | None = None,
         advantages: Tensor | None = None,
         sequence_ids: Tensor | None = None,
+        policy_versions: Tensor | None = None,
         mini_batch: int = 0,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Bypass mode: correct one micro-batch from π_θ, inside the loss function.
@@ -237,6 +241,8 @@ class RolloutCorrection:
             layout: which tokens these are. Default: padded ``[b, s]``.
             advantages: [n] or like the log-probs; ``opsm`` needs them.
             sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
+            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed where the
+                plan was given the current version, else not looked at.
             mini_batch: the optimizer step, one for all micro-batches until ``finish_step``.
 
         Returns:
@@ -259,9 +265,15 @@ class RolloutCorrection:
                 f"mini_batch={mini_batch} in the step of mini-batch {self._mini_batch}: call finish_step() in between"
             )
         inputs = PlanInputs(
-            log_probs, rollout_log_probs, response_mask, layout, advantages=advantages, sequence_ids=sequence_ids
+            log_probs,
+            rollout_log_probs,
+            response_mask,
+            layout,
+            advantages=advantages,
+            sequence_ids=sequence_ids,
+            policy_versions=None if self._sizes.current_version is None else policy_versions,
         )
-        batch = _sums(inputs, self.config, Sizes(), self.groups, self.compile, self._seen)
+        batch = _sums(inputs, self.config, self._sizes, self.groups, self.compile, self._seen)
         sums, maxima = batch.pair
         if self._pair is not None:
             sums, maxima = self._pair[0] + sums, torch.maximum(self._pair[1], maxima)
@@ -292,7 +304,7 @@ class RolloutCorrection:
         Raises:
             RuntimeError: bypass mode, and no micro-batch since the last step.
         """
-        shape = _step_shape(self.config)
+        shape = _step_shape(self.config, self._sizes)
         if self.groups.is_last_stage:
             message = self._step_header(device)
         else:
@@ -356,7 +368,7 @@ class RolloutCorrection:
         """
         if not self._headers:
             return {}
-        shape = _step_shape(self.config)
+        shape = _step_shape(self.config, self._sizes)
         metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
         return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
 
@@ -383,7 +395,7 @@ class RolloutCorrection:
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima])
         header = torch.cat([*reduce_batch(pair, self.groups), nothing.new_ones(1)])
         if self._plan is not None:
-            result = CorrectionResult(self.config, _step_shape(self.config), header)
+            result = CorrectionResult(self.config, _step_shape(self.config, self._sizes), header)
             # Found by the plan, which the other stages did not see.
             result.shape.unpack(header)[0]["bad_mini_batch_ids"].add_(self._plan.bad_ids)
             header[-1] = self._factor(result, self._plan)
@@ -428,9 +440,9 @@ def resolve_objective(
     return dataclasses.replace(loss, algorithm=loss.algorithm or algorithm)
 
 
-def _step_shape(config: RolloutCorrectionConfig) -> HeaderShape:
+def _step_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
     """What a step reduces: in bypass mode the correction's sums and maxima, then the loss's, then D₀/G."""
-    known = header_shape(config, Sizes()) if config.bypass_mode else HeaderShape((), ())
+    known = header_shape(config, sizes) if config.bypass_mode else HeaderShape((), ())
     sums = (*known.sums, ("loss_sums", (len(SUMS),)))
     return HeaderShape(sums, (*known.maxima, *(f"loss_{name}" for name in MAXIMA), "factor"))
 

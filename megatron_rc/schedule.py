@@ -26,6 +26,8 @@ class MicroBatch:
         advantages: [n], or per token.
         rollout_log_probs: log π_rollout.
         sequence_ids: [n] int64; bypass mode's error messages name them.
+        policy_versions: int64, of the weights that sampled; bypass mode's metrics are split by them, where the plan was
+            given the current version.
         old_log_probs: log π_old; None in bypass mode, where π_rollout takes its place.
         ref_log_probs: log π_ref, where there is a KL penalty.
         weights: importance weights of the plan; None without any, and in bypass mode, where the loss finds them.
@@ -38,6 +40,7 @@ class MicroBatch:
     advantages: Tensor
     rollout_log_probs: Tensor
     sequence_ids: Tensor | None = None
+    policy_versions: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     weights: Tensor | None = None
@@ -203,6 +206,7 @@ def _corrected(
             layout=micro_batch.layout,
             advantages=micro_batch.advantages,
             sequence_ids=micro_batch.sequence_ids,
+            policy_versions=micro_batch.policy_versions,
             mini_batch=mini_batch,
         )
         return *found, micro_batch.rollout_log_probs
