@@ -6,7 +6,7 @@ import argparse
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import torch
@@ -55,7 +55,7 @@ def train(args: argparse.Namespace, task: Task) -> None:
     collector = RolloutCollector(args, task, groups)
     reporter = Reporter(args, trainer.iteration) if dist.get_rank() == 0 else None
     saved = trainer.iteration if args.load == args.save else -1
-    with StopRequest().installed() as request:
+    with StopRequest().installed() as request, closing(collector):
         stop = False
         while trainer.iteration < args.train_iters and not stop:
             for row in _rollout_steps(args, trainer, collector, groups):
@@ -88,13 +88,10 @@ def _rollout_steps(
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
-    collector.sync_weights(trainer.chunks, trainer.iteration)
-    lap("sync")
-    batch = collector.collect(trainer.iteration)
-    lap("rollout")
+    batch = collector.next_batch(trainer.chunks, trainer.iteration, lap)
     prepared = trainer.prepare(batch)
     lap("plan")
-    common = summarize_rollouts(batch, groups) | prepared.plan.metrics()
+    common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics()
     mini_batches = args.updates_per_rollout // args.grpo_iterations
     for update in range(args.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)
@@ -104,15 +101,18 @@ def _rollout_steps(
         yield common | metrics | times
 
 
-def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups) -> dict[str, float]:
-    """Rewards and lengths over all replicas: one SUM and one MAX over DP."""
+def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> dict[str, float]:
+    """Rewards and lengths over all replicas, and how old the tokens are at a version: one SUM and one MAX over DP."""
     rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
     stopped = (batch.finish_reasons == 0).double()
     ones = torch.ones_like(rewards)
-    columns = torch.stack([ones, rewards, rewards.square(), lengths, stopped])
-    count, reward, squared, tokens, stops = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
-    highest, lowest = all_reduce_max(torch.stack([rewards.max(), -rewards.min()]), groups.dp).tolist()
+    ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
+    columns = torch.stack([ones, rewards, rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
+    maxima = torch.stack([rewards.max(), -rewards.min(), ages.max()])
+    highest, lowest, oldest = all_reduce_max(maxima, groups.dp).tolist()
     mean = reward / count
+    staleness = {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
     return {
         "reward/mean": mean,
         "reward/std": max(squared / count - mean**2, 0.0) ** 0.5,
@@ -121,4 +121,5 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups) -> dict[str,
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,
+        **(staleness if version is not None else {}),
     }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.batch import FINISH_REASONS, RolloutBatch, SamplingParams
+from megatron_rc.launch.ahead import SampledAhead, check_versions
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.engines.choice import make_engine
@@ -45,6 +46,43 @@ class RolloutCollector:
         elif self.is_engine_rank:
             self.engine = engine or self._default_engine()
         self.sampling = SamplingParams(temperature=args.rl_default_temperature)
+        steps = 0 if args.load_rollouts else args.rollout_staleness or 0
+        self.window = steps // args.updates_per_rollout
+        in_background = self.window > 0 and self.engine is not None and self.engine.is_elsewhere
+        self.ahead = SampledAhead(self._obtain, in_background=in_background)
+
+    def next_batch(self, chunks: Sequence[torch.nn.Module], step: int, lap: Callable[[str], None]) -> RolloutBatch:
+        """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
+
+        Without ``--rollout-staleness``: new weights, then the batch. With it: the batch, which was sampled ahead; where
+        it was the last such one, new weights, and orders for those after it (see :mod:`megatron_rc.launch.ahead`).
+
+        Args:
+            chunks: the policy, trained for ``step`` steps.
+            step: that the batch starts at.
+            lap: is told ``sync`` and ``rollout`` where they end.
+
+        Raises:
+            AgreedError: see :meth:`sync_weights` and :meth:`collect`.
+        """
+        is_fresh = step not in self.ahead
+        if is_fresh:
+            self.sync_weights(chunks, step)
+            lap("sync")
+        batch = self.collect(step)
+        lap("rollout")
+        following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
+        following = [later for later in following if later < self.args.train_iters]
+        if following and not len(self.ahead):
+            if not is_fresh:
+                self.sync_weights(chunks, step)
+                lap("sync")
+            self.ahead.order(following)
+        return batch
+
+    def close(self) -> None:
+        """End the sampling that is under way, if any is. Collectives: none."""
+        self.ahead.close()
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Hand the trainer's weights to every engine, where there are any.
@@ -74,16 +112,28 @@ class RolloutCollector:
             AgreedError: on every rank, if sampling, scoring or the checks failed on any.
         """
         batch, error = None, None
-        if self.is_engine_rank:
+        if not self.is_engine_rank:
+            self.ahead.forget(step)
+        else:
             try:
-                batch = self._obtain(step)
+                batch = self._checked(self.ahead.take(step), step)
             except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
                 error = f"the rollout of step {step} failed: {type(problem).__name__}: {problem}"
         agree(self.args, error)
         return self._share(batch)
 
+    def _checked(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """The records, if they can be trained on; written down where that is asked for."""
+        args = self.args
+        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
+        if args.rollout_staleness is not None:
+            check_versions(batch, step, args.rollout_staleness)
+        if args.save_rollouts:
+            write_rollouts(batch, args.save_rollouts, step, parallel_state.get_data_parallel_rank())
+        return batch
+
     def _obtain(self, step: int) -> RolloutBatch:
-        """This replica's records, sampled or read, checked, and written down where that is asked for."""
+        """This replica's records, sampled or read; in the background on another thread."""
         args, replica = self.args, parallel_state.get_data_parallel_rank()
         if self.recorded is not None:
             batch = self.recorded.read(step // args.updates_per_rollout, replica, args.data_parallel_size)
@@ -96,9 +146,6 @@ class RolloutCollector:
             batch = self._sample(self.engine, step)
         else:
             raise RuntimeError("rollouts are obtained on the first rank of a replica only")
-        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
-        if args.save_rollouts:
-            write_rollouts(batch, args.save_rollouts, step, replica)
         return batch
 
     def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:

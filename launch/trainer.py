@@ -110,6 +110,8 @@ class Trainer:
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
             num_groups=None if bypass else self.args.grpo_prompts_per_step,
+            current_version=self.version,
+            max_staleness=self.args.rollout_staleness or 0,
             device=self.device,
         )
         plan.check()
@@ -182,6 +184,11 @@ class Trainer:
         return self._step_metrics() | self._asked_for(metrics)
 
     @property
+    def version(self) -> int | None:
+        """Of the weights, which rollouts are compared with; None where theirs count other steps."""
+        return self.iteration if self.args.knows_versions else None
+
+    @property
     def _steps(self) -> int:
         """Steps that changed the weights."""
         return self.iteration - self.skipped
@@ -216,6 +223,7 @@ class Trainer:
             rewards=cut.sides(batch.rewards),
             group_ids=None if bypass else cut.sides(batch.group_ids),
             sequence_ids=cut.local.sequence_ids,
+            policy_versions=cut.local.policy_versions if self.args.knows_versions else None,
             mini_batch_ids=cut.mini_batch_ids,
         )
 

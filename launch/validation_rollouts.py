@@ -53,6 +53,23 @@ def check_rollouts(args: argparse.Namespace) -> None:
         )
 
 
+def check_staleness(args: argparse.Namespace, sampled: bool) -> None:
+    """How old rollouts may be, in optimizer steps; fills in ``knows_versions``.
+
+    Args:
+        args: the flags.
+        sampled: this run's engine samples. What another run or program wrote counts its own steps, unless the user says
+            otherwise.
+    """
+    given, steps = args.rollout_staleness, args.updates_per_rollout
+    args.knows_versions = sampled or given is not None
+    if sampled and given and given % steps:
+        raise ConfigurationError(
+            f"--rollout-staleness {given} counts optimizer steps, of which each rollout batch makes {steps}: give a "
+            f"multiple of {steps}, that is {steps} for every rollout batch that may be sampled ahead"
+        )
+
+
 def check_rollout_engine(args: argparse.Namespace) -> None:
     """The engine, its servers and its folder."""
     engine, is_server = args.rollout_engine, args.rollout_engine in SERVERS
