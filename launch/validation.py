@@ -29,6 +29,7 @@ from megatron_rc.launch.validation_rollouts import (
     check_rollout_engine,
     check_rollouts,
     check_staleness,
+    check_staleness_scale,
 )
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
@@ -95,6 +96,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
         args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    check_staleness_scale(args)
     task = _check_task(args)
     _check_folders(args)
     return task

@@ -70,6 +70,24 @@ def check_staleness(args: argparse.Namespace, sampled: bool) -> None:
         )
 
 
+def check_staleness_scale(args: argparse.Namespace) -> None:
+    """Bounds by staleness need versions, and rollouts that are that old; the correction is known by now."""
+    scale, given = args.correction.staleness_scale, args.correction.rollout_staleness_scale
+    if scale is None:
+        return
+    if not args.knows_versions:
+        raise ConfigurationError(
+            f"--rollout-staleness-scale {given} needs rollouts whose versions are steps of this run: say so with "
+            "--rollout-staleness K, or drop it"
+        )
+    oldest = args.rollout_staleness or 0
+    if scale.steps[-1] > oldest:
+        raise ConfigurationError(
+            f"--rollout-staleness-scale {given} has bounds for a staleness of {scale.steps[-1]}, --rollout-staleness "
+            f"allows {oldest}: raise that, or drop these bounds"
+        )
+
+
 def check_rollout_engine(args: argparse.Namespace) -> None:
     """The engine, its servers and its folder."""
     engine, is_server = args.rollout_engine, args.rollout_engine in SERVERS

@@ -22,6 +22,7 @@ _HELP = {
     "rollout_rs_threshold": "one bound, or a comma list with one for each criterion; lo_hi bounds the ratio of k1",
     "rollout_rs_threshold_lower": "lower bounds of the k1 criteria that were given one number",
     "rollout_token_veto_threshold": "reject a sequence with any token whose ratio is below this",
+    "rollout_staleness_scale": "multiply the bounds, in nats, from a staleness on, for example 1:1.5,4:2",
     "rejection_denominator": "average the loss over accepted tokens (accepted) or over all (original)",
     "bad_log_probs": "a NaN, infinite or positive log-prob: error, reject_token or reject_sequence",
     "metric_prefix": "in front of every metric's name",
@@ -173,6 +174,8 @@ def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
         left.add("rollout_is_threshold_lower")
     if now["rollout_rs"] != base["rollout_rs"]:
         left.update(("rollout_rs_threshold", "rollout_rs_threshold_lower"))
+    if now["rollout_is"] is None and not now["rollout_rs"]:
+        left.add("rollout_staleness_scale")
     if "_" in str(now["rollout_rs_threshold"]):
         left.add("rollout_rs_threshold_lower")
     if not now["bypass_mode"]:

@@ -20,6 +20,7 @@ from megatron_rc.pipeline import (
     BatchSums,
     Pair,
     batch_sums,
+    check_version_given,
     finish,
     group_sums,
     header_shape,
@@ -375,6 +376,7 @@ class RolloutCorrection:
     def _check_plan(self, inputs: PlanInputs | None, sizes: Sizes) -> None:
         """What every stage can see, before any of them waits for another."""
         check_sizes(sizes)
+        check_version_given(self.config, sizes)
         if self.config.needs_groups and sizes.num_groups is None:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:

@@ -49,6 +49,10 @@ def describe(config: RolloutCorrectionConfig) -> str:
         lines.append(
             f"rejects sequences with a token whose ρ_t is below {config.rollout_token_veto_threshold:.10g} (veto)"
         )
+    if config.staleness_scale is not None:
+        scale = zip(config.staleness_scale.steps, config.staleness_scale.factors[1:], strict=True)
+        steps = ", ".join(f"times {factor:.10g} from a staleness of {step} on" for step, factor in scale)
+        lines.append(f"bounds of weights and rejection, in nats: {steps}")
     if not config.criteria and config.rollout_token_veto_threshold is None:
         lines.append("no rejection by divergence")
     which = (
