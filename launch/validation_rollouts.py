@@ -71,15 +71,17 @@ def check_staleness(args: argparse.Namespace, sampled: bool) -> None:
 
 
 def check_staleness_scale(args: argparse.Namespace) -> None:
-    """Bounds by staleness need versions, and rollouts that are that old; the correction is known by now."""
+    """What looks at versions needs them, and bounds by staleness rollouts that are that old; after the correction."""
     scale, given = args.correction.staleness_scale, args.correction.rollout_staleness_scale
+    looking = [f"--rollout-staleness-scale {given}"] * (scale is not None)
+    looking += ["--proximal-interpolation"] * args.correction.proximal_interpolation
+    if looking and not args.knows_versions:
+        raise ConfigurationError(
+            f"{looking[0]} needs rollouts whose versions are steps of this run: say so with --rollout-staleness K, or "
+            "drop it"
+        )
     if scale is None:
         return
-    if not args.knows_versions:
-        raise ConfigurationError(
-            f"--rollout-staleness-scale {given} needs rollouts whose versions are steps of this run: say so with "
-            "--rollout-staleness K, or drop it"
-        )
     oldest = args.rollout_staleness or 0
     if scale.steps[-1] > oldest:
         raise ConfigurationError(

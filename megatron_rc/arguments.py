@@ -26,10 +26,11 @@ _HELP = {
     "rejection_denominator": "average the loss over accepted tokens (accepted) or over all (original)",
     "bad_log_probs": "a NaN, infinite or positive log-prob: error, reject_token or reject_sequence",
     "metric_prefix": "in front of every metric's name",
+    "proximal_interpolation": "no forward-only pass: log π_old between the rollout's and the current one, by version",
     "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
     "loss_type": "objective in bypass mode: ppo_clip, reinforce, gspo or cispo",
 }
-_SWITCHES = ("bypass_mode", "rollout_is_batch_normalize")
+_SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
 _OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize")
@@ -178,6 +179,8 @@ def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
         left.add("rollout_staleness_scale")
     if "_" in str(now["rollout_rs_threshold"]):
         left.add("rollout_rs_threshold_lower")
+    if now["bypass_mode"]:
+        left.add("proximal_interpolation")
     if not now["bypass_mode"]:
         left.add("loss_type")
     elif now["loss_type"] != "reinforce":

@@ -58,6 +58,9 @@ class RolloutCorrectionConfig(Presets):
         bad_log_probs: what a NaN, infinite or positive log-prob at a valid position does: ``error``, or it is counted
             and the token (``reject_token``) or its sequence (``reject_sequence``) is rejected.
         metric_prefix: in front of every metric's name. ``mismatch/`` gives the names of the oldest dashboards.
+        proximal_interpolation: decoupled, without the forward-only pass: log π_old lies between log π_rollout and log
+            π_θ, by the distance of their versions (:mod:`megatron_rc.proximal`); the correction is computed inside the
+            loss, one mini-batch at a time. Exact in the first update after a rollout, and needs the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
         loss_type: the objective in bypass mode: ``ppo_clip``, ``gspo`` or ``cispo`` (the ratio is the correction:
             weights are measured, not applied), or ``reinforce``.
@@ -84,6 +87,7 @@ class RolloutCorrectionConfig(Presets):
     rejection_denominator: Literal["accepted", "original"] = "accepted"
     bad_log_probs: Literal["error", "reject_token", "reject_sequence"] = "error"
     metric_prefix: str = "rollout_corr/"
+    proximal_interpolation: bool = False
     bypass_mode: bool = False
     loss_type: Literal["ppo_clip", "reinforce", "gspo", "cispo"] = "ppo_clip"
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -97,7 +101,7 @@ class RolloutCorrectionConfig(Presets):
     def __post_init__(self, use_policy_gradient: bool | None) -> None:
         for name, allowed in _CHOICES.items():
             one_of(name, getattr(self, name), allowed)
-        for name in ("rollout_is_batch_normalize", "bypass_mode"):
+        for name in ("rollout_is_batch_normalize", "proximal_interpolation", "bypass_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.metric_prefix, str):
@@ -116,6 +120,11 @@ class RolloutCorrectionConfig(Presets):
         if [criterion.name for criterion in criteria] == ["group_any"] and not self._rejects_without_criteria:
             raise ValueError("rollout_rs='group_any' looks at what other criteria reject: name at least one more")
         self._check_mode()
+
+    @property
+    def corrects_in_loss(self) -> bool:
+        """True where the correction needs π_θ and so has to wait for the loss."""
+        return self.bypass_mode or self.proximal_interpolation
 
     @property
     def needs_groups(self) -> bool:
@@ -267,18 +276,24 @@ class RolloutCorrectionConfig(Presets):
                 )
 
     def _check_mode(self) -> None:
+        if self.proximal_interpolation and self.bypass_mode:
+            raise ValueError(
+                "proximal_interpolation=True contradicts bypass_mode=True, which takes π_rollout for the proximal "
+                "policy: set one of them"
+            )
+        if self.corrects_in_loss and self.needs_groups:
+            names = ", ".join(criterion.name for criterion in self.criteria if criterion.needs_groups)
+            mode = "bypass_mode" if self.bypass_mode else "proximal_interpolation"
+            raise ValueError(
+                f"rollout_rs={names} needs all responses of a prompt before the loss, which {mode} does not have: "
+                f"use decoupled mode ({mode}=False), or drop it"
+            )
         if not self.bypass_mode:
             if self.loss_type != "ppo_clip":
                 raise ValueError(
                     f"loss_type={self.loss_type!r} names the objective of bypass mode: set bypass_mode=True, or drop it"
                 )
             return
-        if self.needs_groups:
-            names = ", ".join(criterion.name for criterion in self.criteria if criterion.needs_groups)
-            raise ValueError(
-                f"rollout_rs={names} needs all responses of a prompt before the loss, which bypass_mode does not have: "
-                "use decoupled mode (bypass_mode=False), or drop it"
-            )
         if self.rollout_is is not None and not self.applies_weights:
             if self.rollout_is_batch_normalize:
                 raise ValueError(

@@ -65,6 +65,11 @@ def describe(config: RolloutCorrectionConfig) -> str:
 
 
 def _mode(config: RolloutCorrectionConfig) -> str:
+    if config.proximal_interpolation:
+        return (
+            "decoupled without a forward-only pass: log π_old lies between log π_rollout and log π_θ by version, "
+            "ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
+        )
     if not config.bypass_mode:
         return "decoupled: π_old is computed, ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
     return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {_LOSSES[config.loss_type]}"

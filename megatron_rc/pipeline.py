@@ -322,9 +322,13 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
 
 def check_version_given(config: RolloutCorrectionConfig, sizes: Sizes) -> None:
     """Raise ValueError where the config looks at staleness and nobody knows it; sees what every stage can see."""
-    if config.staleness_scale is not None and sizes.current_version is None:
+    if sizes.current_version is not None:
+        return
+    for name in ("rollout_staleness_scale", "proximal_interpolation"):
+        if not getattr(config, name):
+            continue
         raise ValueError(
-            f"rollout_staleness_scale={config.rollout_staleness_scale!r} needs the versions of the weights: pass "
+            f"{name}={getattr(config, name)!r} needs the versions of the weights: pass "
             "policy_versions= and current_version="
         )
 

@@ -154,9 +154,10 @@ def test_versions_reach_the_metrics(ranks, tmp_path, more):
         assert f"rollout_corr/rollout_rs_masked_fraction_staleness_{age}" in row
 
 
-def test_several_steps_of_a_batch_count_as_versions(ranks, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--proximal-interpolation", "--rollout-staleness-scale=1:1.2,2:1.5"]])
+def test_several_steps_of_a_batch_count_as_versions(ranks, tmp_path, more):
     """Two passes over each batch: one batch ahead is two steps."""
-    words = flags(tmp_path, *LIVE, "--grpo-iterations=2", "--rollout-staleness=2", "--train-iters=6")
+    words = flags(tmp_path, *LIVE, "--grpo-iterations=2", "--rollout-staleness=2", "--train-iters=6", *more)
     ((error, calls, _, _),) = ranks.run(run_with, Layout(), words, CountingEngine)
     assert error is None
     assert calls == [[0, 0, 2]]

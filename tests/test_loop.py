@@ -320,10 +320,13 @@ def count_passes(words):
 
 @pytest.mark.parametrize(
     ("more", "forward_only"),
-    [([], 1), (["--grpo-kl-beta=0.1"], 2), (["--bypass-mode"], 0), (["--bypass-mode", "--grpo-kl-beta=0.1"], 1)],
-    ids=["decoupled", "decoupled-kl", "bypass", "bypass-kl"],
+    [
+        *(([], 1), (["--grpo-kl-beta=0.1"], 2), (["--bypass-mode"], 0), (["--bypass-mode", "--grpo-kl-beta=0.1"], 1)),
+        (["--proximal-interpolation", "--rollout-staleness=2"], 0),
+    ],
+    ids=["decoupled", "decoupled-kl", "bypass", "bypass-kl", "interpolation"],
 )
-def test_bypass_mode_saves_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
+def test_bypass_mode_and_interpolation_save_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
     layout = Layout(pp=2)
     words = flags(tmp_path, *layout.flags(), "--micro-batch-size=4", "--grpo-kl-beta=0", *more)
     for before, step in ranks.run(count_passes, layout, words):
