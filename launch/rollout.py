@@ -48,8 +48,8 @@ class RolloutCollector:
         self.sampling = SamplingParams(temperature=args.rl_default_temperature)
         steps = 0 if args.load_rollouts else args.rollout_staleness or 0
         self.window = steps // args.updates_per_rollout
-        in_background = self.window > 0 and self.engine is not None and self.engine.is_elsewhere
-        self.ahead = SampledAhead(self._obtain, in_background=in_background)
+        elsewhere = getattr(self.engine, "is_elsewhere", False)
+        self.ahead = SampledAhead(self._obtain, in_background=self.window > 0 and elsewhere)
 
     def next_batch(self, chunks: Sequence[torch.nn.Module], step: int, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.

@@ -35,16 +35,12 @@ class RolloutEngine(Protocol):
 
     Attributes:
         version: of the weights it samples from: the optimizer steps that made them.
-        is_elsewhere: it samples in another process, so that the trainer can go on meanwhile; looked at with
-            ``--rollout-staleness`` only. ``sample`` is then called on a thread, never during ``load_weights``.
+
+    An engine that samples in another process, so that the trainer can go on meanwhile, says so with a true attribute
+    ``is_elsewhere``: with ``--rollout-staleness`` its ``sample`` is called on a thread, never during ``load_weights``.
     """
 
     version: int
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """See the class."""
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over ``(Hugging Face name, tensor)`` pairs, all of the model, one at a time.
