@@ -320,7 +320,10 @@ def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
     """What the loss function does with a micro-batch."""
     weights, old = None, part.train
     if correction.config.bypass_mode:
-        weights, _, _ = correction.in_loss(part.train, part.rollout, part.mask, layout=part.layout, mini_batch=step)
+        versions = torch.zeros(part.layout.num_sequences, dtype=torch.int64)
+        weights, _, _ = correction.in_loss(
+            part.train, part.rollout, part.mask, layout=part.layout, policy_versions=versions, mini_batch=step
+        )
         old = part.rollout
     policy = policy_loss(
         part.train,

@@ -345,6 +345,14 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rollout-attempts", type=int, default=6, help="tries of a request before the run ends")
     group.add_argument("--save-rollouts", metavar="DIR", help="write every rollout batch here")
     group.add_argument("--load-rollouts", metavar="DIR", help="train on the rollouts of this folder, without an engine")
+    group.add_argument(
+        "--rollout-staleness",
+        type=int,
+        metavar="K",
+        help="train on rollouts of weights up to K optimizer steps old (a multiple of the steps that a rollout batch "
+        "makes), sampled while training goes on where the engine is another process; with --load-rollouts: older ones "
+        "are an error; default: 0, with --load-rollouts no limit",
+    )
     _switch(group, "--allow-truncated-sampling", "take rollouts of top_p < 1 or top_k > 0, which are not the policy's")
     _switch(group, "--rl-use-sequence-packing", "train on sequences one after the other, without the padding behind")
     group.add_argument(

@@ -117,6 +117,7 @@ def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroup
         labels=layout.cut(labels),
         response_mask=layout.cut(mask),
         rollout_log_probs=layout.cut(rollout_log_probs),
+        policy_versions=layout.cut(batch.label_versions()),
         advantages=group_advantages(batch.rewards, batch.group_ids).float(),
         sequence_ids=batch.sample_ids,
     )
@@ -271,6 +272,7 @@ def _lay_out(
         labels=take(labels),
         response_mask=take(mask),
         rollout_log_probs=take(rollout_log_probs),
+        policy_versions=take(batch.label_versions()),
         advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )

@@ -6,7 +6,7 @@ import argparse
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import torch
@@ -54,15 +54,13 @@ def train(args: argparse.Namespace, task: Task) -> None:
     groups = ParallelGroups.from_megatron()
     trainer = Trainer(args, groups)
     collector = RolloutCollector(args, task, groups)
-    sync = _Sync(args, trainer, collector, groups)
     reporter = Reporter(args, trainer.iteration) if dist.get_rank() == 0 else None
+    hand_over = _HandOver(args, trainer, collector, groups, reporter)
     saved = trainer.iteration if args.load == args.save else -1
-    with StopRequest().installed() as request:
+    with StopRequest().installed() as request, closing(collector):
         stop = False
         while trainer.iteration < args.train_iters and not stop:
-            synced = sync()
-            _evaluate(args, trainer, collector, reporter)
-            for row in _rollout_steps(args, trainer, collector, groups, synced):
+            for row in _rollout_steps(args, trainer, collector, groups, hand_over):
                 if reporter is not None:
                     reporter.step(trainer.iteration, row)
                 stop = agree(args, stop=request.signal is not None)
@@ -74,39 +72,40 @@ def train(args: argparse.Namespace, task: Task) -> None:
         if args.save and saved != trainer.iteration:
             trainer.save()
         if args.eval_interval and not stop:
-            sync()
-            _evaluate(args, trainer, collector, reporter)
+            hand_over()
     if reporter is not None:
         kept = f", saved to {args.save}" if args.save else ""
         done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
         reporter.close(f"{done} at step {trainer.iteration}{kept}")
 
 
-class _Sync:
-    """Hands the trainer's weights to the engines and sees that they arrived."""
+class _HandOver:
+    """New weights for the engines, the check that they arrived, and the evaluations that are due.
+
+    Attributes:
+        metrics: of the last one.
+    """
 
     def __init__(
-        self, args: argparse.Namespace, trainer: Trainer, collector: RolloutCollector, groups: ParallelGroups
+        self,
+        args: argparse.Namespace,
+        trainer: Trainer,
+        collector: RolloutCollector,
+        groups: ParallelGroups,
+        reporter: Reporter | None,
     ) -> None:
-        self.trainer, self.collector = trainer, collector
+        self.args, self.trainer, self.collector, self.reporter = args, trainer, collector, reporter
         self.check = None if args.load_rollouts else SyncCheck(args, trainer, collector, groups)
+        self.metrics: dict[str, float] = {}
 
-    def __call__(self) -> dict[str, float]:
-        begun = time.monotonic()
-        self.collector.sync_weights(self.trainer.chunks, self.trainer.iteration)
-        found = {} if self.check is None else self.check()
-        return found | {"perf/sync_seconds": time.monotonic() - begun}
-
-
-def _evaluate(
-    args: argparse.Namespace, trainer: Trainer, collector: RolloutCollector, reporter: Reporter | None
-) -> None:
-    """Where ``--eval-interval`` asks for it, and at the end of the run."""
-    step = trainer.iteration
-    if args.eval_interval and (step % args.eval_interval == 0 or step >= args.train_iters):
-        metrics = collector.evaluate()
-        if reporter is not None:
-            reporter.evaluation(step, metrics)
+    def __call__(self) -> None:
+        args, step = self.args, self.trainer.iteration
+        self.collector.sync_weights(self.trainer.chunks, step)
+        self.metrics = {} if self.check is None else self.check()
+        if args.eval_interval and (step % args.eval_interval == 0 or step >= args.train_iters):
+            metrics = self.collector.evaluate()
+            if self.reporter is not None:
+                self.reporter.evaluation(step, metrics)
 
 
 def _rollout_steps(
@@ -114,23 +113,23 @@ def _rollout_steps(
     trainer: Trainer,
     collector: RolloutCollector,
     groups: ParallelGroups,
-    synced: dict[str, float],
+    hand_over: _HandOver,
 ) -> Iterator[dict[str, float]]:
     """One rollout batch, and the metrics of each of its optimizer steps."""
     clock = time.monotonic()
-    begun = clock - synced["perf/sync_seconds"]
+    begun = clock
     times: dict[str, float] = {}
+    hand_over.metrics = {}
 
     def lap(name: str) -> None:
         nonlocal clock
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
-    batch = collector.collect(trainer.iteration)
-    lap("rollout")
+    batch = collector.next_batch(trainer.iteration, hand_over, lap)
     prepared = trainer.prepare(batch)
     lap("plan")
-    common = synced | summarize_rollouts(batch, groups) | prepared.plan.metrics()
+    common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | hand_over.metrics
     mini_batches = args.updates_per_rollout // args.grpo_iterations
     for update in range(args.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)
@@ -140,15 +139,18 @@ def _rollout_steps(
         yield common | metrics | times
 
 
-def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups) -> dict[str, float]:
-    """Rewards and lengths over all replicas: one SUM and one MAX over DP."""
+def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> dict[str, float]:
+    """Rewards and lengths over all replicas, and how old the tokens are at a version: one SUM and one MAX over DP."""
     rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
     stopped = (batch.finish_reasons == 0).double()
     ones = torch.ones_like(rewards)
-    columns = torch.stack([ones, rewards, rewards.square(), lengths, stopped])
-    count, reward, squared, tokens, stops = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
-    highest, lowest = all_reduce_max(torch.stack([rewards.max(), -rewards.min()]), groups.dp).tolist()
+    ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
+    columns = torch.stack([ones, rewards, rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
+    maxima = torch.stack([rewards.max(), -rewards.min(), ages.max()])
+    highest, lowest, oldest = all_reduce_max(maxima, groups.dp).tolist()
     mean = reward / count
+    staleness = {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
     return {
         "reward/mean": mean,
         "reward/std": max(squared / count - mean**2, 0.0) ** 0.5,
@@ -157,4 +159,5 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups) -> dict[str,
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,
+        **(staleness if version is not None else {}),
     }

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.batch import FINISH_REASONS, RolloutBatch, SamplingParams
+from megatron_rc.launch.ahead import SampledAhead, check_versions
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.engines.choice import make_engine
@@ -47,6 +48,42 @@ class RolloutCollector:
         elif self.is_engine_rank:
             self.engine = engine or self._default_engine()
         self.sampling = SamplingParams(temperature=args.rl_default_temperature)
+        steps = 0 if args.load_rollouts else args.rollout_staleness or 0
+        self.window = steps // args.updates_per_rollout
+        elsewhere = getattr(self.engine, "is_elsewhere", False)
+        self.ahead = SampledAhead(self._obtain, in_background=self.window > 0 and elsewhere)
+
+    def next_batch(self, step: int, hand_over: Callable[[], None], lap: Callable[[str], None]) -> RolloutBatch:
+        """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
+
+        Without ``--rollout-staleness``: new weights, then the batch. With it: the batch, which was sampled ahead; where
+        it was the last such one, new weights, and orders for those after it (see :mod:`megatron_rc.launch.ahead`).
+
+        Args:
+            step: that the batch starts at.
+            hand_over: gives the engines the trainer's weights; they have no request under way then.
+            lap: is told ``sync`` and ``rollout`` where they end.
+
+        Raises:
+            AgreedError: see :meth:`sync_weights` and :meth:`collect`.
+        """
+        is_fresh = step not in self.ahead
+        if is_fresh:
+            hand_over()
+            lap("sync")
+        batch = self.collect(step)
+        lap("rollout")
+        if self.window and not len(self.ahead):
+            if not is_fresh:
+                hand_over()
+                lap("sync")
+            following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
+            self.ahead.order([later for later in following if later < self.args.train_iters])
+        return batch
+
+    def close(self) -> None:
+        """End the sampling that is under way, if any is. Collectives: none."""
+        self.ahead.close()
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Hand the trainer's weights to every engine, where there are any.
@@ -75,7 +112,9 @@ class RolloutCollector:
         Raises:
             AgreedError: on every rank, if sampling, scoring or the checks failed on any.
         """
-        batch = self._on_engine_rank(lambda: self._obtain(step), f"the rollout of step {step}")
+        if not self.is_engine_rank:
+            self.ahead.forget(step)
+        batch = self._on_engine_rank(lambda: self._checked(self.ahead.take(step), step), f"the rollout of step {step}")
         return self._share(batch)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
@@ -141,8 +180,18 @@ class RolloutCollector:
             raise RuntimeError("an engine samples on the first rank of a replica only")
         return self.engine
 
+    def _checked(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """The records, if they can be trained on; written down where that is asked for."""
+        args = self.args
+        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
+        if args.rollout_staleness is not None:
+            check_versions(batch, step, args.rollout_staleness)
+        if args.save_rollouts:
+            write_rollouts(batch, args.save_rollouts, step, parallel_state.get_data_parallel_rank())
+        return batch
+
     def _obtain(self, step: int) -> RolloutBatch:
-        """This replica's records, sampled or read, checked, and written down where that is asked for."""
+        """This replica's records, sampled or read; in the background on another thread."""
         args, replica = self.args, parallel_state.get_data_parallel_rank()
         if self.recorded is not None:
             batch = self.recorded.read(step // args.updates_per_rollout, replica, args.data_parallel_size)
@@ -153,9 +202,6 @@ class RolloutCollector:
                 )
         else:
             batch = self._sample(self._required_engine(), step)
-        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
-        if args.save_rollouts:
-            write_rollouts(batch, args.save_rollouts, step, replica)
         return batch
 
     def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:

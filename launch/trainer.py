@@ -96,20 +96,23 @@ class Trainer:
     def prepare(self, batch: RolloutBatch) -> PreparedBatch:
         """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
 
-        Decoupled mode makes a forward-only pass for log π_old, bypass mode none; a KL penalty makes one for log π_ref.
+        Decoupled mode makes a forward-only pass for log π_old, unless that is interpolated, bypass mode none; a KL
+        penalty makes one for log π_ref.
 
         Raises:
             ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
         """
         cut = cut_batch(batch, self.args, self.groups)
         self._scored_at = self._steps
-        bypass = self.args.correction.bypass_mode
-        old = None if bypass else self.score(cut)
+        in_loss = self.args.correction.corrects_in_loss
+        old = None if in_loss else self.score(cut)
         ref = self._log_probs(self.reference, cut) if self.reference else None
         plan = self.correction.plan(
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
-            num_groups=None if bypass else self.args.grpo_prompts_per_step,
+            num_groups=None if in_loss else self.args.grpo_prompts_per_step,
+            current_version=self.version,
+            max_staleness=self.args.rollout_staleness or 0,
             device=self.device,
         )
         plan.check()
@@ -138,7 +141,7 @@ class Trainer:
         if metrics is None:
             self.skipped += 1
             return self._step_metrics() | {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
-        if is_first and not self.args.correction.bypass_mode:
+        if is_first and not self.args.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         learning_rate = self._learning_rate()
@@ -182,6 +185,11 @@ class Trainer:
         return self._step_metrics() | self._asked_for(metrics)
 
     @property
+    def version(self) -> int | None:
+        """Of the weights, which rollouts are compared with; None where theirs count other steps."""
+        return self.iteration if self.args.knows_versions else None
+
+    @property
     def _steps(self) -> int:
         """Steps that changed the weights."""
         return self.iteration - self.skipped
@@ -206,7 +214,6 @@ class Trainer:
         return reference
 
     def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> PlanInputs:
-        bypass = self.args.correction.bypass_mode
         return PlanInputs(
             train_log_probs=old,
             rollout_log_probs=cut.local.rollout_log_probs,
@@ -214,8 +221,9 @@ class Trainer:
             layout=cut.local.layout,
             advantages=cut.local.advantages,
             rewards=cut.sides(batch.rewards),
-            group_ids=None if bypass else cut.sides(batch.group_ids),
+            group_ids=None if self.args.correction.corrects_in_loss else cut.sides(batch.group_ids),
             sequence_ids=cut.local.sequence_ids,
+            policy_versions=cut.local.policy_versions if self.args.knows_versions else None,
             mini_batch_ids=cut.mini_batch_ids,
         )
 

@@ -24,7 +24,13 @@ from megatron_rc.launch.validation_model import (
     check_model,
     check_parallelism,
 )
-from megatron_rc.launch.validation_rollouts import check_architecture, check_rollout_engine, check_rollouts
+from megatron_rc.launch.validation_rollouts import (
+    check_architecture,
+    check_rollout_engine,
+    check_rollouts,
+    check_staleness,
+    check_staleness_scale,
+)
 from megatron_rc.launch.validation_task import check_task
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
@@ -42,7 +48,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "rollout_staleness"),
 )
 # Megatron-LM's, for a mixture of experts. None: what it follows from, or that there is none.
 _EXPERT_DEFAULTS = {
@@ -64,7 +70,8 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
         engine: the default rollout engine serves this model, so it must know the architecture; False where rollouts
             come from elsewhere.
 
-    Derived fields: ``data_parallel_size``, ``updates_per_rollout``, ``on_cpu``,
+    Derived fields: ``data_parallel_size``, ``updates_per_rollout``, ``on_cpu``, ``knows_versions`` (the versions of the
+    rollouts are steps of this run),
     ``virtual_pipeline_model_parallel_size``, ``correction`` (RolloutCorrectionConfig), ``loss`` (PolicyLossConfig), and
     every default that depends on another flag.
 
@@ -81,6 +88,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     check_architecture(args, engine and not args.load_rollouts)
     _check_batches(args)
     check_rollouts(args)
+    check_staleness(args, engine and not args.load_rollouts)
     check_rollout_engine(args)
     _check_optimizer(args)
     _check_environment(args)
@@ -90,6 +98,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
         args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    check_staleness_scale(args)
     task = check_task(args)
     _check_folders(args)
     return task

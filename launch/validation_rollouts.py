@@ -53,6 +53,43 @@ def check_rollouts(args: argparse.Namespace) -> None:
         )
 
 
+def check_staleness(args: argparse.Namespace, sampled: bool) -> None:
+    """How old rollouts may be, in optimizer steps; fills in ``knows_versions``.
+
+    Args:
+        args: the flags.
+        sampled: this run's engine samples. What another run or program wrote counts its own steps, unless the user says
+            otherwise.
+    """
+    given, steps = args.rollout_staleness, args.updates_per_rollout
+    args.knows_versions = sampled or given is not None
+    if sampled and given and given % steps:
+        raise ConfigurationError(
+            f"--rollout-staleness {given} counts optimizer steps, of which each rollout batch makes {steps}: give a "
+            f"multiple of {steps}, that is {steps} for every rollout batch that may be sampled ahead"
+        )
+
+
+def check_staleness_scale(args: argparse.Namespace) -> None:
+    """What looks at versions needs them, and bounds by staleness rollouts that are that old; after the correction."""
+    scale, given = args.correction.staleness_scale, args.correction.rollout_staleness_scale
+    looking = [f"--rollout-staleness-scale {given}"] * (scale is not None)
+    looking += ["--proximal-interpolation"] * args.correction.proximal_interpolation
+    if looking and not args.knows_versions:
+        raise ConfigurationError(
+            f"{looking[0]} needs rollouts whose versions are steps of this run: say so with --rollout-staleness K, or "
+            "drop it"
+        )
+    if scale is None:
+        return
+    oldest = args.rollout_staleness or 0
+    if scale.steps[-1] > oldest:
+        raise ConfigurationError(
+            f"--rollout-staleness-scale {given} has bounds for a staleness of {scale.steps[-1]}, --rollout-staleness "
+            f"allows {oldest}: raise that, or drop these bounds"
+        )
+
+
 def check_rollout_engine(args: argparse.Namespace) -> None:
     """The engine, its servers and its folder."""
     engine, is_server = args.rollout_engine, args.rollout_engine in SERVERS

@@ -75,10 +75,11 @@ def _check_evaluation(args: argparse.Namespace, task: Task) -> None:
             f"--eval-interval {args.eval_interval} needs an engine, which --load-rollouts {args.load_rollouts} has "
             "not: drop one of them"
         )
-    if args.eval_interval % args.updates_per_rollout:
+    unit = args.rollout_staleness or args.updates_per_rollout
+    if args.eval_interval % unit:
         raise ConfigurationError(
-            f"--eval-interval {args.eval_interval} must be a multiple of the {args.updates_per_rollout} optimizer "
-            "steps of a rollout batch, where the engine gets new weights"
+            f"--eval-interval {args.eval_interval} must be a multiple of the {unit} optimizer steps after which the "
+            "engine gets new weights"
         )
     if args.eval_problems < args.data_parallel_size:
         raise ConfigurationError(

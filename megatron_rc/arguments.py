@@ -22,13 +22,15 @@ _HELP = {
     "rollout_rs_threshold": "one bound, or a comma list with one for each criterion; lo_hi bounds the ratio of k1",
     "rollout_rs_threshold_lower": "lower bounds of the k1 criteria that were given one number",
     "rollout_token_veto_threshold": "reject a sequence with any token whose ratio is below this",
+    "rollout_staleness_scale": "multiply the bounds, in nats, from a staleness on, for example 1:1.5,4:2",
     "rejection_denominator": "average the loss over accepted tokens (accepted) or over all (original)",
     "bad_log_probs": "a NaN, infinite or positive log-prob: error, reject_token or reject_sequence",
     "metric_prefix": "in front of every metric's name",
+    "proximal_interpolation": "no forward-only pass: log π_old between the rollout's and the current one, by version",
     "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
     "loss_type": "objective in bypass mode: ppo_clip, reinforce, gspo or cispo",
 }
-_SWITCHES = ("bypass_mode", "rollout_is_batch_normalize")
+_SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
 _OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize")
@@ -173,8 +175,12 @@ def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
         left.add("rollout_is_threshold_lower")
     if now["rollout_rs"] != base["rollout_rs"]:
         left.update(("rollout_rs_threshold", "rollout_rs_threshold_lower"))
+    if now["rollout_is"] is None and not now["rollout_rs"]:
+        left.add("rollout_staleness_scale")
     if "_" in str(now["rollout_rs_threshold"]):
         left.add("rollout_rs_threshold_lower")
+    if now["bypass_mode"]:
+        left.add("proximal_interpolation")
     if not now["bypass_mode"]:
         left.add("loss_type")
     elif now["loss_type"] != "reinforce":

@@ -109,10 +109,11 @@ class RolloutBatch:
         The shift is made over whole sequences, before any sharding; the last position is never counted. Routed experts
         need no shift: what reads token t predicts label t.
         """
-        return tuple(
-            torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
-            for value in (self.tokens, self.response_mask, self.rollout_log_probs)
-        )  # type: ignore[return-value]
+        return tuple(map(_to_labels, (self.tokens, self.response_mask, self.rollout_log_probs)))  # type: ignore[return-value]
+
+    def label_versions(self) -> Tensor:
+        """``policy_versions`` aligned in the same way, [n, s] int64."""
+        return _to_labels(self.policy_versions).long()
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, by name, without ``routed_experts`` where there are none."""
@@ -253,6 +254,10 @@ def _check_alike(first: RolloutBatch, other: RolloutBatch) -> None:
         if (value.dtype, value.device) != (mine.dtype, mine.device):
             kinds = f"{mine.dtype} on {mine.device} and {value.dtype} on {value.device}"
             raise ValueError(f"batches have different {name}, {kinds}: convert one of them")
+
+
+def _to_labels(value: Tensor) -> Tensor:
+    return torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
 
 
 def _pad(value: Tensor, length: int, filler: int) -> Tensor:

@@ -12,9 +12,10 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rc.criteria import Criterion, one_of, ordered, parse_criteria, positive, ratio_bounds
+from megatron_rc.criteria import GROUP_ANY, Criterion, one_of, ordered, parse_criteria, positive, ratio_bounds
 from megatron_rc.losses import ALGORITHMS
 from megatron_rc.presets import PRESETS, RELEASES, Presets
+from megatron_rc.staleness import StalenessScale, parse_staleness_scale
 
 DEFAULT_IS_THRESHOLD = 2.0
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -49,11 +50,17 @@ class RolloutCorrectionConfig(Presets):
             ``"lo_hi"`` bounds ρ, one number u means [1/u, u]; k2 and k3: one upper bound, in nats; ``opsm``: δ >= 0.
         rollout_rs_threshold_lower: lower bounds of the k1 criteria that were given one number: one, or one for each.
         rollout_token_veto_threshold: a sequence with any valid token of ρ below this is rejected.
+        rollout_staleness_scale: bounds by staleness, ``"1:1.5,4:2"``: in nats, times 1.5 where the weights that sampled
+            are 1 to 3 versions old, times 2 from 4 on. Holds for the weights' bounds and those of ``rollout_rs``: of
+            single tokens by their own version, of whole sequences by their oldest one. The veto stays as it is.
         rejection_denominator: which tokens the loss is averaged over: the ``accepted`` ones, or all that were there
             ``original``-ly.
         bad_log_probs: what a NaN, infinite or positive log-prob at a valid position does: ``error``, or it is counted
             and the token (``reject_token``) or its sequence (``reject_sequence``) is rejected.
         metric_prefix: in front of every metric's name. ``mismatch/`` gives the names of the oldest dashboards.
+        proximal_interpolation: decoupled, without the forward-only pass: log π_old lies between log π_rollout and log
+            π_θ, by the distance of their versions (:mod:`megatron_rc.proximal`); the correction is computed inside the
+            loss, one mini-batch at a time. Exact in the first update after a rollout, and needs the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
         loss_type: the objective in bypass mode: ``ppo_clip``, ``gspo`` or ``cispo`` (the ratio is the correction:
             weights are measured, not applied), or ``reinforce``.
@@ -76,9 +83,11 @@ class RolloutCorrectionConfig(Presets):
     rollout_rs_threshold: float | str | None = None
     rollout_rs_threshold_lower: float | str | None = None
     rollout_token_veto_threshold: float | None = None
+    rollout_staleness_scale: str | None = None
     rejection_denominator: Literal["accepted", "original"] = "accepted"
     bad_log_probs: Literal["error", "reject_token", "reject_sequence"] = "error"
     metric_prefix: str = "rollout_corr/"
+    proximal_interpolation: bool = False
     bypass_mode: bool = False
     loss_type: Literal["ppo_clip", "reinforce", "gspo", "cispo"] = "ppo_clip"
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -87,11 +96,12 @@ class RolloutCorrectionConfig(Presets):
     is_mode: str = field(init=False, compare=False, repr=False)
     is_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)
     criteria: tuple[Criterion, ...] = field(init=False, compare=False, repr=False)
+    staleness_scale: StalenessScale | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self, use_policy_gradient: bool | None) -> None:
         for name, allowed in _CHOICES.items():
             one_of(name, getattr(self, name), allowed)
-        for name in ("rollout_is_batch_normalize", "bypass_mode"):
+        for name in ("rollout_is_batch_normalize", "proximal_interpolation", "bypass_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.metric_prefix, str):
@@ -102,11 +112,19 @@ class RolloutCorrectionConfig(Presets):
         self._check_weights()
         mode, bounds = self._weight_bounds()
         criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
-        for name, value in (("is_mode", mode), ("is_bounds", bounds), ("criteria", criteria)):
+        scale = parse_staleness_scale(self.rollout_staleness_scale)
+        derived = {"is_mode": mode, "is_bounds": bounds, "criteria": criteria, "staleness_scale": scale}
+        for name, value in derived.items():
             object.__setattr__(self, name, value)
+        self._check_scale()
         if [criterion.name for criterion in criteria] == ["group_any"] and not self._rejects_without_criteria:
             raise ValueError("rollout_rs='group_any' looks at what other criteria reject: name at least one more")
         self._check_mode()
+
+    @property
+    def corrects_in_loss(self) -> bool:
+        """True where the correction needs π_θ and so has to wait for the loss."""
+        return self.bypass_mode or self.proximal_interpolation
 
     @property
     def needs_groups(self) -> bool:
@@ -242,19 +260,40 @@ class RolloutCorrectionConfig(Presets):
         ordered("rollout_is_threshold", bounds, low, bounds)
         return mode, (low, bounds)
 
+    def _check_scale(self) -> None:
+        if self.staleness_scale is None:
+            return
+        given = f"rollout_staleness_scale={self.rollout_staleness_scale!r}"
+        if self.rollout_is is None and not any(criterion.name != GROUP_ANY for criterion in self.criteria):
+            raise ValueError(
+                f"{given} does nothing without bounds: set rollout_is, or a criterion in rollout_rs that takes a bound"
+            )
+        for criterion in self.criteria:
+            if criterion.aggregation == "group_mean":
+                raise ValueError(
+                    f"{given}: {criterion.name} looks at all responses of a prompt, which differ in staleness: use a "
+                    "criterion of tokens or sequences, or drop the scale"
+                )
+
     def _check_mode(self) -> None:
+        if self.proximal_interpolation and self.bypass_mode:
+            raise ValueError(
+                "proximal_interpolation=True contradicts bypass_mode=True, which takes π_rollout for the proximal "
+                "policy: set one of them"
+            )
+        if self.corrects_in_loss and self.needs_groups:
+            names = ", ".join(criterion.name for criterion in self.criteria if criterion.needs_groups)
+            mode = "bypass_mode" if self.bypass_mode else "proximal_interpolation"
+            raise ValueError(
+                f"rollout_rs={names} needs all responses of a prompt before the loss, which {mode} does not have: "
+                f"use decoupled mode ({mode}=False), or drop it"
+            )
         if not self.bypass_mode:
             if self.loss_type != "ppo_clip":
                 raise ValueError(
                     f"loss_type={self.loss_type!r} names the objective of bypass mode: set bypass_mode=True, or drop it"
                 )
             return
-        if self.needs_groups:
-            names = ", ".join(criterion.name for criterion in self.criteria if criterion.needs_groups)
-            raise ValueError(
-                f"rollout_rs={names} needs all responses of a prompt before the loss, which bypass_mode does not have: "
-                "use decoupled mode (bypass_mode=False), or drop it"
-            )
         if self.rollout_is is not None and not self.applies_weights:
             if self.rollout_is_batch_normalize:
                 raise ValueError(
@@ -302,12 +341,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _as_written(fields: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo what YAML 1.1 does to numbers, at every depth: 0.5_2 is a pair of bounds, not 0.52, and 1e-4 no text."""
+    """Undo what YAML 1.1 does to numbers at any depth: 0.5_2 and 1:0.8 are pairs, not 0.52 and 60.8, 1e-4 a number."""
     for name, value in fields.items():
         text = written.get(name)
         if isinstance(value, dict) and isinstance(text, dict):
             _as_written(value, text)
-        elif isinstance(value, (int, float)) and isinstance(text, str) and "_" in text:
+        elif isinstance(value, (int, float)) and isinstance(text, str) and re.search("[_:]", text):
             fields[name] = text
         elif isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
             fields[name] = float(value)

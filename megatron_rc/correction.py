@@ -20,6 +20,7 @@ from megatron_rc.pipeline import (
     BatchSums,
     Pair,
     batch_sums,
+    check_version_given,
     finish,
     group_sums,
     header_shape,
@@ -28,6 +29,7 @@ from megatron_rc.pipeline import (
     reduce_sequences,
     sequence_sums,
 )
+from megatron_rc.proximal import interpolate
 from megatron_rc.result import BypassPlan, CorrectionResult, HeaderShape, merge_headers
 from megatron_rc.weights import normalization
 
@@ -126,7 +128,8 @@ class RolloutCorrection:
 
     Decoupled: ``plan`` before the schedule decides everything. Bypass: ``plan`` before the schedule, ``in_loss`` for
     every micro-batch inside it, ``finish_step`` before the optimizer's step. In both modes ``record`` takes what the
-    loss measured of a micro-batch, and ``finish_step`` reduces it.
+    loss measured of a micro-batch, and ``finish_step`` reduces it. ``proximal_interpolation`` goes bypass mode's way:
+    what is said of that below holds for both.
 
     Args:
         config: what to correct.
@@ -142,6 +145,7 @@ class RolloutCorrection:
             step.
         sequence_log_ratio: bypass mode: [n] float64, the mean of log π_θ/π_rollout over each whole sequence of the
             micro-batch that ``in_loss`` saw last.
+        proximal_log_probs: with ``proximal_interpolation``: log π_old of that micro-batch, like its log-probs.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
@@ -161,9 +165,11 @@ class RolloutCorrection:
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
         self.compile = compile
         self.sequence_log_ratio: Tensor | None = None
+        self.proximal_log_probs: Tensor | None = None
         self._ended: CorrectionResult | None = None
         self._statistics: LossStatistics | None = None
         self._plan: BypassPlan | None = None
+        self._sizes = Sizes()
         self._pair: Pair | None = None
         self._mini_batch: int | None = None
         self._seen = 0
@@ -202,9 +208,11 @@ class RolloutCorrection:
         """
         sizes = Sizes(num_mini_batches, num_groups, current_version, max_staleness)
         self._check_plan(inputs, sizes)
-        if self.config.bypass_mode:
+        if self.config.corrects_in_loss:
             self._headers, self._pair, self._mini_batch, self._seen = [], None, None, 0
             self._statistics = None
+            # A step is one mini-batch, and no criterion that needs the prompts is there.
+            self._sizes = dataclasses.replace(sizes, num_mini_batches=1, num_groups=None)
             self._plan = None if inputs is None else self._plan_bypass(inputs, sizes)
             return self._plan or BypassPlan(None)
         if inputs is None:
@@ -226,9 +234,12 @@ class RolloutCorrection:
         layout: SequenceLayout | None = None,
         advantages: Tensor | None = None,
         sequence_ids: Tensor | None = None,
+        policy_versions: Tensor | None = None,
         mini_batch: int = 0,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Bypass mode: correct one micro-batch from π_θ, inside the loss function.
+
+        With ``proximal_interpolation`` π_train is :attr:`proximal_log_probs` in place of π_θ.
 
         Args:
             log_probs: log π_θ, the layout's local shape, nats; only its values are used.
@@ -237,6 +248,8 @@ class RolloutCorrection:
             layout: which tokens these are. Default: padded ``[b, s]``.
             advantages: [n] or like the log-probs; ``opsm`` needs them.
             sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
+            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed where the
+                plan was given the current version, else not looked at.
             mini_batch: the optimizer step, one for all micro-batches until ``finish_step``.
 
         Returns:
@@ -250,8 +263,10 @@ class RolloutCorrection:
             ValueError: shapes that do not fit, or another mini-batch than that of the step so far.
             RuntimeError: decoupled mode, or no ``plan`` before.
         """
-        if not self.config.bypass_mode or self._plan is None:
-            raise RuntimeError("in_loss belongs to bypass_mode, after plan() on the last pipeline stage")
+        if not self.config.corrects_in_loss or self._plan is None:
+            raise RuntimeError(
+                "in_loss belongs to bypass_mode and proximal_interpolation, after plan() on the last pipeline stage"
+            )
         if not 0 <= mini_batch < self._plan.num_mini_batches:
             raise ValueError(f"mini_batch={mini_batch} is not in [0, {self._plan.num_mini_batches}) of the plan")
         if self._mini_batch not in (None, mini_batch):
@@ -259,9 +274,18 @@ class RolloutCorrection:
                 f"mini_batch={mini_batch} in the step of mini-batch {self._mini_batch}: call finish_step() in between"
             )
         inputs = PlanInputs(
-            log_probs, rollout_log_probs, response_mask, layout, advantages=advantages, sequence_ids=sequence_ids
+            log_probs,
+            rollout_log_probs,
+            response_mask,
+            layout,
+            advantages=advantages,
+            sequence_ids=sequence_ids,
+            policy_versions=None if self._sizes.current_version is None else policy_versions,
         )
-        batch = _sums(inputs, self.config, Sizes(), self.groups, self.compile, self._seen)
+        if self.config.proximal_interpolation:
+            self.proximal_log_probs = self._interpolated(inputs)
+            inputs = dataclasses.replace(inputs, train_log_probs=self.proximal_log_probs)
+        batch = _sums(inputs, self.config, self._sizes, self.groups, self.compile, self._seen)
         sums, maxima = batch.pair
         if self._pair is not None:
             sums, maxima = self._pair[0] + sums, torch.maximum(self._pair[1], maxima)
@@ -292,14 +316,14 @@ class RolloutCorrection:
         Raises:
             RuntimeError: bypass mode, and no micro-batch since the last step.
         """
-        shape = _step_shape(self.config)
+        shape = _step_shape(self.config, self._sizes)
         if self.groups.is_last_stage:
             message = self._step_header(device)
         else:
             message = torch.zeros(len(shape), dtype=torch.float64, device=device)
         message = self._broadcast(message)
         self._ended = CorrectionResult(self.config, shape, message)
-        if self.config.bypass_mode:
+        if self.config.corrects_in_loss:
             self._headers.append(message)
         self._pair, self._mini_batch, self._seen, self._statistics = None, None, 0, None
         return message[-1]
@@ -307,12 +331,12 @@ class RolloutCorrection:
     @property
     def step(self) -> CorrectionResult | None:
         """See the class."""
-        return self._ended if self.config.bypass_mode else None
+        return self._ended if self.config.corrects_in_loss else None
 
     @property
     def scales_gradients(self) -> bool:
         """Whether ``finish_step`` can return anything but 1 for a step that is made: G is known only after it."""
-        return self.config.bypass_mode and _is_unknown(self.config, self.loss)
+        return self.config.corrects_in_loss and _is_unknown(self.config, self.loss)
 
     def loss_denominator(self, plan: CorrectionResult | BypassPlan, mini_batch: int) -> Tensor:
         """What the loss of a mini-batch is divided by: G, in bypass mode D₀; 0-D float64, at least 1 token's worth.
@@ -356,13 +380,14 @@ class RolloutCorrection:
         """
         if not self._headers:
             return {}
-        shape = _step_shape(self.config)
+        shape = _step_shape(self.config, self._sizes)
         metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
         return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
 
     def _check_plan(self, inputs: PlanInputs | None, sizes: Sizes) -> None:
         """What every stage can see, before any of them waits for another."""
         check_sizes(sizes)
+        check_version_given(self.config, sizes)
         if self.config.needs_groups and sizes.num_groups is None:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:
@@ -373,9 +398,21 @@ class RolloutCorrection:
         tokens = all_reduce_sum(masks.tokens, self.groups.cp)
         return BypassPlan(all_reduce_sum(masks.mini_batch_counts(tokens), self.groups.dp_cp))
 
+    def _interpolated(self, inputs: PlanInputs) -> Tensor:
+        """The proximal policy's log-probs of a micro-batch: the plan's weights are the steps behind that have ended."""
+        shards = collect_shards(inputs, self._sizes, self.groups)
+        (part,) = shards.parts
+        versions = part.versions
+        if versions is None and shards.versions is not None:
+            versions = part.layout.expand(shards.versions)
+        if versions is None or self._sizes.current_version is None:
+            raise RuntimeError("proximal_interpolation needs versions, which the plan asked for")
+        staleness = (self._sizes.current_version - versions).clamp(min=0)
+        return interpolate(part.train, part.rollout, staleness, updates=len(self._headers))
+
     def _step_header(self, device: torch.device | None) -> Tensor:
         """The step's global sums and maxima, as ``_step_shape`` has them."""
-        if self.config.bypass_mode and (self._pair is None or self._plan is None):
+        if self.config.corrects_in_loss and (self._pair is None or self._plan is None):
             raise RuntimeError("finish_step() without a micro-batch: call in_loss() in the loss function first")
         measured = self._statistics or LossStatistics.nothing(device if self._pair is None else self._pair[0].device)
         nothing = measured.sums.new_empty(0)
@@ -383,7 +420,7 @@ class RolloutCorrection:
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima])
         header = torch.cat([*reduce_batch(pair, self.groups), nothing.new_ones(1)])
         if self._plan is not None:
-            result = CorrectionResult(self.config, _step_shape(self.config), header)
+            result = CorrectionResult(self.config, _step_shape(self.config, self._sizes), header)
             # Found by the plan, which the other stages did not see.
             result.shape.unpack(header)[0]["bad_mini_batch_ids"].add_(self._plan.bad_ids)
             header[-1] = self._factor(result, self._plan)
@@ -423,14 +460,14 @@ def resolve_objective(
         ValueError: settings that contradict each other, or cannot be exact together; names them and the remedy.
     """
     algorithm = config.loss_type if config.bypass_mode else "ppo_clip"
-    if config.bypass_mode:
-        _check_bypass(config, loss, has_auxiliary_losses)
+    if config.corrects_in_loss:
+        _check_in_loss(config, loss, has_auxiliary_losses)
     return dataclasses.replace(loss, algorithm=loss.algorithm or algorithm)
 
 
-def _step_shape(config: RolloutCorrectionConfig) -> HeaderShape:
+def _step_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
     """What a step reduces: in bypass mode the correction's sums and maxima, then the loss's, then D₀/G."""
-    known = header_shape(config, Sizes()) if config.bypass_mode else HeaderShape((), ())
+    known = header_shape(config, sizes) if config.corrects_in_loss else HeaderShape((), ())
     sums = (*known.sums, ("loss_sums", (len(SUMS),)))
     return HeaderShape(sums, (*known.maxima, *(f"loss_{name}" for name in MAXIMA), "factor"))
 
@@ -444,21 +481,22 @@ def _is_unknown(config: RolloutCorrectionConfig, loss: PolicyLossConfig) -> bool
     )
 
 
-def _check_bypass(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_auxiliary_losses: bool) -> None:
-    if loss.algorithm not in (None, config.loss_type):
+def _check_in_loss(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_auxiliary_losses: bool) -> None:
+    mode = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
+    if config.bypass_mode and loss.algorithm not in (None, config.loss_type):
         raise ValueError(
             f"algorithm={loss.algorithm!r} of the loss contradicts loss_type={config.loss_type!r}, which names the "
             "objective in bypass_mode: set them alike, or leave algorithm out"
         )
     if config.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
         raise ValueError(
-            "rollout_is_batch_normalize=True in bypass_mode scales all gradients by one factor, which must not scale "
+            f"rollout_is_batch_normalize=True in {mode} scales all gradients by one factor, which must not scale "
             f"the terms of entropy_coef={loss.entropy_coef} and kl_coef={loss.kl_coef}: set them to 0, or use "
             "decoupled mode"
         )
     if _is_unknown(config, loss) and has_auxiliary_losses:
         raise ValueError(
-            "the loss's denominator is known only after the schedule (bypass_mode with "
+            f"the loss's denominator is known only after the schedule ({mode} with "
             "rejection_denominator=accepted or rollout_is_batch_normalize), and scaling the gradients then would "
             "scale the model's auxiliary losses too: use rejection_denominator=original without batch normalisation, "
             "or decoupled mode"

@@ -49,6 +49,10 @@ def describe(config: RolloutCorrectionConfig) -> str:
         lines.append(
             f"rejects sequences with a token whose ρ_t is below {config.rollout_token_veto_threshold:.10g} (veto)"
         )
+    if config.staleness_scale is not None:
+        scale = zip(config.staleness_scale.steps, config.staleness_scale.factors[1:], strict=True)
+        steps = ", ".join(f"times {factor:.10g} from a staleness of {step} on" for step, factor in scale)
+        lines.append(f"bounds of weights and rejection, in nats: {steps}")
     if not config.criteria and config.rollout_token_veto_threshold is None:
         lines.append("no rejection by divergence")
     which = (
@@ -61,6 +65,11 @@ def describe(config: RolloutCorrectionConfig) -> str:
 
 
 def _mode(config: RolloutCorrectionConfig) -> str:
+    if config.proximal_interpolation:
+        return (
+            "decoupled without a forward-only pass: log π_old lies between log π_rollout and log π_θ by version, "
+            "ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
+        )
     if not config.bypass_mode:
         return "decoupled: π_old is computed, ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
     return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {_LOSSES[config.loss_type]}"

@@ -160,6 +160,8 @@ def _bounded_extremes(
     lower, upper = config.is_bounds
     if not sums["valid"]:
         return 0.0, 0.0
+    if config.staleness_scale is not None:
+        return maxima["weight"], -maxima["-weight"] + 0.0
     if config.is_mode == "truncate":
         return min(raw_high, upper), min(raw_low, upper)
     if config.is_mode == "clamp":

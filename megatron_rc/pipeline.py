@@ -25,7 +25,7 @@ from megatron_rc.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups
-from megatron_rc.rejection import Verdicts, decide, local_group_sums
+from megatron_rc.rejection import Verdicts, decide, local_group_sums, threshold_scale
 from megatron_rc.result import CorrectionResult, HeaderShape
 from megatron_rc.statistics import BlockTerms, BlockTokens, Sums, block_terms, fused_terms, is_log_prob
 from megatron_rc.tokens import Scratch, run_length
@@ -84,6 +84,7 @@ class BatchSums:
         local: of the first pass; ``kept`` is by now the accepted mask m'.
         verdicts: on whole sequences.
         log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
+        scale: [n] float64, what the bounds of each sequence are multiplied by in nats; None: by nothing.
         mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
         sums: float64, of any shape, by name.
         maxima: 0-D float64 by name.
@@ -92,6 +93,7 @@ class BatchSums:
     local: LocalSums
     verdicts: Verdicts
     log_weights: Tensor | None
+    scale: Tensor | None
     mean_log_ratio: Tensor
     sums: Sums
     maxima: Sums
@@ -110,7 +112,7 @@ class BatchSums:
         """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
         local, verdicts = self.local, self.verdicts
         if local.weights is not None:
-            _finish_weights(local, self.log_weights, factor)
+            _finish_weights(local, self.log_weights, self.scale, factor)
         accepted = local.config.rejection_denominator == "accepted"
         weights = None if local.weights is None else list(local.weights)
         return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
@@ -142,6 +144,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
                 None if part.advantages is None else block.take(part.advantages) < 0,
                 None if weights is None else block.take(weights[index]),
                 block.take(kept[index]),
+                _levels(part, block, shards, config),
             )
             total.add(terms_of(tokens, block), _rows(part, block))
     sequence, sequence_max, batch, batch_max = total.named()
@@ -199,7 +202,7 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     maxima["-bad_key"] = -first_bad_key(shards, named["response"] - named["valid"])
     log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
     mean_log_ratio = (named["train"] - named["rollout"]) / named["valid"].clamp(min=1)
-    return BatchSums(local, verdicts, log_weights, mean_log_ratio, sums, maxima)
+    return BatchSums(local, verdicts, log_weights, threshold_scale(named, config), mean_log_ratio, sums, maxima)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -280,7 +283,8 @@ def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Nam
     """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
     nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
     negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
-    tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone())
+    level = mask.long() if config.staleness_scale is not None else None
+    tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone(), level)
     terms = block_terms(tokens, config, Scratch((1, 1), nothing.dtype, nothing.device))
     return _Names(tuple(terms.sequence), tuple(terms.sequence_max), tuple(terms.batch), tuple(terms.batch_max))
 
@@ -313,6 +317,20 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
     if config.needs_groups and shards.group_ids is None:
         needed = ", ".join(criterion.name for criterion in config.criteria if criterion.needs_groups)
         raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
+    check_version_given(config, shards.sizes)
+
+
+def check_version_given(config: RolloutCorrectionConfig, sizes: Sizes) -> None:
+    """Raise ValueError where the config looks at staleness and nobody knows it; sees what every stage can see."""
+    if sizes.current_version is not None:
+        return
+    for name in ("rollout_staleness_scale", "proximal_interpolation"):
+        if not getattr(config, name):
+            continue
+        raise ValueError(
+            f"{name}={getattr(config, name)!r} needs the versions of the weights: pass "
+            "policy_versions= and current_version="
+        )
 
 
 def _blocks(part: Part, compile: bool = False) -> list[Block]:
@@ -351,7 +369,7 @@ class _BlockPass:
             return block_terms(tokens, self._config, self._scratch.of(tokens), lengths)
         tokens = tokens.in_runs(run_length(block.shape[1]))
         shape = tuple(tokens.mask.shape)
-        if self._compile and self._fused_shape in (None, shape):
+        if self._compile and tokens.level is None and self._fused_shape in (None, shape):
             return self._fused(tokens, shape)
         return block_terms(tokens, self._config, self._scratch.of(tokens))
 
@@ -422,9 +440,22 @@ def _log_probs(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Te
     return block.take(part.train.detach()).to(dtype), block.take(part.rollout.detach()).to(dtype)
 
 
-def _finish_weights(local: LocalSums, log_weights: Tensor | None, factor: Tensor | None) -> None:
+def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionConfig) -> Tensor | None:
+    """int64, of the block's shape: which factor of the staleness scale is each token's."""
+    if config.staleness_scale is None:
+        return None
+    if part.versions is not None:
+        versions = block.take(part.versions)
+    elif shards.versions is not None:
+        versions = block.expand(shards.versions[_rows(part, block)]).expand(block.shape)
+    else:
+        raise ValueError("a staleness scale needs versions")
+    return config.staleness_scale.levels((shards.sizes.current_version or 0) - versions)
+
+
+def _finish_weights(local: LocalSums, log_weights: Tensor | None, scale: Tensor | None, factor: Tensor | None) -> None:
     """Spread the weights of sequences over their tokens, and normalise, in place."""
-    per_sequence = None if log_weights is None else bounded_weights(log_weights, local.config)
+    per_sequence = None if log_weights is None else bounded_weights(log_weights, local.config, scale=scale)
     if per_sequence is not None and factor is not None:
         per_sequence = per_sequence * factor
     for part, weights in zip(local.shards.parts, local.weights or (), strict=True):

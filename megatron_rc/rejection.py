@@ -44,6 +44,7 @@ def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, groups: 
             they are known.
     """
     valid = sums["valid"]
+    scale = threshold_scale(sums, config)
     accept = torch.ones_like(valid, dtype=torch.bool)
     accept_negative, rejected_by = None, {}
     for criterion in config.criteria:
@@ -56,7 +57,7 @@ def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, groups: 
                 continue
             verdict = _group_verdict(criterion, groups, config)[shards.group_ids]
         else:
-            verdict = _sequence_verdict(criterion, sums)
+            verdict = _sequence_verdict(criterion, sums, scale)
         if name == OPSM and shards.advantages is not None:
             verdict = verdict | ~(shards.advantages < 0)
         elif name == OPSM:
@@ -94,6 +95,17 @@ def sequence_statistic(criterion: Criterion, sums: Sums) -> Tensor:
     return total if criterion.aggregation == "seq_sum" else total / sums["valid"].clamp(min=1)
 
 
+def threshold_scale(sums: Sums, config: RolloutCorrectionConfig) -> Tensor | None:
+    """[n] float64: what the bounds of a whole sequence are multiplied by in nats: the factor of its oldest valid token.
+
+    From counts of the tokens that reach each level, which add up over the shards of the sequence.
+    """
+    if config.staleness_scale is None:
+        return None
+    reached = [sums[f"older_{step}"] > 0 for step in config.staleness_scale.steps]
+    return config.staleness_scale.of(torch.stack(reached).sum(0), sums["valid"].dtype)
+
+
 def group_columns(config: RolloutCorrectionConfig) -> list[str]:
     """What is summed over the responses of a prompt; nothing without group criteria."""
     if not config.needs_groups:
@@ -125,10 +137,15 @@ def _group_verdict(criterion: Criterion, groups: Tensor, config: RolloutCorrecti
     return within(column[criterion.divergence] / column["valid"].clamp(min=1), criterion.lower, criterion.upper)
 
 
-def _sequence_verdict(criterion: Criterion, sums: Sums) -> Tensor:
-    if criterion.aggregation == "seq_max":
+def _sequence_verdict(criterion: Criterion, sums: Sums, scale: Tensor | None) -> Tensor:
+    if criterion.aggregation == "seq_max" and scale is None:
         return sums[f"over_{criterion.name}"] == 0
-    statistic = sequence_statistic(criterion, sums)
+    if criterion.aggregation == "seq_max":
+        # How many tokens are over the bound is not known before the bound is: the maximum is there too.
+        statistic = sums[f"max_{criterion.name}"]
+    else:
+        statistic = sequence_statistic(criterion, sums)
+    statistic = statistic if scale is None else statistic / scale
     verdict = within(statistic, criterion.lower, criterion.upper)
     # Without a valid token there is nothing to test.
     return verdict | (sums["valid"] == 0)

@@ -26,6 +26,8 @@ class MicroBatch:
         advantages: [n], or per token.
         rollout_log_probs: log π_rollout.
         sequence_ids: [n] int64; bypass mode's error messages name them.
+        policy_versions: int64, of the weights that sampled; bypass mode's metrics are split by them, where the plan was
+            given the current version.
         old_log_probs: log π_old; None in bypass mode, where π_rollout takes its place.
         ref_log_probs: log π_ref, where there is a KL penalty.
         weights: importance weights of the plan; None without any, and in bypass mode, where the loss finds them.
@@ -38,6 +40,7 @@ class MicroBatch:
     advantages: Tensor
     rollout_log_probs: Tensor
     sequence_ids: Tensor | None = None
+    policy_versions: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     weights: Tensor | None = None
@@ -96,8 +99,8 @@ def masked_loss(
     Returns:
         See :func:`schedule_return`; the log holds ``loss``, the local part of the numerator.
 
-    Collectives: in bypass mode those of ``in_loss``; in decoupled mode none, with ``gspo`` one SUM of [2, n] over
-    ``cp``.
+    Collectives: in bypass mode and with ``proximal_interpolation`` those of ``in_loss``; outside bypass mode ``gspo``
+    makes one SUM of [2, n] over ``cp``.
 
     Raises:
         ValueError: a tensor that the mode or the objective needs is missing.
@@ -194,8 +197,8 @@ def _megatron_finalize() -> Callable[..., None]:
 def _corrected(
     correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: Tensor, mini_batch: int
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """(weights, mask, n_i, log π_old): from the plan, or from π_θ in bypass mode."""
-    if correction.config.bypass_mode:
+    """(weights, mask, n_i, log π_old): from the plan, or from π_θ where the correction waits for it."""
+    if correction.config.corrects_in_loss:
         found = correction.in_loss(
             log_probs,
             micro_batch.rollout_log_probs,
@@ -203,9 +206,11 @@ def _corrected(
             layout=micro_batch.layout,
             advantages=micro_batch.advantages,
             sequence_ids=micro_batch.sequence_ids,
+            policy_versions=micro_batch.policy_versions,
             mini_batch=mini_batch,
         )
-        return *found, micro_batch.rollout_log_probs
+        between = correction.proximal_log_probs
+        return *found, micro_batch.rollout_log_probs if between is None else between
     old, mask, lengths = micro_batch.old_log_probs, micro_batch.mask, micro_batch.lengths
     if old is None or mask is None or lengths is None:
         raise ValueError("decoupled mode needs old_log_probs, and mask and lengths of the plan, in every micro-batch")
@@ -217,7 +222,7 @@ def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: T
     mask = micro_batch.response_mask
     if correction.config.bad_log_probs == "error":
         return mask
-    train = log_probs.detach() if correction.config.bypass_mode else old
+    train = log_probs.detach() if correction.config.corrects_in_loss else old
     return mask & is_log_prob(micro_batch.rollout_log_probs) & is_log_prob(train)
 
 

@@ -51,6 +51,7 @@ class BlockTokens:
         negative: bool, where the advantage of the token is below 0; None where ``opsm`` does not test tokens.
         weights: takes the bounded weights at token level, else 1 where valid; None without weights.
         kept: bool (int32 in a compiled call), takes where valid and accepted by the token-level criteria.
+        level: int64, which factor of the staleness scale is the token's; None without one.
     """
 
     train: Tensor
@@ -59,6 +60,7 @@ class BlockTokens:
     negative: Tensor | None
     weights: Tensor | None
     kept: Tensor
+    level: Tensor | None = None
 
     def in_runs(self, run: int) -> BlockTokens:
         """The same tokens, [runs, run]; every row is a multiple of the run."""
@@ -69,6 +71,7 @@ class BlockTokens:
             negative=None if self.negative is None else self.negative.reshape(-1, run),
             weights=None if self.weights is None else self.weights.view(-1, run),
             kept=self.kept.view(-1, run),
+            level=None if self.level is None else self.level.reshape(-1, run),
         )
 
 
@@ -100,15 +103,16 @@ def fused_terms(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConf
 def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig) -> BlockTerms:
     out = BlockTerms()
     out.sequence |= {"response": terms.response, "valid": terms.count(terms.valid)}
+    scale = _staleness_terms(terms, tokens, config, out)
     ratio = _policy_terms(terms, out)
     if config.rollout_is == "token" and tokens.weights is not None:
-        _weight_terms(terms, ratio, tokens.weights, config, out)
+        _weight_terms(terms, ratio, tokens.weights, config, scale, out)
     elif tokens.weights is not None:
         tokens.weights.copy_(terms.valid)
     kept = terms.begin_mask(tokens.kept)
     wide = terms.log_ratio.double() if any(c.divergence in ("k2", "k3") for c in config.criteria) else terms.log_ratio
     for criterion in config.criteria:
-        _criterion_terms(criterion, wide, terms, kept, out)
+        _criterion_terms(criterion, wide, terms, kept, scale, out)
     if config.rollout_token_veto_threshold is not None:
         limit = math.log(config.rollout_token_veto_threshold)
         out.sequence["catastrophic"] = terms.count_where(torch.lt, terms.log_ratio, limit)
@@ -145,25 +149,47 @@ def _policy_terms(terms: Terms, out: BlockTerms) -> Tensor:
     return ratio
 
 
+def _staleness_terms(
+    terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms
+) -> Tensor | None:
+    """What the bounds of each token are multiplied by, in nats; how many tokens of a sequence reach each level."""
+    if config.staleness_scale is None or tokens.level is None:
+        return None
+    for level, step in enumerate(config.staleness_scale.steps, start=1):
+        out.sequence[f"older_{step}"] = terms.count((tokens.level >= level) & terms.valid)
+    return config.staleness_scale.of(tokens.level, terms.log_ratio.dtype)
+
+
 def _weight_terms(
-    terms: Terms, ratio: Tensor, weights: Tensor, config: RolloutCorrectionConfig, out: BlockTerms
+    terms: Terms,
+    ratio: Tensor,
+    weights: Tensor,
+    config: RolloutCorrectionConfig,
+    scale: Tensor | None,
+    out: BlockTerms,
 ) -> None:
     """Token-level weights; the bounds are compared in log space."""
     lower, upper = log_bounds(config)
-    bounded = apply_bounds(ratio, terms.log_ratio, config)
+    tested = terms.log_ratio if scale is None else terms.log_ratio / scale
+    bounded = apply_bounds(ratio, terms.log_ratio, config, scale)
     held = terms.hold(bounded, out=weights)
     out.batch_max["weight"] = terms.largest(held)
     out.sequence["weight"] = terms.near_sum(held)
     excess = bounded.sub_(1)
     out.batch["weight_excess_squared"] = terms.near_total(terms.hold(excess, out=excess).square_())
     for name, compare, bound in (("above", torch.gt, upper), ("below", torch.lt, lower)):
-        outside = terms.count_where(compare, terms.log_ratio, bound)
+        outside = terms.count_where(compare, tested, bound)
         out.batch[name] = terms.whole(outside)
         if config.is_mode == "mask":
             out.sequence[f"outside_{name}"] = outside
+    if scale is not None:
+        # Else it follows from the smallest ratio.
+        out.batch_max["-weight"] = terms.extremes(held)[1]
 
 
-def _criterion_terms(criterion: Criterion, wide: Tensor, terms: Terms, kept: Tensor, out: BlockTerms) -> None:
+def _criterion_terms(
+    criterion: Criterion, wide: Tensor, terms: Terms, kept: Tensor, scale: Tensor | None, out: BlockTerms
+) -> None:
     """What a criterion needs of tokens; a token-level one takes what it rejects out of ``kept``."""
     name, kind = criterion.name, criterion.divergence
     statistic = terms.log_ratio
@@ -179,12 +205,13 @@ def _criterion_terms(criterion: Criterion, wide: Tensor, terms: Terms, kept: Ten
         return
     if kind != "k1":
         out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = terms.extremes(statistic)
-    out.batch[f"high_{name}"] = terms.whole(terms.count_where(torch.gt, statistic, criterion.upper))
-    clamped = terms.clamp(statistic, criterion.floor, criterion.upper)
-    accepted = terms.inside(statistic, clamped)
+    tested = statistic if scale is None else statistic / scale
+    out.batch[f"high_{name}"] = terms.whole(terms.count_where(torch.gt, tested, criterion.upper))
+    clamped = terms.clamp(tested, criterion.floor, criterion.upper)
+    accepted = terms.inside(tested, clamped)
     out.sequence[f"accepted_{name}"] = terms.count(accepted)
     kept.logical_and_(accepted)
-    clamped = terms.hold(clamped, out=clamped)
+    clamped = terms.hold(clamped if scale is None else clamped.mul_(scale), out=clamped)
     out.batch[f"clamped_{name}"] = terms.near_total(clamped)
     out.batch[f"clamped_squared_{name}"] = terms.near_total(clamped.square_())
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.criteria import Criterion
 from megatron_rc.inputs import Shards
-from megatron_rc.rejection import Verdicts, accepted_weight, sequence_statistic
+from megatron_rc.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale
 from megatron_rc.statistics import Sums
-from megatron_rc.weights import EXP_LIMIT, bounded_weights, exp_ratio, log_bounds
+from megatron_rc.weights import EXP_LIMIT, bounded_weights, exp_ratio, log_bounds, scaled_bounds
 
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
 LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
@@ -37,7 +37,7 @@ def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionCon
         totals[f"rejected_{criterion.name}"] = rejected
         totals[f"sequences_rejected_{criterion.name}"] = rejected > 0
         if criterion.has_statistic:
-            _criterion_totals(criterion, sums, totals, maxima)
+            _criterion_totals(criterion, sums, threshold_scale(sums, config), totals, maxima)
     if config.rollout_token_veto_threshold is not None:
         totals["catastrophic"] = sums["catastrophic"]
         totals["vetoed"] = sums["catastrophic"] > 0
@@ -81,7 +81,7 @@ def _policy_totals(sums: Sums) -> tuple[Sums, Sums]:
 
 def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig, totals: Sums, maxima: Sums) -> None:
     """Weights of sequences: those that all tokens share, or the mean of token-level ones."""
-    valid, length = sums["valid"], sums["valid"].clamp(min=1)
+    valid, length, scale = sums["valid"], sums["valid"].clamp(min=1), threshold_scale(sums, config)
     if config.rollout_is == "token":
         raw, weight = 1 + sums["excess"] / length, sums["weight"] / length
         if config.is_mode == "mask":
@@ -92,36 +92,41 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
             totals["normalize_count"] = verdicts.accepted
     else:
         log_weight = sequence_log_weights(sums, config)
-        raw, weight = exp_ratio(log_weight), bounded_weights(log_weight, config)
+        raw, weight = exp_ratio(log_weight), bounded_weights(log_weight, config, scale=scale)
         lower, upper = log_bounds(config)
-        outside = {"above": log_weight > upper, "below": log_weight < lower}
+        tested = log_weight if scale is None else log_weight / scale
+        outside = {"above": tested > upper, "below": tested < lower}
         totals |= outside
         totals |= {f"tokens_{name}": torch.where(flag, valid, 0) for name, flag in outside.items()}
         totals["sequences_outside"] = outside["above"] | outside["below"]
         totals["raw_excess_squared"] = valid * (raw - 1).square()
         totals["weight_excess_squared"] = valid * (weight - 1).square()
         maxima |= {"log_weight": log_weight, "-log_weight": -log_weight, "weight": weight}
+        if scale is not None:
+            maxima["-weight"] = -weight
         counted = verdicts.accepted > 0 if config.rollout_is_batch_normalize_scope == "accepted" else valid > 0
         totals["normalize_weight"] = torch.where(counted, weight, 0)
         totals["normalize_count"] = counted
+    low, high = config.is_bounds if scale is None else scaled_bounds(config, scale)
     totals |= {
         "raw": raw * valid,
         "weight": weight * valid,
         "sequence_weight_excess": weight - 1,
         "sequence_weight_excess_squared": (weight - 1).square(),
-        "sequence_weight_high": raw > config.is_bounds[1],
-        "sequence_weight_low": raw < config.is_bounds[0],
+        "sequence_weight_high": raw > high,
+        "sequence_weight_low": raw < low,
     }
     maxima |= {"sequence_weight": weight, "-sequence_weight": -weight}
 
 
-def _criterion_totals(criterion: Criterion, sums: Sums, totals: Sums, maxima: Sums) -> None:
+def _criterion_totals(criterion: Criterion, sums: Sums, scale: Tensor | None, totals: Sums, maxima: Sums) -> None:
     name, valid = criterion.name, sums["valid"]
     if criterion.aggregation == "seq_max":
         statistic = torch.where(valid > 0, sums[f"max_{name}"], 0)
     else:
         statistic = sequence_statistic(criterion, sums)
-    high, low = statistic > criterion.upper, statistic < criterion.lower
+    tested = statistic if scale is None else statistic / scale
+    high, low = tested > criterion.upper, tested < criterion.lower
     totals |= {
         f"sequence_{name}": statistic,
         f"sequence_squared_{name}": statistic.square(),
@@ -130,7 +135,7 @@ def _criterion_totals(criterion: Criterion, sums: Sums, totals: Sums, maxima: Su
         f"total_{name}": statistic * valid,
     }
     if criterion.aggregation != "token":
-        clamped = statistic.clamp(criterion.floor, criterion.upper)
+        clamped = tested.clamp(criterion.floor, criterion.upper) * (1 if scale is None else scale)
         totals |= {f"clamped_{name}": clamped * valid, f"clamped_squared_{name}": clamped.square() * valid}
     maxima |= {f"sequence_{name}": statistic, f"-sequence_{name}": -statistic}
 

@@ -194,6 +194,48 @@ CASES = {
         ("groups", "advantages"),
         rejects=("opsm", "group_mean_k2", "group_any"),
     ),
+    "token by staleness": Case(
+        {
+            "rollout_is": "token",
+            "rollout_is_mode": "clamp",
+            "rollout_is_threshold": "0.7_1.4",
+            "rollout_staleness_scale": "1:1.5,3:0.8",
+            **rs("token_k1,token_k2,seq_max_k3", "0.6_1.6,0.3,0.5"),
+        },
+        {
+            "level": "token",
+            "mode": "clamp",
+            "lower": 0.7,
+            "upper": 1.4,
+            "staleness": ((1, 1.5), (3, 0.8)),
+            "criteria": (k1("token_k1", 0.6, 1.6), ("token_k2", NONE, 0.3), ("seq_max_k3", NONE, 0.5)),
+        },
+        ("token_versions",),
+        rejects=("token_k1", "token_k2", "seq_max_k3"),
+    ),
+    "sequence by staleness": Case(
+        {
+            "rollout_is": "sequence",
+            "rollout_is_threshold": 2.5,
+            "rollout_is_batch_normalize": True,
+            "rollout_staleness_scale": "1:0.5,4:2",
+            **rs("seq_sum_k1,seq_mean_k3,opsm", "0.2_4,0.15,0.04"),
+        },
+        {
+            "level": "sequence",
+            "upper": 2.5,
+            "batch_normalize": True,
+            "staleness": ((1, 0.5), (4, 2.0)),
+            "criteria": (k1("seq_sum_k1", 0.2, 4), ("seq_mean_k3", NONE, 0.15), ("opsm", -0.04, math.inf)),
+        },
+        ("versions", "advantages"),
+        rejects=("seq_sum_k1", "seq_mean_k3", "opsm"),
+    ),
+    "icepop by staleness": Case(
+        {"rollout_is": "geometric", "rollout_is_threshold": "0.85_1.2", "rollout_staleness_scale": "4:0.6"},
+        {"level": "geometric", "mode": "mask", "lower": 0.85, "upper": 1.2, "staleness": ((4, 0.6),)},
+        ("token_versions",),
+    ),
     "bad tokens": Case(
         {
             "rollout_is": "sequence",
@@ -309,7 +351,11 @@ def clear_batch(name: str) -> tuple[Batch, oracle.Result]:
     case = CASES[name]
     for seed in range(500):
         batch = make_batch(case, seed)
-        sides = {key: batch.sides[key].tolist() for key in ("advantages", "group_ids") if key in batch.sides}
+        sides: dict[str, Any] = {
+            key: batch.sides[key].tolist() for key in ("advantages", "group_ids") if key in batch.sides
+        }
+        if "policy_versions" in batch.sides:
+            sides |= {"versions": batch.sides["policy_versions"].tolist(), "current_version": 7}
         whole = (tensor.tolist() for tensor in (batch.train, batch.rollout, batch.mask))
         if oracle.distance_to_bounds(*whole, case.settings, **sides) < NEAREST:
             continue

@@ -244,7 +244,7 @@ def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, tor
         tokens=data.tokens[rows],
         response_mask=mask,
         rollout_log_probs=torch.where(mask, to_tokens(data.rollout, 0).float(), torch.nan),
-        policy_versions=torch.zeros(mask.shape, dtype=torch.int32),
+        policy_versions=(-to_tokens(data.ages, 0) if data.ages is not None else torch.zeros(mask.shape)).int(),
         sample_ids=rows,
         group_ids=data.group_ids[rows],
         rewards=data.rewards[rows],
@@ -324,7 +324,7 @@ def run_case(words: list[str], data: Data, old: reference.Weights, new: referenc
 def _watch(trainer: Any) -> list[Any] | None:
     """In bypass mode everything that ``in_loss`` gives from now on."""
     correction = trainer.correction
-    if not correction.config.bypass_mode:
+    if not correction.config.corrects_in_loss:
         return None
     held, in_loss = [], correction.in_loss
 

@@ -40,6 +40,7 @@ class Settings:
     veto: float | None = None
     denominator: str = "accepted"
     bad: str = "error"
+    staleness: tuple[tuple[int, float], ...] = ()  # (from this staleness on, bounds in nats times this), ascending
 
     @property
     def low(self) -> float:
@@ -76,6 +77,12 @@ class Batch:
     bad: dict[str, list[tuple[int, int]]]
     groups: list[int]
     advantages: Sequence[Any] | None
+    scale: Rows  # of the bounds in nats, by the staleness of each good token
+    oldest: list[float]  # the same by that of the oldest good token of each sequence
+
+    def widened(self, i: int, t: int, aggregation: str) -> float:
+        """The scale at a token: its own for criteria and weights of tokens, else that of the oldest good token."""
+        return self.scale[i][t] if aggregation == "token" else self.oldest[i]
 
     @property
     def sequences(self) -> list[int]:
@@ -104,7 +111,8 @@ def correct(
 ) -> Result:
     """Correct a batch; ``advantages`` and ``versions`` hold a number or a list of numbers for each sequence."""
     settings = as_settings(settings)
-    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids)
+    sides = {"versions": versions, "current_version": current_version}
+    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
     rejected = reject(batch, settings)
     accepted = [
         [t for t in batch.good[i] if not any(t in rows[i] for rows in rejected.values())] for i in all_of(batch)
@@ -199,6 +207,8 @@ def read(
     *,
     advantages: Sequence[Any] | None = None,
     group_ids: Sequence[int] | None = None,
+    versions: Sequence[Any] | None = None,
+    current_version: int | None = None,
 ) -> Batch:
     given = [[t for t, valid in enumerate(row) if valid] for row in mask]
     bad = {
@@ -212,7 +222,12 @@ def read(
         [{t: value(i, t) for t in tokens} for i, tokens in enumerate(good)]
         for value in (lambda i, t: train[i][t], lambda i, t: rollout[i][t], lambda i, t: train[i][t] - rollout[i][t])
     )
+    ages = [
+        {t: 0 if versions is None else current_version - at(versions, i, t) for t in row} for i, row in enumerate(good)
+    ]
     return Batch(
+        scale=[{t: widening(age, settings) for t, age in row.items()} for row in ages],
+        oldest=[widening(max(row.values(), default=0), settings) for row in ages],
         length=len(mask[0]) if mask else 0,
         given=given,
         counted=good if settings.bad == "reject_token" else given,
@@ -224,6 +239,11 @@ def read(
         groups=list(group_ids) if group_ids is not None else list(range(len(mask))),
         advantages=advantages,
     )
+
+
+def widening(age: int, settings: Settings) -> float:
+    """What the bounds are multiplied by at a staleness."""
+    return next((factor for step, factor in reversed(settings.staleness) if age >= step), 1.0)
 
 
 def is_log_prob(value: float) -> bool:
@@ -272,7 +292,10 @@ def tested(name: str, batch: Batch) -> Rows:
 def reject(batch: Batch, settings: Settings) -> dict[str, list[set[int]]]:
     """For each criterion, ``veto`` and ``bad`` the good tokens that it rejects, a set for each sequence."""
     rejected = {
-        name: [{t for t, value in row.items() if not lower <= value <= upper} for row in tested(name, batch)]
+        name: [
+            {t for t, x in row.items() if outside(x, lower, upper, batch.widened(i, t, name.split("_")[0]))}
+            for i, row in enumerate(tested(name, batch))
+        ]
         for name, lower, upper in settings.criteria
         if name != "group_any"
     }
@@ -286,6 +309,10 @@ def reject(batch: Batch, settings: Settings) -> dict[str, list[set[int]]]:
         lost = {batch.groups[i] for i in all_of(batch) if batch.given[i] and is_lost(i, batch, rejected)}
         rejected["group_any"] = whole_sequences(batch, [group in lost for group in batch.groups])
     return rejected
+
+
+def outside(x: float, lower: float, upper: float, scale: float) -> bool:
+    return not lower * scale <= x <= upper * scale
 
 
 def is_lost(i: int, batch: Batch, rejected: Mapping[str, list[set[int]]]) -> bool:
@@ -310,19 +337,24 @@ def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[
     """(before the bounds, after them, after normalisation, the factor divided by)."""
     logs = weight_log(batch, settings)
     raw = [{t: math.exp(clamp(x)) for t, x in row.items()} for row in logs]
-    bounded = [{t: bound(raw[i][t], x, settings) for t, x in row.items()} for i, row in enumerate(logs)]
+    level = settings.level or ""
+    bounded = [
+        {t: bound(raw[i][t], x, settings, batch.widened(i, t, level)) for t, x in row.items()}
+        for i, row in enumerate(logs)
+    ]
     factor = mean_weight(bounded, accepted if settings.scope == "accepted" else batch.good, settings)
     if not settings.batch_normalize or factor <= SMALLEST_MEAN:
         factor = 1.0
     return raw, bounded, [{t: w / factor for t, w in row.items()} for row in bounded], factor
 
 
-def bound(weight: float, x: float, settings: Settings) -> float:
+def bound(weight: float, x: float, settings: Settings, scale: float) -> float:
+    low, high = settings.low**scale, settings.upper**scale
     if settings.mode == "mask":
-        return weight if log(settings.low) <= x <= log(settings.upper) else 0.0
+        return weight if log(low) <= x <= log(high) else 0.0
     if settings.mode == "clamp":
-        return min(max(weight, settings.low), settings.upper)
-    return min(weight, settings.upper)
+        return min(max(weight, low), high)
+    return min(weight, high)
 
 
 def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> float:
@@ -398,16 +430,20 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
         metrics |= {prefix + name: value for name, value in moments(flat(rows)).items()}
     logs = weight_log(batch, settings)
     low, high = log(settings.low), log(settings.upper)
-    tested_logs = flat(logs)
     if settings.level != "token":
-        metrics["rollout_is_max"] = math.exp(clamp(max(tested_logs))) if tested_logs else 0.0
-        metrics["rollout_is_min"] = math.exp(clamp(min(tested_logs))) if tested_logs else 0.0
+        every = flat(logs)
+        metrics["rollout_is_max"] = math.exp(clamp(max(every))) if every else 0.0
+        metrics["rollout_is_min"] = math.exp(clamp(min(every))) if every else 0.0
+    relative = [
+        {t: x / batch.widened(i, t, settings.level or "") for t, x in row.items()} for i, row in enumerate(logs)
+    ]
+    tested_logs = flat(relative)
     if settings.level == "sequence":
-        tested_logs = [logs[i][batch.good[i][0]] for i in batch.sequences]
+        tested_logs = [relative[i][batch.good[i][0]] for i in batch.sequences]
     metrics["rollout_is_ratio_fraction_high"] = mean(x > high for x in tested_logs)
     metrics["rollout_is_ratio_fraction_low"] = mean(x < low for x in tested_logs)
-    outside = [[not low <= x <= high for x in logs[i].values()] for i in batch.sequences]
-    fraction, sequence_fraction = mean(x for row in outside for x in row), mean(map(any, outside))
+    beyond = [[not low <= x <= high for x in relative[i].values()] for i in batch.sequences]
+    fraction, sequence_fraction = mean(x for row in beyond for x in row), mean(map(any, beyond))
     if settings.mode in ("mask", "clamp"):
         metrics["rollout_is_oob_ratio"] = fraction
     if settings.mode == "mask":
@@ -418,14 +454,15 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
 def sequence_weight_metrics(batch: Batch, raw: Rows, bounded: Rows, settings: Settings) -> dict[str, float]:
     """Of the mean weight of each sequence."""
     before, after = ([mean(rows[i].values()) for i in batch.sequences] for rows in (raw, bounded))
+    scales = [batch.oldest[i] for i in batch.sequences]
     return {
         "rollout_is_seq_mean": mean(after),
         "rollout_is_seq_std": deviation(after, lost=1),
         "rollout_is_seq_max": max(after, default=0.0),
         "rollout_is_seq_min": min(after, default=0.0),
         "rollout_is_seq_max_deviation": max((abs(q - 1) for q in after), default=0.0),
-        "rollout_is_seq_fraction_high": mean(q > settings.upper for q in before),
-        "rollout_is_seq_fraction_low": mean(q < settings.low for q in before),
+        "rollout_is_seq_fraction_high": mean(q > settings.upper**f for q, f in zip(before, scales, strict=True)),
+        "rollout_is_seq_fraction_low": mean(q < settings.low**f for q, f in zip(before, scales, strict=True)),
     }
 
 
@@ -456,12 +493,18 @@ def shares(prefix: str, batch: Batch, rejected: list[set[int]]) -> dict[str, flo
 
 def rho_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
     """Shares of tokens, or of sequences, whose ρ is outside its bounds, by side."""
-    rows = statistic(name, batch)
+    rows = relative_to_scale(statistic(name, batch), name, batch)
     values = flat(rows) if name == "token_k1" else [rows[i][batch.good[i][0]] for i in batch.sequences]
     return {
         f"rollout_rs_{name}_rho_fraction_above": mean(value > upper for value in values),
         f"rollout_rs_{name}_rho_fraction_below": mean(value < lower for value in values),
     }
+
+
+def relative_to_scale(rows: Rows, name: str, batch: Batch) -> Rows:
+    """What is compared with the bounds as they are written."""
+    aggregation = name.split("_")[0]
+    return [{t: x / batch.widened(i, t, aggregation) for t, x in row.items()} for i, row in enumerate(rows)]
 
 
 def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
@@ -472,23 +515,29 @@ def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> di
         lower, upper = -upper, -lower
     tokens, sequences = flat(rows), [mean(rows[i].values()) for i in batch.sequences]
     units = tokens if name.startswith("token") else sequences
+    relative = relative_to_scale(rows, name, batch)
+    whole = [value / batch.oldest[i] for i, value in zip(batch.sequences, sequences, strict=True)]
+    compared = flat(relative) if name.startswith("token") else whole
     floor = lower if is_k1 else 0.0
     metrics = {
         "mean": mean(tokens),
         "max": max(units, default=0.0),
         "min": min(units, default=0.0),
-        "fraction_high": mean(value > upper for value in units),
-        "fraction_low": mean(value < lower for value in units),
-        "std": deviation(min(max(value, floor), upper) for value in tokens),
+        "fraction_high": mean(value > upper for value in compared),
+        "fraction_low": mean(value < lower for value in compared),
+        "std": deviation(
+            value / share * min(max(share, floor), upper) if share else min(max(share, floor), upper)
+            for value, share in zip(tokens, flat(relative), strict=True)
+        ),
         "seq_mean": mean(sequences),
         "seq_std": deviation(sequences, lost=1),
         "seq_max": max(sequences, default=0.0),
         "seq_min": min(sequences, default=0.0),
         "seq_max_deviation": max(map(abs, sequences), default=0.0),
-        "seq_fraction_high": mean(value > upper for value in sequences),
+        "seq_fraction_high": mean(value > upper for value in whole),
     }
     if is_k1:
-        metrics["seq_fraction_low"] = mean(value < lower for value in sequences)
+        metrics["seq_fraction_low"] = mean(value < lower for value in whole)
     return {f"rollout_rs_{name}_{key}": value for key, value in metrics.items()}
 
 
@@ -550,24 +599,27 @@ def distances(
     *,
     advantages: Sequence[Any] | None = None,
     group_ids: Sequence[int] | None = None,
+    **sides: Any,
 ) -> dict[str, float]:
     """For each test, those of metrics included, how near its statistic comes to one of its bounds, in its own unit."""
     settings = as_settings(settings)
-    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids)
+    batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
     found = {}
     for name, lower, upper in settings.criteria:
         if name == "group_any":
             continue
         rows = tested(name, batch)
-        found[name] = nearest(flat(rows), lower, upper)
+        found[name] = nearest(flat(relative_to_scale(rows, name, batch)), lower, upper)
         if name.startswith("token_"):
-            found[f"{name} of sequences"] = nearest((mean(row.values()) for row in rows if row), lower, upper)
+            means = [mean(row.values()) / batch.oldest[i] for i, row in enumerate(rows) if row]
+            found[f"{name} of sequences"] = nearest(means, lower, upper)
     if settings.veto is not None:
         found["veto"] = nearest(flat(batch.log_ratio), log(settings.veto), math.inf)
     if settings.level is not None:
         logs, raw = weight_log(batch, settings), weigh(batch, batch.good, settings)[0]
-        found["weights"] = nearest(flat(logs), log(settings.low), log(settings.upper))
-        means = [mean(row.values()) for row in raw if row]
+        relative = relative_to_scale(logs, settings.level, batch)
+        found["weights"] = nearest(flat(relative), log(settings.low), log(settings.upper))
+        means = [mean(row.values()) ** (1 / batch.oldest[i]) for i, row in enumerate(raw) if row]
         found["weights of sequences"] = nearest(means, settings.low, settings.upper)
     return found
 
@@ -585,9 +637,10 @@ def distance_to_bounds(
     *,
     advantages: Sequence[Any] | None = None,
     group_ids: Sequence[int] | None = None,
+    **sides: Any,
 ) -> float:
     """The smallest of :func:`distances`."""
-    found = distances(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids)
+    found = distances(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
     return min(found.values(), default=math.inf)
 
 

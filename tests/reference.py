@@ -185,6 +185,7 @@ class Objective:
     kl: float = 0.0
     estimator: str = "k3"
     entropy: float = 0.0
+    interpolation: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class Data:
     rewards: torch.Tensor
     group_ids: torch.Tensor
     mini_batch_ids: torch.Tensor
+    ages: torch.Tensor | None = None  # versions between the policy that sampled and the old one
 
 
 @dataclass
@@ -228,7 +230,7 @@ def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[ora
     """What the oracle says of each mini-batch: decoupled of all at once, bypass of each by itself."""
     ids = data.mini_batch_ids.tolist()
     common = {"mini_batch_ids": ids, "num_mini_batches": max(ids) + 1, "advantages": advantages(data)}
-    if not objective.bypass:
+    if not (objective.bypass or objective.interpolation):
         whole = oracle.correct(train.tolist(), data.rollout.tolist(), data.mask.tolist(), objective.settings, **common)
         return [whole] * (max(ids) + 1)
     return [
@@ -243,13 +245,27 @@ def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[ora
     ]
 
 
+def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
+    """[n, s]: log π_prox, where as many steps have been made as mini-batches come before that of the row."""
+    found = log_probs.clone()
+    for row, steps in enumerate(data.mini_batch_ids.tolist()):
+        for t, age in enumerate(data.ages[row].tolist()):
+            share = age / (age + steps) if steps else 1.0
+            found[row, t] = share * log_probs[row, t] + (1 - share) * data.rollout[row, t]
+    return found
+
+
 def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expected:
     """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``."""
     parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
     log_probs, entropy = score(parameters, data.tokens)
     with torch.no_grad():
         before = score({name: weight.double() for name, weight in old.items()}, data.tokens)[0]
-    found = corrected(objective, data, log_probs.detach() if objective.bypass else before)
+    if objective.interpolation:
+        behind = proximal(data, log_probs.detach())
+    else:
+        behind = data.rollout if objective.bypass else before
+    found = corrected(objective, data, log_probs.detach() if objective.bypass else behind)
     pick = [found[index] for index in data.mini_batch_ids.tolist()]
     applied = objective.settings.level is not None and not (objective.bypass and objective.algorithm != "reinforce")
     expected = Expected(
@@ -258,7 +274,6 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
         lengths=[one.sequence_lengths[row] for row, one in enumerate(pick)],
         metrics=[one.metrics for one in found],
     )
-    behind = data.rollout if objective.bypass else before
     for index, one in enumerate(found):
         rows = [row for row, mini in enumerate(data.mini_batch_ids.tolist()) if mini == index]
         total, size, policy = add_up(objective, data, rows, log_probs, behind, before, entropy, expected)

@@ -9,7 +9,7 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.losses import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
-from tests.corrections import CASES, clear_batch
+from tests.corrections import CASES, MORE_SIZES, clear_batch
 from tests.ranks import Layout
 from tests.test_correction import assert_metrics
 from tests.test_shards import ROWS, WIDTH, Recorder, my_layout, my_part, my_places
@@ -21,7 +21,7 @@ AGGREGATIONS = {
     "seq-mean-token-mean": None,
     "seq-mean-token-sum-norm": 5.0,
 }
-NAMES = [name for name, case in CASES.items() if "groups" not in case.sides and "versions" not in str(case.sides)]
+NAMES = [name for name, case in CASES.items() if "groups" not in case.sides]
 ALONE = ParallelGroups()
 
 
@@ -45,18 +45,24 @@ def wanted_factor(batch, expected, config, aggregation="token-mean"):
     return ratio / expected.metrics.get("rollout_is_batch_norm_factor", 1.0)
 
 
+def plan_arguments(batch, form="padded", **more):
+    """What ``plan`` is given of a batch, versions included where it has them."""
+    layout, (_, _, mask), sides = my_part(batch, form)
+    versions = {"policy_versions": sides["policy_versions"]} if "policy_versions" in sides else {}
+    inputs = PlanInputs(None, mask.float(), mask, layout, **versions, **more)
+    return {"inputs": inputs, **(MORE_SIZES["policy_versions"] if versions else {})}
+
+
 def run_step(correction, batch, split, form="padded"):
     """One step over micro-batches of this rank's rows: what in_loss gave for each, and the factor."""
     rows = torch.arange(ROWS).split(split)[group_rank(correction.groups.dp)]
     pieces = [piece for piece in rows.split(4)]
-    layout, (_, _, mask), _ = my_part(batch.rows(rows), form)
-    plan = correction.plan(PlanInputs(None, mask.float(), mask, layout))
+    plan = correction.plan(**plan_arguments(batch.rows(rows), form))
     found = []
     for piece in pieces:
         layout, (train, rollout, mask), sides = my_part(batch.rows(piece), form)
-        weights, kept, lengths = correction.in_loss(
-            train.requires_grad_(), rollout, mask, layout=layout, advantages=sides.get("advantages")
-        )
+        given = {name: sides[name] for name in ("advantages", "policy_versions") if name in sides}
+        weights, kept, lengths = correction.in_loss(train.requires_grad_(), rollout, mask, layout=layout, **given)
         assert weights is None or not weights.requires_grad
         place = my_places(piece, layout)
         found.append((place, weights, kept, lengths, piece))
@@ -122,6 +128,8 @@ def test_shards_match_the_oracle_within_the_budget(ranks, name, form):
                 torch.testing.assert_close(weights.view(-1), wanted, rtol=1e-9, atol=1e-12)
         assert factor == pytest.approx(want, rel=1e-12)
         assert metrics == everywhere[0][3]
+        for bucket, row in expected.breakdowns.get("staleness", {}).items():
+            assert metrics[f"rollout_corr/staleness_{bucket}_kl"] == pytest.approx(row["kl"], rel=1e-9)
         assert counts[0, 0] == sum(row[0] for row in expected.denominators)
         calls = [("SUM", 2), ("SUM", 4), *[("SUM", 2), *maximum] * 2, ("SUM", 4), ("MAX", 4)]
         assert [call[:2] for call in seen] == calls
@@ -187,11 +195,12 @@ def test_steps_do_not_mix_and_their_metrics_merge():
     mask = batch.mask
     halves = torch.arange(ROWS).split(6)
     ids = torch.arange(ROWS) // 6
-    correction.plan(PlanInputs(None, batch.train, mask, mini_batch_ids=ids), num_mini_batches=2)
+    correction.plan(**plan_arguments(batch, mini_batch_ids=ids), num_mini_batches=2)
     factors = []
     for index, half in enumerate(halves):
         part = batch.rows(half)
-        correction.in_loss(part.train, part.rollout, part.mask, mini_batch=index)
+        versions = part.sides["policy_versions"]
+        correction.in_loss(part.train, part.rollout, part.mask, policy_versions=versions, mini_batch=index)
         factors.append(float(correction.finish_step()))
         assert correction.step.metrics()["rollout_corr/num_tokens"] == int(part.mask.sum())
     kept = [sum(map(sum, (expected.mask[i] for i in half))) for half in halves]
@@ -199,8 +208,9 @@ def test_steps_do_not_mix_and_their_metrics_merge():
     assert factors == pytest.approx([tokens[0] / kept[0], tokens[1] / kept[1]], rel=1e-12)
     merged = correction.metrics()
     assert merged.pop("rollout_corr/mixed_policies") == 2
-    merged = {key: value for key, value in merged.items() if "reward" not in key and "staleness" not in key}
-    found = type(expected)(**{**vars(expected), "breakdowns": {"length": expected.breakdowns["length"]}})
+    merged = {key: value for key, value in merged.items() if "reward" not in key}
+    breakdowns = {name: expected.breakdowns[name] for name in ("length", "staleness")}
+    found = type(expected)(**{**vars(expected), "breakdowns": breakdowns})
     assert_metrics(merged, found, 1e-9)
     correction.plan(PlanInputs(None, batch.train, mask))
     assert correction.metrics() == {}
@@ -242,6 +252,25 @@ def test_ppo_clip_measures_weights_and_hands_out_none():
     correction.finish_step()
     got = correction.step.metrics()["rollout_corr/rollout_is_mean"]
     assert got == pytest.approx(expected.metrics["rollout_is_mean"], rel=1e-9)
+
+
+def test_versions_come_with_the_plan():
+    correction = RolloutCorrection(bypass("token"), ALONE, loss=PolicyLossConfig())
+    part = clear_batch("token")[0]
+    correction.plan(**plan_arguments(part))
+    with pytest.raises(ValueError, match="policy_versions and current_version come together"):
+        correction.in_loss(part.train, part.rollout, part.mask)
+    newer = torch.full((ROWS,), 8)
+    correction.in_loss(part.train, part.rollout, part.mask, policy_versions=newer)
+    correction.finish_step()
+    with pytest.raises(ValueError, match="must be at most current_version"):
+        correction.step.check()
+    # Without the current version there is nothing to compare them with.
+    correction.plan(PlanInputs(None, part.train, part.mask))
+    correction.in_loss(part.train, part.rollout, part.mask, policy_versions=newer)
+    correction.finish_step()
+    correction.step.check()
+    assert not [name for name in correction.step.metrics() if "staleness" in name]
 
 
 def test_calls_out_of_order_are_errors():

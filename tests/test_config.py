@@ -227,6 +227,9 @@ def test_presets_by_flag(name, request):
         ("--metric-prefix none", {"metric_prefix": "none"}),
         ("--bypass-mode --loss-type reinforce", {"bypass_mode": True, "loss_type": "reinforce"}),
         ("--no-bypass-mode --no-rollout-is-batch-normalize", {}),
+        ("--rollout-staleness-scale 1:1.5,4:2", {"rollout_staleness_scale": "1:1.5,4:2"}),
+        ("--rollout-staleness-scale none --no-proximal-interpolation", {}),
+        ("--proximal-interpolation", {"proximal_interpolation": True}),
     ],
 )
 def test_flags_are_fields(line, fields):
@@ -290,6 +293,19 @@ def test_flags_are_fields(line, fields):
 )
 def test_flags_override_the_preset_and_its_leftovers_go(base, line, fields):
     assert from_line(f"--rollout-correction-preset {base} {line}") == RolloutCorrectionConfig(**fields)
+
+
+def test_what_looks_at_versions_goes_with_what_it_needs(tmp_path):
+    path = tmp_path / "correction.yaml"
+    path.write_text("rollout_is: token\nrollout_staleness_scale: 1:1.5\nproximal_interpolation: true\n")
+    base = f"--rollout-correction-config {path}"
+    kept = {"rollout_staleness_scale": "1:1.5"}
+    assert from_line(f"{base} --bypass-mode") == RolloutCorrectionConfig("token", **kept, bypass_mode=True)
+    assert from_line(f"{base} --rollout-is none") == RolloutCorrectionConfig(None, proximal_interpolation=True)
+    with pytest.raises(ValueError, match="--proximal-interpolation: proximal_interpolation=True contradicts"):
+        from_line("--rollout-correction-preset bypass_ppo_clip --proximal-interpolation")
+    with pytest.raises(ValueError, match="--rollout-staleness-scale: rollout_staleness_scale='1:2' does nothing"):
+        from_line("--rollout-is none --rollout-staleness-scale 1:2")
 
 
 FILE = """rollout_is: token

@@ -103,7 +103,9 @@ def test_extreme_ratios_stay_finite():
     rollout = torch.tensor([[-1.0, -1e4, -1.0], [-1e4, -1.0, -2e4]])
     for name in CASES:
         fields = {key: value for key, value in CASES[name].fields.items() if not key.startswith("rollout_rs")}
-        result = correct_rollouts(train, rollout, torch.ones(2, 3, dtype=torch.bool), RolloutCorrectionConfig(**fields))
+        config, versions = RolloutCorrectionConfig(**fields), torch.tensor([3, 7])
+        mask = torch.ones(2, 3, dtype=torch.bool)
+        result = correct_rollouts(train, rollout, mask, config, policy_versions=versions, current_version=7)
         assert result.weights is None or result.weights.isfinite().all(), name
         assert all(math.isfinite(value) for value in result.metrics().values()), name
 
@@ -219,7 +221,9 @@ def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
     assert_same(correct(name, batch), found)
 
 
-@pytest.mark.parametrize("name", ["token", "token accepted scope", "sequence icepop", "maxima and veto"])
+@pytest.mark.parametrize(
+    "name", ["token", "token accepted scope", "sequence icepop", "maxima and veto", "token by staleness"]
+)
 @pytest.mark.parametrize("num_tokens", [2 * WIDTH, 5 * WIDTH])
 def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
     """One graph, traced and run without a C++ compiler; the last block may have another shape and runs as it is."""

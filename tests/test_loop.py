@@ -20,6 +20,9 @@ from tests.scenario import GPT2, LLAMA, flags, make_trainer, recorded_batch, sav
 # One small step an iteration, from rollouts of a real engine.
 LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
 LIVE += ["--micro-batch-size=8"]
+# The same with problems that are held out.
+SUMS = ["--task=sums", "--seq-length=128", "--make-vocab-size-divisible-by=8", "--run-name=run", "--lr=1e-3"]
+SUMS += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=4", "--rollout-rs-threshold=0.01_100,10"]
 
 
 def run_training(words):
@@ -321,10 +324,13 @@ def count_passes(words):
 
 @pytest.mark.parametrize(
     ("more", "forward_only"),
-    [([], 1), (["--grpo-kl-beta=0.1"], 2), (["--bypass-mode"], 0), (["--bypass-mode", "--grpo-kl-beta=0.1"], 1)],
-    ids=["decoupled", "decoupled-kl", "bypass", "bypass-kl"],
+    [
+        *(([], 1), (["--grpo-kl-beta=0.1"], 2), (["--bypass-mode"], 0), (["--bypass-mode", "--grpo-kl-beta=0.1"], 1)),
+        (["--proximal-interpolation", "--rollout-staleness=2"], 0),
+    ],
+    ids=["decoupled", "decoupled-kl", "bypass", "bypass-kl", "interpolation"],
 )
-def test_bypass_mode_saves_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
+def test_bypass_mode_and_interpolation_save_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
     layout = Layout(pp=2)
     words = flags(tmp_path, *layout.flags(), "--micro-batch-size=4", "--grpo-kl-beta=0", *more)
     for before, step in ranks.run(count_passes, layout, words):
@@ -420,10 +426,6 @@ def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
         validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2")), 1)
     with pytest.raises(ConfigurationError, match="holds no rollouts"):
         validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2")), 1)
-
-
-SUMS = ["--task=sums", "--seq-length=128", "--make-vocab-size-divisible-by=8", "--run-name=run", "--lr=1e-3"]
-SUMS += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=4", "--rollout-rs-threshold=0.01_100,10"]
 
 
 @pytest.mark.parametrize(

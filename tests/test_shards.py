@@ -196,6 +196,8 @@ def count_collectives(names, length):
         sides = {"group_ids": torch.zeros(2, dtype=torch.int64), "advantages": torch.ones(2)}
         if "token_advantages" in CASES[name].sides:
             sides["advantages"] = torch.ones(layout.shape)
+        if "rollout_staleness_scale" in CASES[name].fields:
+            sides |= {"policy_versions": torch.randint(4, layout.shape), "current_version": 4}
         with Recorder() as seen:
             result = correct_rollouts(train, train - 0.1, mask, config_of(name), layout, groups, num_groups=2, **sides)
             result.check()

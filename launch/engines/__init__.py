@@ -35,6 +35,9 @@ class RolloutEngine(Protocol):
 
     Attributes:
         version: of the weights it samples from: the optimizer steps that made them.
+
+    An engine that samples in another process, so that the trainer can go on meanwhile, says so with a true attribute
+    ``is_elsewhere``: with ``--rollout-staleness`` its ``sample`` is called on a thread, never during ``load_weights``.
     """
 
     version: int

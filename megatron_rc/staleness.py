@@ -1,0 +1,72 @@
+"""Bounds by staleness: how much wider or tighter they are for tokens of older weights.
+
+Every bound in nats is multiplied by a factor f: a ratio's bounds [lo, hi] become [lo^f, hi^f], an upper bound u of k2
+or k3 becomes f · u. f > 1 widens, as the ratio of honest tokens spreads with every step between the two versions; f < 1
+trusts old tokens less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIELD = "rollout_staleness_scale"
+
+
+@dataclass(frozen=True)
+class StalenessScale:
+    """A step function of the staleness.
+
+    Attributes:
+        steps: ascending, from 1 on: where each factor begins.
+        factors: one more than steps; the first one, below the first step, is 1.
+    """
+
+    steps: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def levels(self, staleness: Tensor) -> Tensor:
+        """int64 like ``staleness``: which factor is that of each."""
+        return torch.bucketize(staleness, torch.tensor(self.steps, device=staleness.device), right=True)
+
+    def of(self, levels: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of levels."""
+        return torch.tensor(self.factors, dtype=dtype, device=levels.device)[levels]
+
+
+def parse_staleness_scale(text: object) -> StalenessScale | None:
+    """The function that ``"1:1.5,4:2"`` describes: 1.5 from a staleness of 1 on, 2 from 4 on; None of None.
+
+    Raises:
+        ValueError: names the value and the remedy.
+    """
+    if text is None:
+        return None
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{FIELD}={text!r} must be a comma list of staleness:factor, for example '1:1.5,4:2'")
+    pairs = [_pair(text, part.strip()) for part in text.split(",")]
+    steps, factors = tuple(step for step, _ in pairs), (1.0, *(factor for _, factor in pairs))
+    if list(steps) != sorted(set(steps)):
+        raise ValueError(f"{FIELD}={text!r} must name each staleness once, in ascending order")
+    for step, before, factor in zip(steps, factors, factors[1:], strict=False):
+        if factor == before:
+            raise ValueError(f"{FIELD}={text!r}: the factor of staleness {step} is that of the one before: drop it")
+    return StalenessScale(steps, factors)
+
+
+def _pair(text: str, part: str) -> tuple[int, float]:
+    step, _, factor = part.partition(":")
+    try:
+        found = int(step), float(factor)
+    except ValueError:
+        raise ValueError(f"{FIELD}={text!r}: {part!r} is not staleness:factor, for example '1:1.5'") from None
+    if found[0] < 1 or "_" in part:
+        raise ValueError(
+            f"{FIELD}={text!r}: {part!r} must begin with a staleness of 1 or more; the thresholds are those of 0"
+        )
+    if not 0 < found[1] < math.inf:
+        raise ValueError(f"{FIELD}={text!r}: the factor of {part!r} must be a finite positive number")
+    return found
