@@ -46,6 +46,7 @@ _NOT_NEGATIVE = (
 _EXPERT_DEFAULTS = {
     "moe_ffn_hidden_size": None,
     "moe_router_topk": 2,
+    "moe_router_pre_softmax": False,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 
 SHARD_BYTES = 4 << 30
 
@@ -108,7 +109,7 @@ class ModelDirectory:
             model = AutoModelForCausalLM.from_config(self._config)
         self._config.architectures = [type(model).__name__]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
         return names[id(model.get_input_embeddings().weight)], names[id(model.get_output_embeddings().weight)], shapes
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -55,7 +56,7 @@ class TransformersEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights of the model; see :class:`RolloutEngine`."""
-        parameters = dict(self.model.named_parameters())
+        parameters = checkpoint_tensors(self.model)
         missing = set(parameters)
         for name, tensor in weights:
             if name not in parameters:
@@ -65,7 +66,7 @@ class TransformersEngine:
                 raise ValueError(f"the rollout model's weight {name} is {wanted}, got {given}")
             transposed = name in self._quantizable and self._quantizable[name]
             tensor = tensor.t() if transposed else tensor
-            rounded = round_weight(tensor, self.dtype, name in self._quantizable)
+            rounded = round_weight(tensor, self.dtype, name in self._quantizable or is_expert(name))
             parameters[name].copy_(rounded.t() if transposed else rounded)
             missing.discard(name)
         if missing:
