@@ -46,6 +46,7 @@ setup(
             "transformers>=5",
         ],
         "gpu": ["transformer-engine[pytorch]"],
+        "bridge": ["mbridge[megatron]>=0.15.1"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
         "test": [

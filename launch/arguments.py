@@ -299,6 +299,11 @@ def _add_checkpoint_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--load-hf", metavar="DIR", help="start from this Hugging Face directory, which describes the model too"
     )
+    group.add_argument(
+        "--weights-bridge",
+        choices=["mbridge"],
+        help="let this library convert weights to and from Hugging Face's; with Transformer Engine's layers",
+    )
     group.add_argument("--finetune", action="store_true", help="take the weights of --load alone and start at step 0")
     group.add_argument("--no-save-optim", action="store_true", help="leave the optimizer out of checkpoints")
     group.add_argument("--no-load-optim", action="store_true", help="leave the optimizer of --load alone")

@@ -25,6 +25,7 @@ from megatron_rc.launch.validation_model import (
     check_parallelism,
 )
 from megatron_rc.launch.validation_rollouts import check_architecture, check_rollout_engine, check_rollouts
+from megatron_rc.launch.weights.bridge import check_bridge
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
 _POSITIVE = (
@@ -83,6 +84,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     check_rollout_engine(args)
     _check_optimizer(args)
     _check_environment(args)
+    check_bridge(args, engine and not args.load_rollouts)
     try:
         args.correction = rollout_correction_config_from_args(args)
         objective = policy_loss_config_from_args(args)
