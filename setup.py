@@ -47,6 +47,7 @@ setup(
         ],
         "gpu": ["transformer-engine[pytorch]"],
         "gguf": ["accelerate", "gguf", "transformers>=5"],
+        "bridge": ["mbridge[megatron]>=0.15.1"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
         "test": [

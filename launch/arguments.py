@@ -125,8 +125,9 @@ def _check_architecture(parser: argparse.ArgumentParser, args: argparse.Namespac
     if not argv:
         return
     wanted = vars(parser.parse_args(argv))
-    for word in argv:
-        name = word[2:].split("=")[0].removeprefix("no-").replace("-", "_")
+    described = [word[2:].split("=")[0].removeprefix("no-").replace("-", "_") for word in argv]
+    # A directory that says nothing of experts has none.
+    for name in [*described, "num_experts"]:
         if getattr(args, name) != wanted[name]:
             raise ConfigurationError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} contradicts --load-hf {args.load_hf}, whose model "
@@ -240,12 +241,15 @@ def _add_model_args(parser: argparse.ArgumentParser) -> None:
 
 def _add_expert_args(parser: argparse.ArgumentParser) -> None:
     # What --num-experts needs is filled in by the checks, which so see what is given without it.
-    group = parser.add_argument_group(
-        "mixture of experts", "with --load-rollouts or an engine of your own: the default one has no such architecture"
-    )
+    group = parser.add_argument_group("mixture of experts")
     group.add_argument("--num-experts", type=int, help="experts in the place of each MLP; default: a dense model")
     group.add_argument("--moe-ffn-hidden-size", type=int, help="width of an expert; default: --ffn-hidden-size")
     group.add_argument("--moe-router-topk", type=int, help="experts of each token; default: 2")
+    group.add_argument(
+        "--moe-router-pre-softmax",
+        action=argparse.BooleanOptionalAction,
+        help="weigh a token's experts by their softmax over all experts, not over the chosen ones; default: no",
+    )
     group.add_argument(
         "--moe-router-load-balancing-type",
         choices=["aux_loss", "none"],
@@ -297,6 +301,11 @@ def _add_checkpoint_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--load", metavar="DIR", help="go on from the newest checkpoint here, if there is one")
     group.add_argument(
         "--load-hf", metavar="DIR", help="start from this Hugging Face directory, which describes the model too"
+    )
+    group.add_argument(
+        "--weights-bridge",
+        choices=["mbridge"],
+        help="let this library convert weights to and from Hugging Face's; with Transformer Engine's layers",
     )
     group.add_argument("--finetune", action="store_true", help="take the weights of --load alone and start at step 0")
     group.add_argument("--no-save-optim", action="store_true", help="leave the optimizer out of checkpoints")

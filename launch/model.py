@@ -202,6 +202,7 @@ def _expert_fields(args: argparse.Namespace) -> dict[str, Any]:
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
         "moe_router_topk": args.moe_router_topk,
+        "moe_router_pre_softmax": args.moe_router_pre_softmax,
         "moe_router_load_balancing_type": args.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
         "moe_z_loss_coeff": args.moe_z_loss_coeff,

@@ -17,7 +17,7 @@ from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.engines.choice import make_engine
 from megatron_rc.launch.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.tasks import Problem, Task
-from megatron_rc.launch.weights.export import export_weights
+from megatron_rc.launch.weights.choice import export_model
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -94,16 +94,15 @@ class RolloutCollector:
         if self.args.load_rollouts:
             return
         error = None
-        if group_rank(self.groups.cp) == 0:
-            weights = export_weights(chunks, self.args, self.groups)
-            if self.engine is not None:
-                try:
-                    self.engine.load_weights(weights, version)
-                except Exception as problem:  # other ranks wait in the iterator for whatever it raises
-                    error = f"the rollout engine refused the weights of step {version}: {problem}"
-            # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
-            for _ in weights:
-                pass
+        weights = export_model(chunks, self.args, self.groups)
+        if self.engine is not None:
+            try:
+                self.engine.load_weights(weights, version)
+            except Exception as problem:  # other ranks wait in the iterator for whatever it raises
+                error = f"the rollout engine refused the weights of step {version}: {problem}"
+        # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
+        for _ in weights:
+            pass
         agree(self.args, error)
 
     def collect(self, step: int) -> RolloutBatch:

@@ -31,7 +31,7 @@ from megatron_rc.launch.model import (
     unwrap,
     wrap_chunks,
 )
-from megatron_rc.launch.weights.load import load_weights
+from megatron_rc.launch.weights.choice import load_model
 from megatron_rc.parallel import (
     ParallelGroups,
     linear_log_probs_and_entropy,
@@ -200,7 +200,7 @@ class Trainer:
     def _start_from(self, folder: str, chunks: Sequence[GPTModel]) -> None:
         error = None
         try:
-            load_weights(chunks, self.args, self.groups, folder)
+            load_model(chunks, self.args, self.groups, folder)
         except ValueError as problem:
             error = f"--load-hf: {problem}"
         agree(self.args, error)

@@ -32,6 +32,7 @@ from megatron_rc.launch.validation_rollouts import (
     check_staleness_scale,
 )
 from megatron_rc.launch.validation_task import check_task
+from megatron_rc.launch.weights.bridge import check_bridge
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "global_batch_size", "lr")
 _POSITIVE = (
@@ -54,6 +55,7 @@ _NOT_NEGATIVE = (
 _EXPERT_DEFAULTS = {
     "moe_ffn_hidden_size": None,
     "moe_router_topk": 2,
+    "moe_router_pre_softmax": False,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
@@ -92,6 +94,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     check_rollout_engine(args)
     _check_optimizer(args)
     _check_environment(args)
+    check_bridge(args, engine and not args.load_rollouts)
     try:
         args.correction = rollout_correction_config_from_args(args)
         objective = policy_loss_config_from_args(args)

@@ -79,10 +79,6 @@ def check_experts(args: argparse.Namespace) -> None:
     """A mixture of experts, where there is one."""
     if args.num_experts is None:
         return
-    if args.load_hf:
-        raise ConfigurationError(
-            f"--num-experts {args.num_experts}: --load-hf {args.load_hf} reads models without experts only"
-        )
     _check_expert_parallelism(args)
     _check_router(args)
     if not args.on_cpu:
@@ -120,10 +116,11 @@ def _check_expert_parallelism(args: argparse.Namespace) -> None:
 
 def _check_router(args: argparse.Namespace) -> None:
     topk, experts = args.moe_router_topk, args.num_experts
-    if not 2 <= topk <= experts:
+    fewest = 1 if args.moe_router_pre_softmax else 2
+    if not fewest <= topk <= experts:
+        reason = "" if fewest == 1 else "the weight of a single expert would always be 1, and "
         raise ConfigurationError(
-            f"--moe-router-topk {topk} must lie in [2, {experts}]: the weight of a single expert would always be 1, "
-            f"and there are --num-experts {experts}"
+            f"--moe-router-topk {topk} must lie in [{fewest}, {experts}]: {reason}there are --num-experts {experts}"
         )
     if args.moe_router_load_balancing_type == "none" and args.moe_aux_loss_coeff:
         raise ConfigurationError(

@@ -12,20 +12,16 @@ from megatron_rc.launch.weights import find_family
 
 def check_architecture(args: argparse.Namespace, engine: bool) -> None:
     """Which architecture the rollout engine has for this model, in ``model_family``; None: none."""
-    family = find_family(args) if args.num_experts is None else None
+    family = find_family(args)
     args.model_family = family.name if family else None
     if not engine or family:
         return
-    if args.num_experts is not None:
-        raise ConfigurationError(
-            f"--num-experts {args.num_experts}: the rollout engine has no architecture with experts; train on "
-            "--load-rollouts, or give Trainer the rollouts of an engine of your own"
-        )
     raise ConfigurationError(
         "no Hugging Face architecture has this combination of --normalization, --swiglu, "
-        "--position-embedding-type, --disable-bias-linear, --add-qkv-bias, --qk-layernorm and "
-        "--group-query-attention: use RMSNorm with --swiglu, rope and --disable-bias-linear (Llama; with "
-        "--add-qkv-bias Qwen2, with --qk-layernorm Qwen3), or Megatron's defaults (GPT-2)"
+        "--position-embedding-type, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
+        "--num-experts and --moe-router-pre-softmax: use RMSNorm with --swiglu, rope and --disable-bias-linear (Llama; "
+        "with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts Mixtral, with both of the latter "
+        "Qwen3-MoE), or Megatron's defaults (GPT-2)"
     )
 
 

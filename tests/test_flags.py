@@ -21,8 +21,8 @@ rotary-base normalization swiglu untie-embeddings-and-output-weights disable-bia
 global-batch-size train-iters lr min-lr lr-decay-style lr-warmup-iters weight-decay adam-beta1 adam-beta2 clip-grad bf16
 seed save load save-interval log-interval tensorboard-dir wandb-project transformer-impl recompute-granularity
 calculate-per-token-loss grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-group-size
-expert-model-parallel-size num-experts moe-ffn-hidden-size moe-router-topk moe-router-load-balancing-type
-moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type""".split()
+expert-model-parallel-size num-experts moe-ffn-hidden-size moe-router-topk moe-router-pre-softmax
+moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type""".split()
 
 
 def check(tmp_path, *more, world_size=1, model=LLAMA, engine=True):
@@ -180,7 +180,8 @@ def test_what_follows_from_experts(tmp_path):
     assert (args.moe_ffn_hidden_size, args.moe_router_topk, args.moe_token_dispatcher_type) == (48, 2, "allgather")
     routing = (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, args.moe_z_loss_coeff)
     assert routing == ("aux_loss", 0.0, None)
-    assert args.model_family is None
+    assert args.moe_router_pre_softmax is False
+    assert args.model_family == "mixtral"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,8 @@ def test_what_follows_from_experts(tmp_path):
         ("--moe-token-dispatcher-type=alltoall", 1, "alltoall does nothing without --num-experts"),
         ("--moe-router-load-balancing-type=none", 1, "none does nothing without --num-experts"),
         ("--expert-model-parallel-size=2", 2, "--expert-model-parallel-size 2 does nothing without --num-experts"),
-        ("--num-experts=4", 1, "--num-experts 4: the rollout engine has no architecture with experts"),
+        ("--moe-router-pre-softmax", 1, "--moe-router-pre-softmax True does nothing without --num-experts"),
+        ("--num-experts=4 --moe-router-pre-softmax --moe-router-topk=5", 1, "5 must lie in [1, 4]: there are --num-ex"),
         ("--num-experts=0", 1, "--num-experts 0 must be positive"),
         ("--num-experts=3 --expert-model-parallel-size=2", 2, "--num-experts 3 must be a multiple of --expert-model"),
         ("--num-experts=4 --expert-model-parallel-size=4", 2, "4 must divide the 2 data · context parallel ranks"),
@@ -233,7 +235,7 @@ def test_what_follows_from_experts(tmp_path):
 )
 def test_experts_that_cannot_work_are_one_sentence(tmp_path, more, world_size, message):
     with pytest.raises(ConfigurationError) as caught:
-        check(tmp_path, *more.split(), world_size=world_size, engine=more == "--num-experts=4")
+        check(tmp_path, *more.split(), world_size=world_size, engine=False)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -244,11 +246,19 @@ def test_experts_with_a_bias_cannot_be_split(tmp_path):
         check(tmp_path, *more, world_size=2, model=GPT2, engine=False)
 
 
-def test_experts_are_not_read_from_a_directory(tmp_path):
-    args = parse_args(flags(tmp_path, "--num-experts=4"))
-    args.load_hf = "DIR"  # parse_args would look into it
-    with pytest.raises(ConfigurationError, match="--num-experts 4: --load-hf DIR reads models without experts only"):
-        validate_args(args, 1, engine=False)
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (GPT2, ["--num-experts=4"]),
+        (LLAMA, ["--num-experts=4", "--add-qkv-bias"]),
+        (LLAMA, ["--num-experts=4", "--moe-router-pre-softmax"]),
+    ],
+    ids=["gpt2", "qwen2", "mixtral-pre-softmax"],
+)
+def test_experts_that_no_engine_knows_need_one_of_your_own(tmp_path, model, more):
+    with pytest.raises(ConfigurationError, match=r"no Hugging Face architecture has .*--num-experts.* Mixtral"):
+        check(tmp_path, *more, model=model)
+    assert check(tmp_path, *more, model=model, engine=False).model_family is None
 
 
 def test_a_bias_that_is_there_already_is_refused(tmp_path):

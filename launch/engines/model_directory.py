@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.rounding import Rounding
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 
 SHARD_BYTES = 4 << 30
 
@@ -57,7 +58,7 @@ class ModelDirectory:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._embedding = names[id(model.get_input_embeddings().weight)]
         self._head = names[id(model.get_output_embeddings().weight)]
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
         self._rounded = Rounding(model, dtype) if dtype else None
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.weights.checkpoint_names import is_expert
+
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_MAX = 127
 DTYPES = ("fp32", "bf16", "fp8-e4m3", "int8")
@@ -25,7 +27,7 @@ class Rounding:
         """The weight of this name as it is computed with, in float32."""
         if self._transposed.get(name):
             return round_weight(tensor.t(), self.dtype, True).t()
-        return round_weight(tensor, self.dtype, name in self._transposed)
+        return round_weight(tensor, self.dtype, name in self._transposed or is_expert(name))
 
 
 def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
@@ -52,7 +54,7 @@ def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
 
 
 def _linear_weights(model: torch.nn.Module) -> dict[str, bool]:
-    """Names of the linear layers' weights, and whether they are stored [in, out] (GPT-2's Conv1D)."""
+    """Names of the linear layers' weights but for experts', and whether they are stored [in, out] (GPT-2's Conv1D)."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()  # type: ignore[operator]

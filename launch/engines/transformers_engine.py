@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 
 
 class TransformersEngine:
@@ -41,7 +42,7 @@ class TransformersEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights of the model; see :class:`RolloutEngine`."""
-        parameters = dict(self.model.named_parameters())
+        parameters = checkpoint_tensors(self.model)
         missing = set(parameters)
         for name, tensor in weights:
             if name not in parameters:

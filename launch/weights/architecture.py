@@ -75,6 +75,31 @@ def _gated(kind: str) -> Callable[[Mapping[str, Any]], Flags]:
     return read
 
 
+def _mixtral(config: Mapping[str, Any]) -> Flags:
+    _must_be(config, "sliding_window", None)
+    _must_be(config, "router_jitter_noise", 0.0, default=0.0)
+    return _gated("mixtral")(config) | _experts(config, config["intermediate_size"], normalised=True)
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
+    # Layers without experts, by period or by list.
+    _must_be(config, "decoder_sparse_step", 1, default=1)
+    if config.get("mlp_only_layers"):
+        _must_be(config, "mlp_only_layers", [])
+    normalised = config.get("norm_topk_prob", False)
+    return _gated("qwen3")(config) | _experts(config, config["moe_intermediate_size"], normalised)
+
+
+def _experts(config: Mapping[str, Any], width: int, normalised: bool) -> Flags:
+    experts = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    return {
+        "num-experts": str(experts),
+        "moe-ffn-hidden-size": str(width),
+        "moe-router-topk": str(config["num_experts_per_tok"]),
+        "moe-router-pre-softmax": "false" if normalised else "true",
+    }
+
+
 def _gpt2(config: Mapping[str, Any]) -> Flags:
     _must_be(config, "activation_function", "gelu", default="gelu_new")
     return {
@@ -112,5 +137,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Flags]] = {
     "llama": _gated("llama"),
     "qwen2": _gated("qwen2"),
     "qwen3": _gated("qwen3"),
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
     "gpt2": _gpt2,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,73 +17,85 @@ class Conversion:
     """Both directions; the tensors' values are only moved.
 
     Attributes:
-        join: from the shards of all TP ranks, in rank order, to the Hugging Face tensors.
-        cut: from those to the shards of so many ranks.
+        join: from the shards of all TP ranks, stacked in rank order ``[tp, ...]``, to the Hugging Face tensors, made
+            one after the other; views of the shards where they lie as they should.
+        cut: from those tensors to the shard of one rank (third argument) of so many (fourth).
     """
 
-    join: Callable[[Tensors, argparse.Namespace], list[Tensor]]
-    cut: Callable[[Tensors, argparse.Namespace, int], list[Tensor]]
+    join: Callable[[Tensor, argparse.Namespace], Iterator[Tensor]]
+    cut: Callable[[Tensors, argparse.Namespace, int, int], Tensor]
 
 
-def _join_rows(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
-    return [torch.cat(list(shards), dim=0)]
+def _join_whole(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    yield shards[0]
 
 
-def _cut_rows(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
-    return list(tensors[0].chunk(size, dim=0))
+def _cut_whole(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+    return tensors[0]
 
 
-def _join_columns(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
-    return [torch.cat(list(shards), dim=1)]
+def _join_rows(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    yield shards.flatten(0, 1)
 
 
-def _cut_columns(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
-    return list(tensors[0].chunk(size, dim=1))
+def _cut_rows(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+    return tensors[0].chunk(size, dim=0)[rank]
 
 
-def _join_vocabulary(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
-    return [torch.cat(list(shards), dim=0)[: args.vocab_size]]
+def _join_columns(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    yield shards.movedim(0, 1).flatten(1, 2)
 
 
-def _cut_vocabulary(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
+def _cut_columns(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+    return tensors[0].chunk(size, dim=1)[rank]
+
+
+def _join_vocabulary(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    yield shards.flatten(0, 1)[: args.vocab_size]
+
+
+def _cut_vocabulary(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
     """Rows that only pad the vocabulary are 0; no label and no probability refers to them."""
-    rows = args.padded_vocab_size - tensors[0].shape[0]
-    padded = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows)) if rows else tensors[0]
-    return list(padded.chunk(size, dim=0))
+    if tensors[0].shape[0] != args.vocab_size:
+        raise IndexError("another vocabulary")
+    rows = args.padded_vocab_size // size
+    shard = tensors[0][rank * rows : (rank + 1) * rows]
+    missing = rows - shard.shape[0]
+    return torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard
 
 
-def _join_gate_and_up(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
-    halves = [shard.chunk(2, dim=0) for shard in shards]
-    return [torch.cat([half[index] for half in halves], dim=0) for index in range(2)]
+def _join_gate_and_up(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    for half in shards.unflatten(1, (2, -1)).unbind(1):
+        yield half.flatten(0, 1)
 
 
-def _cut_gate_and_up(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
-    gates, ups = (tensor.chunk(size, dim=0) for tensor in tensors)
-    return [torch.cat(pair, dim=0) for pair in zip(gates, ups, strict=True)]
+def _cut_gate_and_up(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+    return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors], dim=0)
 
 
-def _join_query_key_value(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
+def _join_query_key_value(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
     """Megatron interleaves by group: the query heads of a group, its key head, its value head."""
     heads = args.num_attention_heads // args.num_query_groups
-    grouped = torch.cat(list(shards), dim=0).unflatten(0, (args.num_query_groups, heads + 2, args.kv_channels))
-    return [part.flatten(0, 2) for part in grouped.split([heads, 1, 1], dim=1)]
+    grouped = shards.flatten(0, 1).unflatten(0, (args.num_query_groups, heads + 2, args.kv_channels))
+    for part in grouped.split([heads, 1, 1], dim=1):
+        yield part.flatten(0, 2)
 
 
-def _cut_query_key_value(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
+def _cut_query_key_value(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
     grouped = [tensor.unflatten(0, (args.num_query_groups, -1, args.kv_channels)) for tensor in tensors]
-    return list(torch.cat(grouped, dim=1).flatten(0, 2).chunk(size, dim=0))
+    return torch.cat([part.chunk(size, dim=0)[rank] for part in grouped], dim=1).flatten(0, 2)
 
 
-def _join_stacked(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
-    return [torch.cat(_join_query_key_value(shards, args), dim=0)]
+def _join_stacked(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+    yield torch.cat(list(_join_query_key_value(shards, args)), dim=0)
 
 
-def _cut_stacked(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
+def _cut_stacked(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
     queries, keys = (number * args.kv_channels for number in (args.num_attention_heads, args.num_query_groups))
-    return _cut_query_key_value(tensors[0].split([queries, keys, keys], dim=0), args, size)
+    return _cut_query_key_value(tensors[0].split([queries, keys, keys], dim=0), args, rank, size)
 
 
-WHOLE = Conversion(lambda shards, _: [shards[0]], lambda tensors, _, size: [tensors[0]] * size)
+WHOLE = Conversion(_join_whole, _cut_whole)
 ROWS = Conversion(_join_rows, _cut_rows)
 COLUMNS = Conversion(_join_columns, _cut_columns)
 VOCABULARY = Conversion(_join_vocabulary, _cut_vocabulary)
@@ -95,10 +107,11 @@ STACKED_QUERY_KEY_VALUE = Conversion(_join_stacked, _cut_stacked)
 def transposed(conversion: Conversion) -> Conversion:
     """The same for Hugging Face tensors that are stored as [in, out]."""
 
-    def join(shards: Tensors, args: argparse.Namespace) -> list[Tensor]:
-        return [tensor.t() for tensor in conversion.join(shards, args)]
+    def join(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+        for tensor in conversion.join(shards, args):
+            yield tensor.t()
 
-    def cut(tensors: Tensors, args: argparse.Namespace, size: int) -> list[Tensor]:
-        return conversion.cut([tensor.t() for tensor in tensors], args, size)
+    def cut(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+        return conversion.cut([tensor.t() for tensor in tensors], args, rank, size)
 
     return Conversion(join, cut)

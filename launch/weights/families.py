@@ -1,7 +1,8 @@
 """Model families: how the parameters of a GPTModel are called and cut in Hugging Face's architectures.
 
-A family is a table of rules, one a Megatron parameter. Names are relative to a layer; ``{layer}`` in a Hugging Face
-name is the global layer number from 0.
+A family is a table of rules, one a Megatron parameter. Names are relative to a layer, or to an expert; ``{layer}`` and
+``{expert}`` in a Hugging Face name are the global numbers from 0. These names are those of files, which engines read;
+the modules of transformers may hold several of them in one parameter (``checkpoint_tensors``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Family:
-    """The rules of one architecture, by where the parameters lie: first stage, every layer, last stage."""
+    """The rules of one architecture, by where the parameters lie: first stage, every layer, expert, last stage."""
 
     name: str
     matches: Callable[[argparse.Namespace], bool]
@@ -50,6 +51,7 @@ class Family:
     layer: tuple[Rule, ...]
     head: tuple[Rule, ...]
     untied_head: tuple[Rule, ...]
+    expert: tuple[Rule, ...] = ()
 
 
 def find_family(args: argparse.Namespace) -> Family | None:
@@ -57,8 +59,35 @@ def find_family(args: argparse.Namespace) -> Family | None:
     return next((family for family in FAMILIES if family.matches(args)), None)
 
 
-def _gated_config(architecture: str) -> Callable[[argparse.Namespace], Any]:
-    """What Llama and its descendants have in common."""
+Fields = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+def _dense_fields(args: argparse.Namespace) -> dict[str, Any]:
+    return {"intermediate_size": args.ffn_hidden_size}
+
+
+def _mixtral_fields(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "intermediate_size": args.moe_ffn_hidden_size,
+        "num_local_experts": args.num_experts,
+        "num_experts_per_tok": args.moe_router_topk,
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe_fields(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "intermediate_size": args.ffn_hidden_size,
+        "moe_intermediate_size": args.moe_ffn_hidden_size,
+        "num_experts": args.num_experts,
+        "num_experts_per_tok": args.moe_router_topk,
+        # A softmax over the chosen experts is one over all of them, divided by the sum of the chosen.
+        "norm_topk_prob": not args.moe_router_pre_softmax,
+    }
+
+
+def _gated_config(architecture: str, fields: Fields) -> Callable[[argparse.Namespace], Any]:
+    """What Llama and its descendants have in common, and what is special to one."""
 
     def config(args: argparse.Namespace) -> Any:
         import transformers
@@ -66,7 +95,6 @@ def _gated_config(architecture: str) -> Callable[[argparse.Namespace], Any]:
         return getattr(transformers, architecture)(
             vocab_size=args.vocab_size,
             hidden_size=args.hidden_size,
-            intermediate_size=args.ffn_hidden_size,
             num_hidden_layers=args.num_layers,
             num_attention_heads=args.num_attention_heads,
             num_key_value_heads=args.num_query_groups,
@@ -75,6 +103,7 @@ def _gated_config(architecture: str) -> Callable[[argparse.Namespace], Any]:
             rms_norm_eps=args.norm_epsilon,
             rope_parameters={"rope_type": "default", "rope_theta": float(args.rotary_base)},
             tie_word_embeddings=not args.untie_embeddings_and_output_weights,
+            **fields(args),
         )
 
     return config
@@ -108,7 +137,7 @@ def _is_gated(args: argparse.Namespace) -> bool:
     )
 
 
-_GATED_LAYER = (
+_GATED_ATTENTION = (
     Rule(
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
         ("model.layers.{layer}.input_layernorm.weight",),
@@ -125,13 +154,18 @@ _GATED_LAYER = (
         ("model.layers.{layer}.post_attention_layernorm.weight",),
         WHOLE,
     ),
-    Rule(
-        ("mlp.linear_fc1.weight",),
-        ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
-        GATE_AND_UP,
-    ),
-    Rule(("mlp.linear_fc2.weight",), ("model.layers.{layer}.mlp.down_proj.weight",), COLUMNS),
 )
+
+
+def _gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    return (
+        Rule((f"{megatron}linear_fc1.weight",), (f"{hugging_face}{gate}", f"{hugging_face}{up}"), GATE_AND_UP),
+        Rule((f"{megatron}linear_fc2.weight",), (f"{hugging_face}{down}",), COLUMNS),
+    )
+
+
+_QWEN_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_GATED_MLP = _gated_mlp("mlp.", "model.layers.{layer}.mlp.", *_QWEN_NAMES)
 _QKV_BIAS = Rule(
     ("self_attention.linear_qkv.bias",),
     tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv"),
@@ -144,22 +178,58 @@ _QK_NORMS = tuple(
 
 
 def _gated_family(
-    name: str, architecture: str, qkv_bias: bool = False, qk_norms: bool = False, more: tuple[Rule, ...] = ()
+    name: str,
+    architecture: str,
+    fields: Fields = _dense_fields,
+    qkv_bias: bool = False,
+    qk_norms: bool = False,
+    mlp: tuple[Rule, ...] = _GATED_MLP,
+    expert: tuple[Rule, ...] = (),
+    pre_softmax: bool = False,
 ) -> Family:
+    """``pre_softmax``: its router may also leave the weights of the chosen experts as they are among all experts'."""
     return Family(
         name=name,
-        matches=lambda args: _is_gated(args) and (args.add_qkv_bias, args.qk_layernorm) == (qkv_bias, qk_norms),
-        hugging_face_config=_gated_config(architecture),
+        matches=lambda args: (
+            _is_gated(args)
+            and (args.add_qkv_bias, args.qk_layernorm) == (qkv_bias, qk_norms)
+            and (args.num_experts is not None) == bool(expert)
+            and (pre_softmax or not args.moe_router_pre_softmax)
+        ),
+        hugging_face_config=_gated_config(architecture, fields),
         embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
-        layer=(*_GATED_LAYER, *more),
+        layer=(*_GATED_ATTENTION, *[_QKV_BIAS] * qkv_bias, *_QK_NORMS * qk_norms, *mlp),
+        expert=expert,
         head=(Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),),
         untied_head=(Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),),
     )
 
 
+def _router(hugging_face: str) -> tuple[Rule, ...]:
+    return (Rule(("mlp.router.weight",), (f"model.layers.{{layer}}.{hugging_face}.gate.weight",), WHOLE),)
+
+
 _LLAMA = _gated_family("llama", "LlamaConfig")
-_QWEN2 = _gated_family("qwen2", "Qwen2Config", qkv_bias=True, more=(_QKV_BIAS,))
-_QWEN3 = _gated_family("qwen3", "Qwen3Config", qk_norms=True, more=_QK_NORMS)
+_QWEN2 = _gated_family("qwen2", "Qwen2Config", qkv_bias=True)
+_QWEN3 = _gated_family("qwen3", "Qwen3Config", qk_norms=True)
+_QWEN3_MOE = _gated_family(
+    "qwen3_moe",
+    "Qwen3MoeConfig",
+    _qwen3_moe_fields,
+    qk_norms=True,
+    mlp=_router("mlp"),
+    expert=_gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *_QWEN_NAMES),
+    pre_softmax=True,
+)
+_MIXTRAL = _gated_family(
+    "mixtral",
+    "MixtralConfig",
+    _mixtral_fields,
+    mlp=_router("block_sparse_moe"),
+    expert=_gated_mlp(
+        "", "model.layers.{layer}.block_sparse_moe.experts.{expert}.", "w1.weight", "w3.weight", "w2.weight"
+    ),
+)
 
 
 def _gpt2_norm(local: str, engine: str, name: str) -> tuple[Rule, ...]:
@@ -182,7 +252,7 @@ _GPT2 = Family(
         args.normalization == "LayerNorm"
         and not args.swiglu
         and args.position_embedding_type == "learned_absolute"
-        and not (args.disable_bias_linear or args.qk_layernorm)
+        and not (args.disable_bias_linear or args.qk_layernorm or args.num_experts)
         and args.num_query_groups == args.num_attention_heads
         and args.kv_channels * args.num_attention_heads == args.hidden_size
     ),
@@ -205,4 +275,4 @@ _GPT2 = Family(
     untied_head=(Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),),
 )
 
-FAMILIES = (_LLAMA, _QWEN2, _QWEN3, _GPT2)
+FAMILIES = (_LLAMA, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL, _GPT2)

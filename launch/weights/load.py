@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.weights.families import Rule
-from megatron_rc.launch.weights.units import Unit, check_complete, find_parameter, units_of
-from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
+from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -31,10 +31,14 @@ class WeightFiles:
         Raises:
             ValueError: it is not there.
         """
-        if name not in self.files:
-            raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
+        self.check(name)
         tensor: Tensor = self.files[name].get_tensor(name)
         return tensor
+
+    def check(self, name: str) -> None:
+        """Raise ValueError if there is no tensor of this name."""
+        if name not in self.files:
+            raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
 
 
 @contextmanager
@@ -59,7 +63,11 @@ def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
 
 
 def load_weights(
-    chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups, folder: str | Path
+    chunks: Sequence[torch.nn.Module],
+    args: argparse.Namespace,
+    groups: ParallelGroups,
+    folder: str | Path,
+    ep_group: Group | None = None,
 ) -> None:
     """Overwrite this rank's weights by those of a Hugging Face directory.
 
@@ -68,17 +76,19 @@ def load_weights(
         args: the validated flags.
         groups: ``tp`` and ``pp`` say which part is here.
         folder: with safetensors under the names of the family that the flags describe.
+        ep_group: the ranks that hold the other experts of the same layers.
 
     Collectives: none.
 
     Raises:
         ValueError: a file or a tensor that is missing, or has another shape than the flags say. Other ranks may read
-            what is there: agree before going on.
+            what is there: agree before going on. Or ``ep_group`` has another size than the flags say.
         RuntimeError: the model has a parameter that no rule names.
     """
     parameters = [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in chunks]
+    check_expert_group(args, ep_group)
     units = units_of(args)
-    own = [unit for unit in units if unit.stage == group_rank(groups.pp)]
+    own = [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))]
     check_complete(parameters, own)
     with open_weights(folder) as files:
         for unit in own:
@@ -93,10 +103,10 @@ def load_weights(
 def _copy(
     files: WeightFiles, unit: Unit, rule: Rule, parameter: Tensor, args: argparse.Namespace, groups: ParallelGroups
 ) -> None:
-    names = [name.format(layer=unit.layer) for name in rule.hugging_face]
+    names = unit.names(rule)
     tensors = [files.read(name) for name in names]
     try:
-        shard = rule.conversion.cut(tensors, args, group_size(groups.tp))[group_rank(groups.tp)]
+        shard = rule.conversion.cut(tensors, args, group_rank(groups.tp), group_size(groups.tp))
     except (RuntimeError, IndexError):
         shard = tensors[0].new_empty(0)  # of a shape that cannot even be cut
     if shard.shape != parameter.shape:

@@ -1,19 +1,20 @@
-"""Which rules apply where: the parameters of every layer, stage and model chunk."""
+"""Which rules apply where: the parameters of every layer and expert, by stage and model chunk."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_rc.launch.weights.families import Rule, find_family
+from megatron_rc.parallel.groups import Group, group_size
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Rules whose parameters lie on one stage, in one model chunk.
+    """Rules whose parameters lie on one stage, in one model chunk: a layer without its experts, or one expert.
 
     Attributes:
         stage: pipeline rank of the owner.
@@ -21,6 +22,8 @@ class Unit:
         prefix: of the Megatron names.
         layer: global layer number, for the Hugging Face names.
         rules: what to convert.
+        expert: global number of the expert, for the Hugging Face names; 0 where it has none.
+        expert_rank: expert-parallel rank of the owner; None: every one has it.
     """
 
     stage: int
@@ -28,6 +31,16 @@ class Unit:
     prefix: str
     layer: int
     rules: tuple[Rule, ...]
+    expert: int = 0
+    expert_rank: int | None = None
+
+    def names(self, rule: Rule) -> list[str]:
+        """The Hugging Face names of one of its rules."""
+        return [name.format(layer=self.layer, expert=self.expert) for name in rule.hugging_face]
+
+    def is_on(self, pp_rank: int, ep_rank: int) -> bool:
+        """Whether the rank of that stage with those experts holds its parameters."""
+        return self.stage == pp_rank and self.expert_rank in (None, ep_rank)
 
 
 def units_of(args: argparse.Namespace) -> list[Unit]:
@@ -41,9 +54,30 @@ def units_of(args: argparse.Namespace) -> list[Unit]:
     units = [Unit(0, 0, "", 0, family.embedding)]
     for layer in range(args.num_layers):
         chunk, stage = divmod(layer // layers, stages)
-        units.append(Unit(stage, chunk, f"decoder.layers.{layer % layers}.", layer, family.layer))
+        whole = Unit(stage, chunk, f"decoder.layers.{layer % layers}.", layer, family.layer)
+        units += [whole, *_experts_of(whole, family.expert, args)]
     head = family.head + (family.untied_head if args.untie_embeddings_and_output_weights else ())
     return [*units, Unit(stages - 1, chunks - 1, "", 0, head)]
+
+
+def _experts_of(layer: Unit, rules: tuple[Rule, ...], args: argparse.Namespace) -> Iterator[Unit]:
+    """Megatron gives each expert-parallel rank experts that follow each other."""
+    if not rules:
+        return
+    share = args.num_experts // args.expert_model_parallel_size
+    for expert in range(args.num_experts):
+        owner, local = divmod(expert, share)
+        prefix = f"{layer.prefix}mlp.experts.local_experts.{local}."
+        yield Unit(layer.stage, layer.chunk, prefix, layer.layer, rules, expert, owner)
+
+
+def check_expert_group(args: argparse.Namespace, ep_group: Group | None) -> None:
+    """Raise ValueError unless the group has as many ranks as the flags say."""
+    if group_size(ep_group) != args.expert_model_parallel_size:
+        raise ValueError(
+            f"ep_group has {group_size(ep_group)} ranks, expected the {args.expert_model_parallel_size} of "
+            "--expert-model-parallel-size"
+        )
 
 
 def check_complete(parameters: Sequence[dict[str, Tensor]], units: Sequence[Unit]) -> None:

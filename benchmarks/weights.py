@@ -1,0 +1,94 @@
+"""Weights to the engine and back: the most memory beside the model, in layers, and seconds.
+
+    python benchmarks/weights.py [--hidden 512] [--layers 8]
+
+A Llama and a mixture of experts in float32, on one process and spread over several of one thread each. A receiver looks
+at each tensor and drops it. Reading is from the page cache; what a file gives counts as memory, though it is mapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import transformers
+
+from tests.ranks import Layout, RankPool
+from tests.scenario import make_trainer
+from tests.test_weights_memory import weigh, words_of
+
+CASES = [
+    *(("llama", layout) for layout in (Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2))),
+    *(("qwen3_moe", layout) for layout in (Layout(), Layout(dp=2, ep=2), Layout(tp=2, sp=True, dp=2, ep=2))),
+]
+
+
+def configs(hidden: int, layers: int) -> dict[str, Any]:
+    """Of both models: three and a half times as wide in the middle, as Llama 3 is."""
+    common = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 8,
+        "vocab_size": 4 * hidden,
+        "tie_word_embeddings": False,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "norm_topk_prob": True}
+    return {
+        "llama": transformers.LlamaConfig(**common, intermediate_size=7 * hidden // 2),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**common, **experts),
+    }
+
+
+def seconds(words: list[str]) -> tuple[float, float]:
+    """Of an export and of an import, the best of three each, on this rank of the pool."""
+    from megatron_rc.launch.weights.choice import export_model, load_model
+
+    trainer = make_trainer(words)
+    model = (trainer.chunks, trainer.args, trainer.groups)
+    found = []
+    for attempt in (lambda: sum(1 for _ in export_model(*model)), lambda: load_model(*model, trainer.args.load_hf)):
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            attempt()
+            times.append(time.perf_counter() - start)
+        found.append(min(times))
+    return found[0], found[1]
+
+
+def main() -> None:
+    """Measure every case and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=512, help="width")
+    parser.add_argument("--layers", type=int, default=8, help="layers")
+    args = parser.parse_args()
+    pool = RankPool()
+    head = "| model | layout | model, MB | unit, MB | export / unit | import / unit | export, s | import, s |"
+    sys.stdout.write(f"{head}\n{'|---' * 8}|\n")
+    with tempfile.TemporaryDirectory() as name:
+        for family, config in configs(args.hidden, args.layers).items():
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(f"{name}/{family}")
+        for family, layout in CASES:
+            words = words_of(f"{name}/{family}", layout)
+            weights = pool.run(weigh, layout, words)
+            times = pool.run(seconds, layout, words)
+            out, back = (max(rank[index] for rank in weights) / weights[0][1] for index in (2, 3))
+            slowest = [max(rank[index] for rank in times) for index in (0, 1)]
+            sizes = [f"{weights[0][index] / 1e6:.1f}" for index in (0, 1)]
+            ratios = [f"{value:.2f}" for value in (out, back)]
+            cells = [family, str(layout), *sizes, *ratios, *(f"{value:.2f}" for value in slowest)]
+            sys.stdout.write(f"| {' | '.join(cells)} |\n")
+            sys.stdout.flush()
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

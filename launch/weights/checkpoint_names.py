@@ -1,0 +1,50 @@
+"""The parameters of a transformers model under the names that its files have.
+
+Engines and files know each expert's matrices by themselves; transformers 5 stacks those of a layer in two parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+# model_type: what files call the block of experts, and the gate, up and down projections of one.
+_EXPERTS = {
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+
+
+def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+    """Every parameter of a transformers model by its name in files; writing to a tensor writes to the model.
+
+    Tied parameters come once.
+    """
+    names = _EXPERTS.get(model.config.model_type)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors.update({name: parameter} if names is None else _of_experts(name, parameter, *names))
+    return tensors
+
+
+def is_expert(name: str) -> bool:
+    """Whether the name in a file is that of a matrix of an expert."""
+    return ".experts." in name
+
+
+def _of_experts(
+    name: str, parameter: Tensor, block: str, gate: str, up: str, down: str
+) -> Iterator[tuple[str, Tensor]]:
+    name = name.replace(".mlp.", f".{block}.")
+    path, _, last = name.rpartition(".")
+    if last == "gate_up_proj":
+        for expert, both in enumerate(parameter):
+            for part, half in zip((gate, up), both.chunk(2), strict=True):
+                yield f"{path}.{expert}.{part}.weight", half
+    elif last == "down_proj":
+        for expert, one in enumerate(parameter):
+            yield f"{path}.{expert}.{down}.weight", one
+    else:
+        yield name, parameter

@@ -1,0 +1,35 @@
+"""Who converts the weights of this run, with the groups that it takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
+from megatron_rc.launch.weights.export import export_weights
+from megatron_rc.launch.weights.load import load_weights
+from megatron_rc.parallel.groups import ParallelGroups
+
+
+def export_model(
+    chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
+    if args.weights_bridge is not None:
+        return bridge_export(chunks, args, groups)
+    return export_weights(chunks, args, groups, parallel_state.get_expert_model_parallel_group())
+
+
+def load_model(
+    chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups, folder: str | Path
+) -> None:
+    """Overwrite this rank's weights by those of a Hugging Face directory. See :func:`load_weights`."""
+    if args.weights_bridge is not None:
+        bridge_load(chunks, args, folder)
+        return
+    load_weights(chunks, args, groups, folder, parallel_state.get_expert_model_parallel_group())
