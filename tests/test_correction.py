@@ -223,8 +223,8 @@ def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
 @pytest.mark.parametrize("num_tokens", [2 * WIDTH, 5 * WIDTH])
 def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
     """One graph, traced and run without a C++ compiler; the last block may have another shape and runs as it is."""
-    traced = torch.compile(pipeline.fused_terms, backend="aot_eager", fullgraph=True, dynamic=False)
-    monkeypatch.setattr(pipeline, "_compiled_terms", lambda: traced)
+    traced = torch.compile(pipeline.fused_sums, backend="aot_eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(pipeline, "_compiled_sums", lambda: traced)
     use_blocks(monkeypatch, num_tokens)
     batch, found = clear_batch(name)
     assert_same(correct(name, batch, compile=True), found)
