@@ -150,7 +150,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         config=config,
         sequence=sequence,
         sequence_max=sequence_max,
-        batch=batch | shift_sums(shards.parts, shards.dtype),
+        batch=batch | shift_sums(shards.parts),
         batch_max=batch_max,
         weights=None if weights is None else tuple(weights),
         kept=tuple(kept),

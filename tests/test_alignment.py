@@ -51,7 +51,7 @@ def test_shards_compare_true_neighbours_only(split):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
             parts = collect_shards(inputs, Sizes()).parts
-            for name, value in shift_sums(parts, torch.float32).items():
+            for name, value in shift_sums(parts).items():
                 total[name] = total.get(name, 0.0) + float(value)
         # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
         assert total["shift_pairs"] == 4 * 24 * (14 if split == "zigzag" else 15)
