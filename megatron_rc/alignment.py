@@ -38,16 +38,17 @@ def shift_sums(parts: Sequence[Part]) -> Sums:
 
 def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
     """[4] float64: the values of ``_NAMES`` over some runs, which stand one after the other."""
-    train = torch.cat([block.take(part.train.detach()).flatten() for part, block in runs]).double()
-    rollout = torch.cat([block.take(part.rollout.detach()).flatten() for part, block in runs]).double()
+    train = torch.cat([block.take(part.train.detach()).flatten() for part, block in runs]).float()
+    rollout = torch.cat([block.take(part.rollout.detach()).flatten() for part, block in runs]).float()
     mask = torch.cat([block.take(part.mask).flatten() for part, block in runs])
     followed = torch.cat([_followed(part, block) for part, block in runs])
-    pairs = (mask[:-1] & mask[1:] & followed[:-1]).double()
+    pairs = (mask[:-1] & mask[1:] & followed[:-1]).float()
     for values in (train, rollout):
         values.nan_to_num_(0.0, 0.0, 0.0)
     straight = _distance(train, rollout)
     late, early = _distance(train[:-1], rollout[1:]), _distance(train[1:], rollout[:-1])
-    return torch.stack([torch.ones_like(pairs), (straight[:-1] + straight[1:]) / 2, late, early]) @ pairs
+    first, second, late, early = (values @ pairs for values in (straight[:-1], straight[1:], late, early))
+    return torch.stack([pairs.sum(), (first + second) / 2, late, early]).double()
 
 
 def _distance(values: Tensor, others: Tensor) -> Tensor:
