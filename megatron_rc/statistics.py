@@ -184,7 +184,10 @@ def _weight_terms(
     out.batch_max["weight"] = terms.largest(held)
     out.sequence["weight"] = terms.near_sum(held)
     excess = bounded.sub_(1)
-    out.batch["weight_excess_squared"] = terms.near_total(terms.hold(excess, out=excess).square_())
+    # At an invalid position ρ is 1: only bounds that exclude it leave anything there.
+    if not lower <= 0 <= upper:
+        excess = terms.hold(excess, out=excess)
+    out.batch["weight_excess_squared"] = terms.near_total(excess.square_())
     for name, compare, bound in (("above", torch.gt, upper), ("below", torch.lt, lower)):
         outside = terms.count_where(compare, terms.log_ratio, bound)
         out.batch[name] = terms.whole(outside)
@@ -213,7 +216,8 @@ def _criterion_terms(criterion: Criterion, wide: Tensor, terms: Terms, kept: Ten
     accepted = terms.inside(statistic, clamped)
     out.sequence[f"accepted_{name}"] = terms.count(accepted)
     kept.logical_and_(accepted)
-    clamped = terms.hold(clamped, out=clamped)
+    if not criterion.floor <= 0 <= criterion.upper:
+        clamped = terms.hold(clamped, out=clamped)
     out.batch[f"clamped_{name}"] = terms.near_total(clamped)
     out.batch[f"clamped_squared_{name}"] = terms.near_total(clamped.square_())
 

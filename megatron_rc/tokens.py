@@ -155,12 +155,12 @@ class TokenTerms:
         return flags.sum(1, dtype=torch.int32) if self._lengths is None else self._segments(flags, "sum")
 
     def count_where(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values compare with the bound."""
+        """[runs]: how many values, 0 where invalid, are above (``torch.gt``) or below (``torch.lt``) the bound."""
         if values.dtype != self.log_ratio.dtype:
             return self.count(compare(values, bound).logical_and_(self.valid))
         # A comparison is vectorised where its output is as wide as its input, and not where that is bool.
         ones = compare(values, bound, out=self.scratch.two)
-        return self.near_sum(self.hold(ones, out=ones))
+        return self.near_sum(self.hold(ones, out=ones) if _holds_for_zero(compare, bound) else ones)
 
     def whole(self, per_run: Tensor) -> Tensor:
         """[runs] as a part of the batch, like :meth:`near_total`."""
@@ -261,8 +261,9 @@ class FusedTerms:
         return torch.where(flags, 1.0, 0.0).sum(1)
 
     def count_where(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values compare with the bound."""
-        return self.count(compare(values, bound) & self.valid)
+        """[runs]: how many values, 0 where invalid, are above (``torch.gt``) or below (``torch.lt``) the bound."""
+        flags = compare(values, bound)
+        return self.count(flags & self.valid if _holds_for_zero(compare, bound) else flags)
 
     def whole(self, per_run: Tensor) -> Tensor:
         """[runs]."""
@@ -284,3 +285,8 @@ class FusedTerms:
     def codes(self) -> Tensor:
         """The bins of log ρ, int64."""
         return codes_of(self.log_ratio).long()
+
+
+def _holds_for_zero(compare: Callable[..., Tensor], bound: float) -> bool:
+    """Whether what stands at an invalid position would be counted."""
+    return bound < 0 if compare is torch.gt else bound > 0
