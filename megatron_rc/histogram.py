@@ -11,7 +11,6 @@ within ±32.
 from __future__ import annotations
 
 import functools
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate

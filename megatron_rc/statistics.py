@@ -41,14 +41,11 @@ class BlockTerms:
     codes: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def added(self, rows: int) -> BlockSums:
-        """Everything added up: for each of this many sequences of as many runs, and for the batch."""
-
-        def by_sequence(terms: Sums) -> Tensor:
-            return torch.stack(list(terms.values())).unflatten(1, (rows, -1))
-
+        """Everything added up: for each of this many sequences, of equally many runs, and for the batch."""
+        maxima = list(self.sequence_max.values())
         return BlockSums(
-            by_sequence(self.sequence).sum(2, dtype=torch.float64),
-            by_sequence(self.sequence_max).amax(2) if self.sequence_max else None,
+            torch.stack(list(self.sequence.values())).view(len(self.sequence), rows, -1).sum(2, dtype=torch.float64),
+            torch.stack(maxima).view(len(maxima), rows, -1).amax(2) if maxima else None,
             torch.stack(list(self.batch.values())).sum(1, dtype=torch.float64),
             torch.stack(list(self.batch_max.values())).amax(1),
             self.codes,
