@@ -24,6 +24,16 @@ def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
     return train, rollout, torch.rand(shape, generator=generator) > holes
 
 
+@pytest.mark.parametrize("most", [1, 4, 10**6])
+def test_few_blocks_are_some_of_all(most):
+    for layout in (SequenceLayout.padded(13, 8), SequenceLayout.padded(3, 64), SequenceLayout.packed([0, 5, 60, 100])):
+        every, some = layout.blocks(7), layout.blocks(7, most)
+        assert 0 < len(some) <= most
+        assert set(some) <= set(every)
+        assert some[0] == every[0]
+        assert some == every or len(some) > most / 2
+
+
 @pytest.mark.parametrize("lag", [1, -1])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
 def test_a_shift_is_refused_and_named(lag, noise):

@@ -230,6 +230,22 @@ def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
     assert_same(correct(name, batch, compile=True), found)
 
 
+@pytest.mark.parametrize("bounds", ["1.5_3", "0.3_0.9"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds, compiled, monkeypatch):
+    """They have the ratio 1 inside: the same sums as where there are none."""
+    traced = torch.compile(pipeline.fused_sums, backend="aot_eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(pipeline, "_compiled_sums", lambda: traced)
+    generator = torch.Generator().manual_seed(0)
+    train, rollout = (-torch.rand(4, 24, generator=generator) - 0.1 for _ in range(2))
+    fields = {"rollout_is": "token", "rollout_is_mode": "clamp", "rollout_is_threshold": bounds, "metric_prefix": ""}
+    config = RolloutCorrectionConfig(**fields, rollout_rs="token_k1", rollout_rs_threshold=bounds)
+    mask = (torch.arange(24) < 16).expand(4, 24)
+    got = correct_rollouts(train, rollout, mask, config, compile=compiled).metrics()
+    want = correct_rollouts(*(values[:, :16].contiguous() for values in (train, rollout, mask)), config).metrics()
+    assert got == pytest.approx(want, rel=1e-6)
+
+
 def test_a_response_of_bad_tokens_alone_is_a_lost_one():
     fields = {"rollout_rs": "group_any", "bad_log_probs": "reject_token", "rejection_denominator": "original"}
     rollout = torch.tensor([[math.nan, math.nan], [-1.0, -1.0], [-1.0, -1.0], [math.nan, -1.0]])
