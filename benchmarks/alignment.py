@@ -35,7 +35,7 @@ def sample(generator: torch.Generator) -> Tensor:
 def verdict(train: Tensor, rollout: Tensor) -> int:
     """The lag that the test finds."""
     parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), Sizes()).parts
-    return find_lag({name: float(value) for name, value in shift_sums(parts, torch.float32).items()})
+    return find_lag({name: float(value) for name, value in shift_sums(parts).items()})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rc.inputs import Part
-from megatron_rc.parallel.blocks import Block
+from megatron_rc.parallel.blocks import Block, spread
 from megatron_rc.statistics import Sums
 
 MIN_PAIRS = 1024
@@ -24,29 +25,40 @@ _RUN_TOKENS = 2**13  # consecutive tokens that are looked at together
 _MAX_RUNS = 4  # of one rank, evenly spread: enough for the verdict, and no cost that grows
 
 
-def shift_sums(parts: Sequence[Part], dtype: torch.dtype) -> Sums:
-    """The distances over neighbouring pairs in some runs of the local tokens, 0-D float64 each."""
-    runs = [(part, block) for part in parts for block in part.layout.blocks(_RUN_TOKENS) if block.shape[-1] > 1]
-    step = max(1, -(-len(runs) // _MAX_RUNS))
-    chosen = [_run_sums(part, block, dtype) for part, block in runs[::step]]
-    zeros = torch.zeros(len(_NAMES), dtype=torch.float64, device=parts[0].mask.device)
-    return dict(zip(_NAMES, torch.stack([zeros, *chosen]).sum(0).unbind(), strict=True))
-
-
 _NAMES = ("shift_pairs", "shift_0", "shift_+1", "shift_-1")
 
 
-def _run_sums(part: Part, block: Block, dtype: torch.dtype) -> Tensor:
-    """[4] float64: the values of ``_NAMES`` over one run."""
-    tensors = (block.take(tensor.detach()).to(dtype) for tensor in (part.train, part.rollout))
-    train, rollout = (tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in tensors)
-    mask = block.take(part.mask)
-    both = (mask[..., :-1] & mask[..., 1:] & part.layout.neighbours(block, mask.device)).to(dtype)
-    ones = torch.stack([train[..., :-1], train[..., 1:], train[..., :-1], train[..., 1:]])
-    others = torch.stack([rollout[..., :-1], rollout[..., 1:], rollout[..., 1:], rollout[..., :-1]])
-    distances = ones.sub_(others).abs_().clamp_(max=CLIP).mul_(both).view(4, -1).sum(1, dtype=torch.float64)
-    straight = distances[:2].mean(0, keepdim=True)
-    return torch.cat([both.sum(dtype=torch.float64).view(1), straight, distances[2:]])
+def shift_sums(parts: Sequence[Part]) -> Sums:
+    """The distances over neighbouring pairs in some runs of the local tokens, 0-D float64 each."""
+    cuts = [(part, block) for part in parts for block in part.layout.blocks(_RUN_TOKENS, _MAX_RUNS)]
+    runs = spread([(part, block) for part, block in cuts if block.shape[-1] > 1], _MAX_RUNS)
+    sums = _distances(runs) if runs else torch.zeros(len(_NAMES), dtype=torch.float64, device=parts[0].mask.device)
+    return dict(zip(_NAMES, sums.unbind(), strict=True))
+
+
+def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
+    """[4] float64: the values of ``_NAMES`` over some runs, which stand one after the other."""
+    train = torch.cat([block.take(part.train.detach()).flatten() for part, block in runs]).float()
+    rollout = torch.cat([block.take(part.rollout.detach()).flatten() for part, block in runs]).float()
+    mask = torch.cat([block.take(part.mask).flatten() for part, block in runs])
+    followed = torch.cat([_followed(part, block) for part, block in runs])
+    pairs = (mask[:-1] & mask[1:] & followed[:-1]).float()
+    for values in (train, rollout):
+        values.nan_to_num_(0.0, 0.0, 0.0)
+    straight = _distance(train, rollout)
+    late, early = _distance(train[:-1], rollout[1:]), _distance(train[1:], rollout[:-1])
+    first, second, late, early = (values @ pairs for values in (straight[:-1], straight[1:], late, early))
+    return torch.stack([pairs.sum(), (first + second) / 2, late, early]).double()
+
+
+def _distance(values: Tensor, others: Tensor) -> Tensor:
+    return (values - others).abs_().clamp_(max=CLIP)
+
+
+def _followed(part: Part, block: Block) -> Tensor:
+    """[t] bool: the tokens of a run that are followed by the next position of their sequence."""
+    neighbours = part.layout.neighbours(block, part.mask.device)
+    return pad(neighbours.expand(*block.shape[:-1], block.shape[-1] - 1), (0, 1)).flatten()
 
 
 def find_lag(sums: Mapping[str, float]) -> int:

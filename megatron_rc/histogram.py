@@ -11,7 +11,6 @@ within ±32.
 from __future__ import annotations
 
 import functools
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,7 +24,6 @@ _LOWEST, _HIGHEST = -15, 5  # powers of two between which bins are told apart
 _HALF = (_HIGHEST - _LOWEST) * _PER_OCTAVE
 NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of what is left of the bits, sign included
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
-_PIECE = 2**16  # codes whose int64 copy stays in a CPU's cache
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
@@ -52,15 +50,15 @@ class CodeCounter:
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(torch.get_num_threads(), NUM_CODES, dtype=torch.float64, device=device)
         self.num_values = 0
-        self._index = torch.empty(_PIECE, dtype=torch.int64, device=device)
         self._one = self.counts.new_ones(1, 1)
 
     def add(self, codes: Tensor) -> None:
-        """Count int32 codes, contiguous, of any shape."""
-        for piece in codes.view(-1).split(_PIECE):
-            shares = math.gcd(len(piece), len(self.counts))
-            index = self._index[: len(piece)].copy_(piece).view(shares, -1)
-            self.counts[:shares].scatter_add_(1, index, self._one.expand(index.shape))
+        """Count int64 codes, contiguous, of any shape."""
+        rest = codes.numel() % len(self.counts)
+        shares = codes.view(-1)[rest:].view(len(self.counts), -1)
+        for counts, index in ((self.counts, shares), (self.counts[:1], codes.view(1, -1)[:, :rest])):
+            if index.numel():
+                counts.scatter_add_(1, index, self._one.expand(index.shape))
         self.num_values += codes.numel()
 
 

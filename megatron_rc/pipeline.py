@@ -27,7 +27,7 @@ from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.rejection import Verdicts, decide, local_group_sums, threshold_scale
 from megatron_rc.result import CorrectionResult, HeaderShape
-from megatron_rc.statistics import BlockTerms, BlockTokens, Sums, block_terms, fused_terms, is_log_prob
+from megatron_rc.statistics import BlockSums, BlockTokens, Sums, block_terms, fused_sums, is_log_prob
 from megatron_rc.tokens import Scratch, run_length
 from megatron_rc.totals import (
     breakdown_totals,
@@ -135,7 +135,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
     kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
     total = _Accumulator(shards, config)
-    terms_of = _BlockPass(shards, config, compile)
+    sums_of = _BlockPass(shards, config, compile)
     for index, part in enumerate(shards.parts):
         for block in _blocks(part, compile):
             tokens = BlockTokens(
@@ -146,14 +146,14 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
                 block.take(kept[index]),
                 _levels(part, block, shards, config),
             )
-            total.add(terms_of(tokens, block), _rows(part, block))
+            total.add(sums_of(tokens, block), _rows(part, block))
     sequence, sequence_max, batch, batch_max = total.named()
     return LocalSums(
         shards=shards,
         config=config,
         sequence=sequence,
         sequence_max=sequence_max,
-        batch=batch | shift_sums(shards.parts, shards.dtype),
+        batch=batch | shift_sums(shards.parts),
         batch_max=batch_max,
         weights=None if weights is None else tuple(weights),
         kept=tuple(kept),
@@ -246,17 +246,14 @@ class _Accumulator:
             maxima.fill_(-torch.inf)
         self.codes = CodeCounter(shards.device)
 
-    def add(self, terms: BlockTerms, rows: slice) -> None:
+    def add(self, sums: BlockSums, rows: slice) -> None:
         """Add what one block contributes to some sequences and to the batch."""
-        shape = (rows.stop - rows.start, -1)
-        stacked = torch.stack(list(terms.sequence.values())).unflatten(1, shape)
-        self.sequence[:, rows] += stacked.sum(2, dtype=torch.float64)
-        if terms.sequence_max:
-            largest = torch.stack(list(terms.sequence_max.values())).unflatten(1, shape).amax(2)
-            self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], largest)
-        self.batch += torch.stack(list(terms.batch.values())).sum(1, dtype=torch.float64)
-        self.batch_max = torch.maximum(self.batch_max, torch.stack(list(terms.batch_max.values())).amax(1))
-        self.codes.add(terms.codes)
+        self.sequence[:, rows] += sums.sequence
+        if sums.sequence_max is not None:
+            self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], sums.sequence_max)
+        self.batch += sums.batch
+        self.batch_max = torch.maximum(self.batch_max, sums.batch_max)
+        self.codes.add(sums.codes)
 
     def named(self) -> tuple[Sums, Sums, Sums, Sums]:
         """Sequences' sums and maxima, the batch's sums and maxima, by name."""
@@ -354,7 +351,7 @@ class _ScratchPool:
 
 
 class _BlockPass:
-    """The terms of one block after the other.
+    """The sums of one block after the other.
 
     Blocks go through ``torch.compile``, if asked for, while they have the first one's shape.
     """
@@ -363,30 +360,22 @@ class _BlockPass:
         self._config, self._compile, self._scratch = config, compile, _ScratchPool(shards)
         self._fused_shape: tuple[int, ...] | None = None
 
-    def __call__(self, tokens: BlockTokens, block: Block) -> BlockTerms:
+    def __call__(self, tokens: BlockTokens, block: Block) -> BlockSums:
         if not block.is_even:
             lengths = block.lengths(tokens.mask.device)
-            return block_terms(tokens, self._config, self._scratch.of(tokens), lengths)
+            return block_terms(tokens, self._config, self._scratch.of(tokens), lengths).added(block.rows)
         tokens = tokens.in_runs(run_length(block.shape[1]))
-        shape = tuple(tokens.mask.shape)
-        if self._compile and tokens.level is None and self._fused_shape in (None, shape):
-            return self._fused(tokens, shape)
-        return block_terms(tokens, self._config, self._scratch.of(tokens))
-
-    def _fused(self, tokens: BlockTokens, shape: tuple[int, ...]) -> BlockTerms:
-        if self._fused_shape is None:
-            self._fused_shape = shape
-            self._mask = torch.empty(shape, dtype=torch.int32, device=tokens.mask.device)
-            self._kept, self._zero = torch.empty_like(self._mask), self._mask.new_zeros(shape[0], 1)
-        wide = dataclasses.replace(tokens, mask=self._mask.copy_(tokens.mask), kept=self._kept)
-        terms = _compiled_terms()(wide, self._zero, self._config)
-        tokens.kept.copy_(self._kept)
-        return terms
+        if self._compile and tokens.level is None and self._fused_shape in (None, block.shape):
+            self._fused_shape = block.shape
+            flags = dataclasses.replace(tokens, mask=tokens.mask.view(torch.uint8), kept=tokens.kept.view(torch.uint8))
+            zero = torch.zeros(len(flags.mask), 1, device=flags.mask.device)
+            return _compiled_sums()(flags, zero, self._config, block.rows)
+        return block_terms(tokens, self._config, self._scratch.of(tokens)).added(block.rows)
 
 
 @functools.cache
-def _compiled_terms() -> Callable[..., BlockTerms]:
-    compiled: Callable[..., BlockTerms] = torch.compile(fused_terms, dynamic=False)
+def _compiled_sums() -> Callable[..., BlockSums]:
+    compiled: Callable[..., BlockSums] = torch.compile(fused_sums, dynamic=False)
     return compiled
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class BlockTerms:
         sequence_max: [runs] maxima.
         batch: [parts] sums.
         batch_max: [parts] maxima; a minimum is the largest negative.
-        codes: the bin of each log ρ, int32, the block's shape; lives in the scratch.
+        codes: the bin of each log ρ, int64, the block's shape; lives in the scratch.
     """
 
     sequence: Sums = field(default_factory=dict)
@@ -38,6 +39,30 @@ class BlockTerms:
     batch: Sums = field(default_factory=dict)
     batch_max: Sums = field(default_factory=dict)
     codes: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def added(self, rows: int) -> BlockSums:
+        """Everything added up: for each of this many sequences, of equally many runs, and for the batch."""
+        maxima = list(self.sequence_max.values())
+        return BlockSums(
+            torch.stack(list(self.sequence.values())).view(len(self.sequence), rows, -1).sum(2, dtype=torch.float64),
+            torch.stack(maxima).view(len(maxima), rows, -1).amax(2) if maxima else None,
+            torch.stack(list(self.batch.values())).sum(1, dtype=torch.float64),
+            torch.stack(list(self.batch_max.values())).amax(1),
+            self.codes,
+        )
+
+
+class BlockSums(NamedTuple):
+    """What one block contributes: [k, rows] to its sequences, [k] to the batch; sums are float64.
+
+    The rows are the names of :class:`BlockTerms` in their order, ``codes`` is its.
+    """
+
+    sequence: Tensor
+    sequence_max: Tensor | None
+    batch: Tensor
+    batch_max: Tensor
+    codes: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,10 +72,10 @@ class BlockTokens:
     Attributes:
         train: log π_train, float32 or float64.
         rollout: log π_rollout, alike.
-        mask: the response mask, bool (int32 in a compiled call).
+        mask: the response mask, bool (uint8 in a compiled call).
         negative: bool, where the advantage of the token is below 0; None where ``opsm`` does not test tokens.
         weights: takes the bounded weights at token level, else 1 where valid; None without weights.
-        kept: bool (int32 in a compiled call), takes where valid and accepted by the token-level criteria.
+        kept: bool (uint8 in a compiled call), takes where valid and accepted by the token-level criteria.
         level: int64, which factor of the staleness scale is the token's; None without one.
     """
 
@@ -89,15 +114,16 @@ def block_terms(
     return _terms_of(TokenTerms(tokens.train, tokens.rollout, tokens.mask, scratch, lengths), tokens, config)
 
 
-def fused_terms(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConfig) -> BlockTerms:
-    """The same for a compiler.
+def fused_sums(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConfig, rows: int) -> BlockSums:
+    """The same for a compiler, added up.
 
     Args:
-        tokens: inputs and outputs, [runs, run] each; ``mask`` and ``kept`` are int32.
+        tokens: inputs and outputs, [runs, run] each; ``mask`` and ``kept`` are uint8.
         zero: as :class:`FusedTerms` has it.
         config: decides which terms there are.
+        rows: sequences of the block.
     """
-    return _terms_of(FusedTerms(tokens.train, tokens.rollout, tokens.mask, zero), tokens, config)
+    return _terms_of(FusedTerms(tokens.train, tokens.rollout, tokens.mask, zero), tokens, config).added(rows)
 
 
 def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig) -> BlockTerms:
@@ -176,7 +202,10 @@ def _weight_terms(
     out.batch_max["weight"] = terms.largest(held)
     out.sequence["weight"] = terms.near_sum(held)
     excess = bounded.sub_(1)
-    out.batch["weight_excess_squared"] = terms.near_total(terms.hold(excess, out=excess).square_())
+    # At an invalid position ρ is 1: only bounds that exclude it leave anything there.
+    if not lower <= 0 <= upper:
+        excess = terms.hold(excess, out=excess)
+    out.batch["weight_excess_squared"] = terms.near_total(excess.square_())
     for name, compare, bound in (("above", torch.gt, upper), ("below", torch.lt, lower)):
         outside = terms.count_where(compare, tested, bound)
         out.batch[name] = terms.whole(outside)
@@ -211,7 +240,10 @@ def _criterion_terms(
     accepted = terms.inside(tested, clamped)
     out.sequence[f"accepted_{name}"] = terms.count(accepted)
     kept.logical_and_(accepted)
-    clamped = terms.hold(clamped if scale is None else clamped.mul_(scale), out=clamped)
+    if scale is not None:
+        clamped = clamped.mul_(scale)
+    if not criterion.floor <= 0 <= criterion.upper:
+        clamped = terms.hold(clamped, out=clamped)
     out.batch[f"clamped_{name}"] = terms.near_total(clamped)
     out.batch[f"clamped_squared_{name}"] = terms.near_total(clamped.square_())
 

@@ -41,6 +41,7 @@ class Scratch:
         wide: float64.
         bits: integers as wide as the log-probs.
         narrow: int32; where the log-probs are float32 it is ``two``.
+        index: int64, ``wide``'s memory.
         valid: bool.
         flags: bool.
     """
@@ -52,6 +53,7 @@ class Scratch:
         self.one, self.two = both
         self.log_ratio, self.bits = empty(dtype=dtype), empty(dtype=kind)
         self.wide = both.view(-1).view(torch.float64)[: self.bits.numel()].view(shape)
+        self.index = self.wide.view(torch.int64)
         self.valid, self.flags = empty(dtype=torch.bool), empty(dtype=torch.bool)
         self.narrow = self.two.view(torch.int32) if dtype == torch.float32 else empty(dtype=torch.int32)
         self._as_bits = {id(buffer): buffer.view(kind) for buffer in (self.one, self.two, self.log_ratio)}
@@ -153,12 +155,12 @@ class TokenTerms:
         return flags.sum(1, dtype=torch.int32) if self._lengths is None else self._segments(flags, "sum")
 
     def count_where(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values compare with the bound."""
+        """[runs]: how many values, 0 where invalid, are above (``torch.gt``) or below (``torch.lt``) the bound."""
         if values.dtype != self.log_ratio.dtype:
             return self.count(compare(values, bound).logical_and_(self.valid))
         # A comparison is vectorised where its output is as wide as its input, and not where that is bool.
         ones = compare(values, bound, out=self.scratch.two)
-        return self.near_sum(self.hold(ones, out=ones))
+        return self.near_sum(self.hold(ones, out=ones) if _holds_for_zero(compare, bound) else ones)
 
     def whole(self, per_run: Tensor) -> Tensor:
         """[runs] as a part of the batch, like :meth:`near_total`."""
@@ -181,29 +183,30 @@ class TokenTerms:
         return largest, -(smallest.amin(1) if self._lengths is None else smallest.amin().view(1))
 
     def codes(self) -> Tensor:
-        """The bins of log ρ, int32; in ``scratch.narrow``."""
-        return codes_of(self.log_ratio, self.scratch.narrow)
+        """The bins of log ρ, int64; in ``scratch.index``. Overwrites ``bits``: nothing can follow."""
+        single = self.bits.dtype == torch.int32
+        return self.scratch.index.copy_(codes_of(self.log_ratio, self.bits if single else self.scratch.narrow))
 
     def _segments(self, values: Tensor, kind: Literal["sum", "max"]) -> Tensor:
         return torch.segment_reduce(values.double(), kind, lengths=self._lengths, unsafe=True)
 
 
 class FusedTerms:
-    """:class:`TokenTerms` as expressions, for a compiler, which cannot vectorise reads and writes of bool.
+    """:class:`TokenTerms` as expressions, for a compiler, which can vectorise reads and writes of uint8, not of bool.
 
     Every sum runs along the last dimension, so that a compiler makes one loop of all of them.
 
     Args:
         train: log π_train, [runs, run].
         rollout: log π_rollout, alike.
-        mask: int32, alike, 1 in the response mask, 0 elsewhere.
-        zero: int32 zeros, [runs, 1]. A term that depends on the run keeps the compiler from flattening the loop of
+        mask: uint8, alike, 1 in the response mask, 0 elsewhere.
+        zero: float32 zeros, [runs, 1]. A term that depends on the run keeps the compiler from flattening the loop of
             what is written for each token, which would part it from the loop of the sums.
     """
 
     def __init__(self, train: Tensor, rollout: Tensor, mask: Tensor, zero: Tensor) -> None:
         lowest = torch.finfo(train.dtype).min
-        self.valid = mask + zero != 0
+        self.valid = mask.float() + zero != 0
         self.response = self.count(self.valid)
         for value in (train, rollout):
             self.valid = self.valid & (value <= POSITIVE_LIMIT) & (value >= lowest)
@@ -216,8 +219,8 @@ class FusedTerms:
         return self.valid.clone()
 
     def end_mask(self, mask: Tensor, out: Tensor) -> None:
-        """Write what is left of ``begin_mask`` to ``out``, int32."""
-        out.copy_(torch.where(mask, out.new_ones(()), out.new_zeros(())))
+        """Write what is left of ``begin_mask`` to ``out``, uint8."""
+        out.copy_(torch.where(mask, 1.0, 0.0))
 
     def ratio(self) -> Tensor:
         """ρ."""
@@ -258,8 +261,9 @@ class FusedTerms:
         return torch.where(flags, 1.0, 0.0).sum(1)
 
     def count_where(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values compare with the bound."""
-        return self.count(compare(values, bound) & self.valid)
+        """[runs]: how many values, 0 where invalid, are above (``torch.gt``) or below (``torch.lt``) the bound."""
+        flags = compare(values, bound)
+        return self.count(flags & self.valid if _holds_for_zero(compare, bound) else flags)
 
     def whole(self, per_run: Tensor) -> Tensor:
         """[runs]."""
@@ -279,5 +283,10 @@ class FusedTerms:
         return self.max(largest), self.max(torch.where(self.valid, -values, -torch.inf))
 
     def codes(self) -> Tensor:
-        """The bins of log ρ, int32."""
-        return codes_of(self.log_ratio)
+        """The bins of log ρ, int64."""
+        return codes_of(self.log_ratio).long()
+
+
+def _holds_for_zero(compare: Callable[..., Tensor], bound: float) -> bool:
+    """Whether what stands at an invalid position would be counted."""
+    return bound < 0 if compare is torch.gt else bound > 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,27 +67,25 @@ class Block:
         return torch.repeat_interleave(per_sequence, lengths, output_size=self.shape[0])
 
 
-def cut_padded(shape: tuple[int, ...], num_tokens: int) -> Iterator[Block]:
-    """Blocks of a ``[b, s]`` shard: whole rows while they fit, else pieces of one row."""
+def cut_padded(shape: tuple[int, ...], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
+    """Blocks of a ``[b, s]`` shard: whole rows while they fit, else pieces of one row; ``most`` of them, spread."""
     rows, length = shape
     if not length:
         return
-    most = max(1, num_tokens // length)
+    fitting = max(1, num_tokens // length)
     # Equal blocks where that does not make them much smaller.
-    step = next((step for step in range(most, most // 2, -1) if rows % step == 0), most)
+    step = next((step for step in range(fitting, fitting // 2, -1) if rows % step == 0), fitting)
     width = min(length, num_tokens)
-    for row in range(0, rows, step):
-        count = min(step, rows - row)
-        for column in range(0, length, width):
-            stop = min(column + width, length)
-            index = (slice(row, row + count), slice(column, stop))
-            yield Block(index, row, count, column, None, (count, stop - column))
+    for row, column in spread(list(product(range(0, rows, step), range(0, length, width))), most):
+        count, stop = min(step, rows - row), min(column + width, length)
+        index = (slice(row, row + count), slice(column, stop))
+        yield Block(index, row, count, column, None, (count, stop - column))
 
 
-def cut_packed(lengths: Sequence[int], num_tokens: int) -> Iterator[Block]:
-    """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens."""
+def cut_packed(lengths: Sequence[int], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
+    """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens; ``most`` likewise."""
     ends = list(accumulate(lengths))
-    for low in range(0, ends[-1] if ends else 0, num_tokens):
+    for low in spread(range(0, ends[-1] if ends else 0, num_tokens), most):
         high = min(low + num_tokens, ends[-1])
         first, last = bisect_right(ends, low), bisect_left(ends, high)
         begins = [ends[i] - lengths[i] for i in range(first, last + 1)]
@@ -93,3 +95,8 @@ def cut_packed(lengths: Sequence[int], num_tokens: int) -> Iterator[Block]:
             yield Block(index, first, len(parts), start, None, (len(parts), parts[0]))
         else:
             yield Block(index, first, len(parts), start, tuple(parts), (high - low,))
+
+
+def spread(values: Sequence[T], most: int) -> Sequence[T]:
+    """At most so many of the values, evenly spread."""
+    return values[:: max(1, -(-len(values) // most))]

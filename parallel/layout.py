@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,16 +186,20 @@ class SequenceLayout:
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         return per_sequence[self.sequence_index.to(per_sequence.device)].view(self.shape)
 
-    def blocks(self, num_tokens: int) -> list[Block]:
-        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once."""
-        if num_tokens not in self._cuts:
+    def blocks(self, num_tokens: int, most: int = sys.maxsize) -> list[Block]:
+        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once.
+
+        With ``most``, only so many of them, evenly spread.
+        """
+        if (num_tokens, most) not in self._cuts:
             local = [length // self.cp_size for length in self.full_lengths]
-            pieces = cut_padded(self.shape, num_tokens) if len(self.shape) == 2 else cut_packed(local, num_tokens)
-            self._cuts[num_tokens] = list(pieces)
-        return self._cuts[num_tokens]
+            padded = len(self.shape) == 2
+            pieces = cut_padded(self.shape, num_tokens, most) if padded else cut_packed(local, num_tokens, most)
+            self._cuts[num_tokens, most] = list(pieces)
+        return self._cuts[num_tokens, most]
 
     @cached_property
-    def _cuts(self) -> dict[int, list[Block]]:
+    def _cuts(self) -> dict[tuple[int, int], list[Block]]:
         return {}
 
     def neighbours(self, block: Block, device: torch.device) -> Tensor:

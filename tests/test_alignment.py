@@ -24,6 +24,16 @@ def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
     return train, rollout, torch.rand(shape, generator=generator) > holes
 
 
+@pytest.mark.parametrize("most", [1, 4, 10**6])
+def test_few_blocks_are_some_of_all(most):
+    for layout in (SequenceLayout.padded(13, 8), SequenceLayout.padded(3, 64), SequenceLayout.packed([0, 5, 60, 100])):
+        every, some = layout.blocks(7), layout.blocks(7, most)
+        assert 0 < len(some) <= most
+        assert all(block in every for block in some)
+        assert some[0] == every[0]
+        assert some == every or len(some) > most / 2
+
+
 @pytest.mark.parametrize("lag", [1, -1])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
 def test_a_shift_is_refused_and_named(lag, noise):
@@ -51,7 +61,7 @@ def test_shards_compare_true_neighbours_only(split):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
             parts = collect_shards(inputs, Sizes()).parts
-            for name, value in shift_sums(parts, torch.float32).items():
+            for name, value in shift_sums(parts).items():
                 total[name] = total.get(name, 0.0) + float(value)
         # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
         assert total["shift_pairs"] == 4 * 24 * (14 if split == "zigzag" else 15)
