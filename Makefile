@@ -4,6 +4,8 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 NPROC ?= 4
 CONFIG ?= count_up
+# More flags for `make run` and `make run-smollm2`.
+FLAGS ?=
 # What samples in `make run-smollm2`: vllm, or transformers where vLLM does not run.
 ENGINE ?= vllm
 # A package index with PyTorch's CPU build, for machines where plain pip brings the CUDA build.
@@ -20,13 +22,13 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
-	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG)
+	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG) $(FLAGS)
 
 # A real language model on two processes: 135M parameters, about 20 minutes.
 run-smollm2: $(SMOLLM2)/config.json
 	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
-		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE)
+		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) $(FLAGS)
 
 test: $(INSTALLED)
 	@echo "== the whole suite"

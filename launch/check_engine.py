@@ -24,7 +24,7 @@ from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
 if TYPE_CHECKING:
-    from megatron_rc.launch.tasks import Task
+    from megatron_rc.launch.tasks import Task, Text
     from megatron_rc.launch.trainer import Trainer
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0)
@@ -65,7 +65,7 @@ def run_check(args: argparse.Namespace, task: Task) -> None:
     findings = check_engine(args, task)
     if torch.distributed.get_rank() == 0:
         for finding in findings:
-            sys.stdout.write(f"{'ok ' if finding.agrees else 'BAD'}  {finding.about:<12}{finding.words}\n")
+            sys.stdout.write(f"{'ok ' if finding.agrees else 'BAD'}  {finding.about:<30}{finding.words}\n")
         sys.stdout.flush()
     wrong = [finding.about for finding in findings if not finding.agrees]
     if wrong:
@@ -94,13 +94,14 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
     sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
     args.rl_default_temperature = configured
     # Whole sequences are counted on the first CP rank alone.
-    endings = _endings(batch, task.text.eos) * (group_rank(groups.cp) == 0)
-    local = torch.cat([torch.stack(sums).flatten(), endings])
+    whole = torch.cat([_tokens(batch, task.text), _endings(batch, task.text.eos)]) * (group_rank(groups.cp) == 0)
+    local = torch.cat([torch.stack(sums).flatten(), whole])
     total = broadcast(all_reduce_sum(local, groups.dp_cp), group_size(groups.pp) - 1, groups.pp).tolist()
     width = len(LAGS) + 1
     scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
     distances = dict(zip(temperatures, scored, strict=True))
-    return judge(distances, configured, tolerance(args)) + judge_endings(*total[-3:])
+    found = judge(distances, configured, tolerance(args))
+    return [*found, judge_tokens(task.text.size, *total[-6:-3]), *judge_endings(*total[-3:])]
 
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
@@ -141,7 +142,7 @@ def judge(distances: Mapping[float, Sequence[float]], configured: float, toleran
             f"mean |Δ log-prob| by lag {evidence} nats"
             + (f": the engine's log-probs are shifted by {lag:+d}; align both to the label tokens" if shifted else ""),
         ),
-        Finding("temperature", not warmer, _temperature(by_temperature, configured, best, warmer)),
+        Finding("temperature and log-prob mode", not warmer, _temperature(by_temperature, configured, best, warmer)),
         Finding(
             "weights",
             close,
@@ -154,10 +155,32 @@ def judge(distances: Mapping[float, Sequence[float]], configured: float, toleran
 def _temperature(distances: Mapping[float, float], configured: float, best: float, warmer: bool) -> str:
     words = f"closest at {best}, scored at {configured} ({distances[best]:.4f} and {distances[configured]:.4f} nats)"
     if not warmer:
-        return words
+        return f"{words}: " + (
+            "at 1 raw and processed log-probs are the same" if configured == 1 else "processed log-probs"
+        )
     if best == 1:
         return f"{words}: these are raw log-probs, before temperature; ask the engine for processed ones"
     return f"{words}: the engine samples at another temperature than --rl-default-temperature"
+
+
+def _tokens(batch: RolloutBatch, text: Text) -> Tensor:
+    """[3] float64: sampled tokens that the tokenizer lacks; responses; those whose text gives them again."""
+    rows = [tokens[mask].tolist() for tokens, mask in zip(batch.tokens, batch.response_mask, strict=True)]
+    foreign = sum(token >= text.size for row in rows for token in row)
+    known = [[token for token in row if token not in (text.eos, text.pad)] for row in rows]
+    again = sum(not foreign and text.tokens_of(text.decode(row)) == row for row in known)
+    return torch.tensor([foreign, len(rows), again], dtype=torch.float64, device=batch.tokens.device)
+
+
+def judge_tokens(size: int, foreign: float, responses: float, again: float) -> Finding:
+    """Whether the engine samples what the trainer's tokenizer knows; how often it splits the text alike is evidence."""
+    if foreign:
+        words = (
+            f"{foreign:.0f} sampled tokens are not among the tokenizer's {size}: is the engine's vocabulary another?"
+        )
+        return Finding("tokenizer", False, words)
+    words = f"all sampled tokens are the tokenizer's; the text of {again:.0f} of {responses:.0f} responses gives their"
+    return Finding("tokenizer", True, f"{words} tokens again")
 
 
 def _endings(batch: RolloutBatch, eos: int) -> Tensor:

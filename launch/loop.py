@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from types import FrameType
 
 import torch
@@ -98,14 +99,17 @@ class _HandOver:
         self.check = None if args.load_rollouts else SyncCheck(args, trainer, collector, groups)
         self.metrics: dict[str, float] = {}
 
-    def __call__(self) -> None:
+    def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
+        """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
         args, step = self.args, self.trainer.iteration
         self.collector.sync_weights(self.trainer.chunks, step)
         self.metrics = {} if self.check is None else self.check()
+        lap("sync")
         if args.eval_interval and (step % args.eval_interval == 0 or step >= args.train_iters):
             metrics = self.collector.evaluate()
             if self.reporter is not None:
                 self.reporter.evaluation(step, metrics)
+            lap("eval")
 
 
 def _rollout_steps(
@@ -126,7 +130,7 @@ def _rollout_steps(
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
-    batch = collector.next_batch(trainer.iteration, hand_over, lap)
+    batch = collector.next_batch(trainer.iteration, partial(hand_over, lap), lap)
     prepared = trainer.prepare(batch)
     lap("plan")
     common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | hand_over.metrics
@@ -135,7 +139,8 @@ def _rollout_steps(
         metrics = trainer.update(prepared, update % mini_batches)
         lap("update")
         if update == 0:
-            times["perf/tokens_per_second"] = common["rollout/tokens"] / (time.monotonic() - begun)
+            seconds = time.monotonic() - begun - times.get("perf/eval_seconds", 0.0)
+            times["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
         yield common | metrics | times
 
 

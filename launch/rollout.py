@@ -62,7 +62,7 @@ class RolloutCollector:
         Args:
             step: that the batch starts at.
             hand_over: gives the engines the trainer's weights; they have no request under way then.
-            lap: is told ``sync`` and ``rollout`` where they end.
+            lap: is told where ``rollout`` ends.
 
         Raises:
             AgreedError: see :meth:`sync_weights` and :meth:`collect`.
@@ -70,13 +70,11 @@ class RolloutCollector:
         is_fresh = step not in self.ahead
         if is_fresh:
             hand_over()
-            lap("sync")
         batch = self.collect(step)
         lap("rollout")
         if self.window and not len(self.ahead):
             if not is_fresh:
                 hand_over()
-                lap("sync")
             following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
             self.ahead.order([later for later in following if later < self.args.train_iters])
         return batch

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from megatron_rc.launch.arguments import parse_args
-from megatron_rc.launch.check_engine import judge_endings
+from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_tokens
 from megatron_rc.launch.distances import lag_distances
 from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.validation import validate_args
 from tests.ranks import Layout
-from tests.scenario import flags
+from tests.scenario import flags, recorded_batch
 
 WIDE = ["--init-method-std=0.5", "--grpo-prompts-per-step=8", "--global-batch-size=32", "--rollout-dtype=bf16"]
 EOS = 1
@@ -71,15 +72,26 @@ def findings(words, fault):
         (None, ["--rl-default-temperature=0.6"], set(), None),
         ("shift", [], {"shift", "weights"}, "shifted by +1"),
         ("stale", [], {"weights"}, "other weights, a stale cache, or another tokenizer"),
-        ("raw", ["--rl-default-temperature=0.6"], {"temperature", "weights"}, "raw log-probs, before temperature"),
-        ("hot", [], {"temperature", "weights"}, "the engine samples at another temperature"),
+        (
+            "raw",
+            ["--rl-default-temperature=0.6"],
+            {"temperature and log-prob mode", "weights"},
+            "raw log-probs, before temperature",
+        ),
+        ("hot", [], {"temperature and log-prob mode", "weights"}, "the engine samples at another temperature"),
         ("no eos", [], {"end of text"}, "must be in it, with its log-prob"),
     ],
 )
 def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
     (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *more), fault)
     assert {finding.about for finding in found if not finding.agrees} == wrong
-    assert [finding.about for finding in found] == ["shift", "temperature", "weights", "end of text"]
+    assert [finding.about for finding in found] == [
+        "shift",
+        "temperature and log-prob mode",
+        "weights",
+        "tokenizer",
+        "end of text",
+    ]
     if message:
         assert any(message in finding.words for finding in found)
 
@@ -110,3 +122,27 @@ def test_ends_inside_a_response_are_seen():
     assert not finding.agrees
     assert "sampling went on after it" in finding.words
     assert judge_endings(3, 3, 0)[0].agrees
+
+
+def test_foreign_tokens_are_seen():
+    assert judge_tokens(13, 0, 4, 3).agrees
+    assert "the text of 3 of 4 responses gives their tokens again" in judge_tokens(13, 0, 4, 3).words
+    finding = judge_tokens(13, 2, 4, 0)
+    assert not finding.agrees
+    assert "2 sampled tokens are not among the tokenizer's 13" in finding.words
+
+
+def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
+    """Three responses: one as the tokenizer would split it, one with a token that it lacks, one of two other pieces."""
+    text = CharacterText("ab")
+    batch = recorded_batch(0).rows([0, 1, 2])
+    mask = torch.zeros_like(batch.response_mask)
+    mask[:, 4:7] = True
+    tokens = torch.full_like(batch.tokens, text.tokens_of("a")[0])
+    tokens[:, 6] = text.eos
+    batch = dataclasses.replace(batch, tokens=tokens, response_mask=mask)
+    assert _tokens(batch, text).tolist() == [0, 3, 3]
+    tokens[1, 5] = text.tokenizer.token_to_id("<unk>")
+    assert _tokens(batch, text).tolist() == [0, 3, 2]
+    tokens[1, 5] = text.size
+    assert _tokens(batch, text).tolist()[:2] == [1, 3]

@@ -49,6 +49,10 @@ class Text(Protocol):
         """The text of a response, without the token that ends it."""
         ...
 
+    def tokens_of(self, text: str) -> list[int]:
+        """Token ids of a text by itself."""
+        ...
+
 
 class CharacterText:
     """One token a character, for models that are trained from nothing.
@@ -68,13 +72,17 @@ class CharacterText:
 
     def encode(self, problem: Problem) -> list[int]:
         """See :class:`Text`."""
-        ids: list[int] = self.tokenizer.encode(as_plain_text(problem)).ids
-        return ids
+        return self.tokens_of(as_plain_text(problem))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See :class:`Text`."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def tokens_of(self, text: str) -> list[int]:
+        """See :class:`Text`."""
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
 
 
 class HuggingFaceText:
@@ -121,13 +129,17 @@ class HuggingFaceText:
             {"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])
         ]
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.tokens_of(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See :class:`Text`."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def tokens_of(self, text: str) -> list[int]:
+        """See :class:`Text`."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
 
 def as_plain_text(problem: Problem) -> str:
