@@ -331,7 +331,7 @@ def _add_task_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer-model", metavar="DIR", help="holds the tokenizer; default: --load-hf")
     _switch(group, "--apply-chat-template", "show problems as turns of a conversation, by the tokenizer's template")
     group.add_argument("--eval-interval", type=int, help="optimizer steps between evaluations; default: none are made")
-    group.add_argument("--eval-problems", type=int, default=96, help="held-out problems of an evaluation")
+    group.add_argument("--eval-problems", type=int, help="held-out problems of an evaluation; default: 96")
 
 
 def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
@@ -379,7 +379,8 @@ def _add_rollout_args(parser: argparse.ArgumentParser) -> None:
         "--rollout-check-tolerance",
         type=float,
         metavar="NATS",
-        help="mean |difference| of log-probs that ends the run after a weight sync; default: by --rollout-dtype",
+        help="mean |difference| of log-probs that ends the run after a weight sync, or fails check_engine; default: by "
+        "--rollout-dtype and --bf16",
     )
 
 

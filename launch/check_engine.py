@@ -117,13 +117,13 @@ def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -
     return lag_distances(train, local.rollout_log_probs, local.response_mask, local.positions)
 
 
-def judge(distances: Mapping[float, Sequence[float]], configured: float, tolerance: float) -> list[Finding]:
+def judge(distances: Mapping[float, Sequence[float]], configured: float, limit: float) -> list[Finding]:
     """Shift, temperature and weights, from the sums of :func:`lag_distances` by temperature.
 
     Args:
         distances: by temperature, over all ranks.
         configured: the temperature that the trainer scores at.
-        tolerance: mean |Δ| in nats that rounding the engine's weights explains.
+        limit: mean |Δ| in nats that rounding the engine's weights explains.
     """
     *sums, pairs = distances[configured]
     if not pairs:
@@ -134,7 +134,7 @@ def judge(distances: Mapping[float, Sequence[float]], configured: float, toleran
     shifted = lag != 0 and means[lag] < MUCH_BETTER * means[0]
     warmer = best != configured and by_temperature[best] < MUCH_BETTER * means[0]
     evidence = ", ".join(f"{lag:+d}: {mean:.4f}" for lag, mean in means.items())
-    close = means[0] <= tolerance
+    close = means[0] <= limit
     return [
         Finding(
             "shift",
@@ -146,7 +146,7 @@ def judge(distances: Mapping[float, Sequence[float]], configured: float, toleran
         Finding(
             "weights",
             close,
-            f"mean |Δ log-prob| {means[0]:.5f} nats, up to {tolerance} is rounding"
+            f"mean |Δ log-prob| {means[0]:.5f} nats, up to {limit} is rounding"
             + ("" if close or shifted or warmer else ": other weights, a stale cache, or another tokenizer"),
         ),
     ]

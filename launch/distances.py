@@ -15,7 +15,10 @@ LAGS = (0, 1, -1)
 def tolerance(args: argparse.Namespace) -> float:
     """The largest mean |Δ log-prob| in nats at which engine and trainer have the same weights."""
     given: float | None = args.rollout_check_tolerance
-    return ROUNDING[args.rollout_dtype] if given is None else given
+    if given is not None:
+        return given
+    # The trainer rounds as well.
+    return max(ROUNDING[args.rollout_dtype], ROUNDING["bf16" if args.bf16 else "fp32"])
 
 
 def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

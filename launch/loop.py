@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from types import FrameType
 
 import torch
@@ -72,7 +71,7 @@ def train(args: argparse.Namespace, task: Task) -> None:
                     break
         if args.save and saved != trainer.iteration:
             trainer.save()
-        if args.eval_interval and not stop:
+        if hand_over.is_wanted and not stop:
             hand_over()
     if reporter is not None:
         kept = f", saved to {args.save}" if args.save else ""
@@ -85,6 +84,7 @@ class _HandOver:
 
     Attributes:
         metrics: of the last one.
+        evaluated: the step of the last evaluation.
     """
 
     def __init__(
@@ -98,14 +98,25 @@ class _HandOver:
         self.args, self.trainer, self.collector, self.reporter = args, trainer, collector, reporter
         self.check = None if args.load_rollouts else SyncCheck(args, trainer, collector, groups)
         self.metrics: dict[str, float] = {}
+        # What a resumed run goes on from was evaluated at its end.
+        self.evaluated = trainer.iteration or -1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an evaluation is due: an interval has ended since the last one, or the run has."""
+        interval, step = self.args.eval_interval, self.trainer.iteration
+        if interval is None or step == self.evaluated:
+            return False
+        return bool(step // interval > self.evaluated // interval or step >= self.args.train_iters)
 
     def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
         """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
-        args, step = self.args, self.trainer.iteration
+        step = self.trainer.iteration
         self.collector.sync_weights(self.trainer.chunks, step)
         self.metrics = {} if self.check is None else self.check()
         lap("sync")
-        if args.eval_interval and (step % args.eval_interval == 0 or step >= args.train_iters):
+        if self.is_wanted:
+            self.evaluated = step
             metrics = self.collector.evaluate()
             if self.reporter is not None:
                 self.reporter.evaluation(step, metrics)
@@ -130,7 +141,7 @@ def _rollout_steps(
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
-    batch = collector.next_batch(trainer.iteration, partial(hand_over, lap), lap)
+    batch = collector.next_batch(trainer.iteration, hand_over, lap)
     prepared = trainer.prepare(batch)
     lap("plan")
     common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | hand_over.metrics

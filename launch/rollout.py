@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -24,6 +24,19 @@ from megatron_rc.parallel.groups import ParallelGroups, group_rank
 T = TypeVar("T")
 
 
+class HandOver(Protocol):
+    """Gives the engines the trainer's weights."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Even where nothing is to be sampled from them: an evaluation is due."""
+        ...
+
+    def __call__(self, lap: Callable[[str], None]) -> None:
+        """Now; ``lap`` is told what ends."""
+        ...
+
+
 class RolloutCollector:
     """Samples on the first rank of each replica (TP, CP and PP rank 0) and broadcasts to the rest of it.
 
@@ -40,6 +53,7 @@ class RolloutCollector:
     ) -> None:
         self.args, self.task, self.groups = args, task, groups
         self.device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
         self.engine, self.recorded = None, None
         if self.is_engine_rank and args.load_rollouts:
@@ -53,7 +67,7 @@ class RolloutCollector:
         elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.ahead = SampledAhead(self._obtain, in_background=self.window > 0 and elsewhere)
 
-    def next_batch(self, step: int, hand_over: Callable[[], None], lap: Callable[[str], None]) -> RolloutBatch:
+    def next_batch(self, step: int, hand_over: HandOver, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
 
         Without ``--rollout-staleness``: new weights, then the batch. With it: the batch, which was sampled ahead; where
@@ -62,26 +76,30 @@ class RolloutCollector:
         Args:
             step: that the batch starts at.
             hand_over: gives the engines the trainer's weights; they have no request under way then.
-            lap: is told where ``rollout`` ends.
+            lap: is told where ``rollout`` ends, and handed on.
 
         Raises:
             AgreedError: see :meth:`sync_weights` and :meth:`collect`.
         """
         is_fresh = step not in self.ahead
         if is_fresh:
-            hand_over()
+            hand_over(lap)
         batch = self.collect(step)
         lap("rollout")
-        if self.window and not len(self.ahead):
-            if not is_fresh:
-                hand_over()
+        if not len(self.ahead):
             following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
-            self.ahead.order([later for later in following if later < self.args.train_iters])
+            following = [later for later in following if later < self.args.train_iters]
+            if not is_fresh and (following or hand_over.is_wanted):
+                hand_over(lap)
+            self.ahead.order(following)
         return batch
 
     def close(self) -> None:
-        """End the sampling that is under way, if any is. Collectives: none."""
+        """End the sampling that is under way, if any is, and the engine where it can be. Collectives: none."""
         self.ahead.close()
+        end = getattr(self.engine, "close", None)
+        if end is not None:
+            end()
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Hand the trainer's weights to every engine, where there are any.
@@ -158,15 +176,14 @@ class RolloutCollector:
 
     def _probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         engine = self._required_engine()
-        replica = parallel_state.get_data_parallel_rank()
-        problems = self.task.problems(replica * rows, rows)
-        encoded, samples = self._answers(engine, problems, self.sampling, longest, self.args.seed + replica)
-        batch = self._batch(encoded, samples, [0.0] * rows, engine.version, replica * rows)
+        problems = self.task.problems(self.replica * rows, rows)
+        encoded, samples = self._answers(engine, problems, self.sampling, longest, self.args.seed + self.replica)
+        batch = self._batch(encoded, samples, [0.0] * rows, engine.version, self.replica * rows)
         return batch.at_length(length, self.task.text.pad)
 
     def _evaluate(self) -> list[float]:
-        args, replica = self.args, parallel_state.get_data_parallel_rank()
-        first, end = (args.eval_problems * rank // args.data_parallel_size for rank in (replica, replica + 1))
+        args = self.args
+        first, end = (args.eval_problems * rank // args.data_parallel_size for rank in (self.replica, self.replica + 1))
         problems = self.task.problems(first, end - first, held_out=True)
         greedy = SamplingParams(top_k=1)
         _, samples = self._answers(self._required_engine(), problems, greedy, args.max_response_length, args.seed)
@@ -182,16 +199,18 @@ class RolloutCollector:
         args = self.args
         batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
         if args.rollout_staleness is not None:
-            check_versions(batch, step, args.rollout_staleness)
+            # A run that was stopped within a recorded batch takes up the whole of it again.
+            begun = step if self.recorded is None else step // args.updates_per_rollout * args.updates_per_rollout
+            check_versions(batch, begun, args.rollout_staleness)
         if args.save_rollouts:
-            write_rollouts(batch, args.save_rollouts, step, parallel_state.get_data_parallel_rank())
+            write_rollouts(batch, args.save_rollouts, step, self.replica)
         return batch
 
     def _obtain(self, step: int) -> RolloutBatch:
         """This replica's records, sampled or read; in the background on another thread."""
-        args, replica = self.args, parallel_state.get_data_parallel_rank()
+        args = self.args
         if self.recorded is not None:
-            batch = self.recorded.read(step // args.updates_per_rollout, replica, args.data_parallel_size)
+            batch = self.recorded.read(step // args.updates_per_rollout, self.replica, args.data_parallel_size)
             if batch.sampling.temperature != self.sampling.temperature:
                 raise ValueError(
                     f"the rollouts in {args.load_rollouts} were sampled at temperature {batch.sampling.temperature}, "
@@ -202,7 +221,7 @@ class RolloutCollector:
         return batch
 
     def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:
-        args, replica = self.args, parallel_state.get_data_parallel_rank()
+        args, replica = self.args, self.replica
         prompts = args.grpo_prompts_per_step // args.data_parallel_size
         first = (step // args.updates_per_rollout) * args.grpo_prompts_per_step + replica * prompts
         problems = self.task.problems(first, prompts)
@@ -292,5 +311,4 @@ class RolloutCollector:
         return broadcast(tensor, 0, self.groups.pp)
 
     def _default_engine(self) -> RolloutEngine:
-        replica = parallel_state.get_data_parallel_rank()
-        return make_engine(self.args, self.task.text.eos, self.task.text.pad, self.device, replica)
+        return make_engine(self.args, self.task.text.eos, self.task.text.pad, self.device, self.replica)

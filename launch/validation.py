@@ -29,7 +29,7 @@ from megatron_rc.launch.validation_rollouts import (
     check_rollout_engine,
     check_rollouts,
     check_staleness,
-    check_staleness_scale,
+    check_versions_known,
 )
 from megatron_rc.launch.validation_task import check_task
 from megatron_rc.launch.weights.bridge import check_bridge
@@ -101,7 +101,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
         args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    check_staleness_scale(args)
+    check_versions_known(args)
     task = check_task(args)
     _check_folders(args)
     return task

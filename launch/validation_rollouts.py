@@ -14,6 +14,7 @@ def check_architecture(args: argparse.Namespace, engine: bool) -> None:
     """Which architecture the rollout engine has for this model, in ``model_family``; None: none."""
     family = find_family(args)
     args.model_family = family.name if family else None
+    engine = engine or args.load_hf is not None
     if not engine or family:
         return
     raise ConfigurationError(
@@ -66,7 +67,7 @@ def check_staleness(args: argparse.Namespace, sampled: bool) -> None:
         )
 
 
-def check_staleness_scale(args: argparse.Namespace) -> None:
+def check_versions_known(args: argparse.Namespace) -> None:
     """What looks at versions needs them, and bounds by staleness rollouts that are that old; after the correction."""
     scale, given = args.correction.staleness_scale, args.correction.rollout_staleness_scale
     looking = [f"--rollout-staleness-scale {given}"] * (scale is not None)

@@ -8,6 +8,8 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks import Task, Text, make_task
 from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, HuggingFaceText
 
+EVAL_PROBLEMS = 96
+
 
 def check_task(args: argparse.Namespace) -> Task:
     """The task, whose prompts and tokens fit the model; fills in what depends on it."""
@@ -69,7 +71,12 @@ def _check_text(args: argparse.Namespace) -> Text | None:
 
 def _check_evaluation(args: argparse.Namespace, task: Task) -> None:
     if args.eval_interval is None:
+        if args.eval_problems is not None:
+            raise ConfigurationError(
+                f"--eval-problems {args.eval_problems} does nothing without --eval-interval: give both, or neither"
+            )
         return
+    args.eval_problems = args.eval_problems or EVAL_PROBLEMS
     if args.load_rollouts:
         raise ConfigurationError(
             f"--eval-interval {args.eval_interval} needs an engine, which --load-rollouts {args.load_rollouts} has "

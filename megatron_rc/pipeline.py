@@ -124,12 +124,13 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
     Args:
         shards: the local tokens.
         config: what to correct.
-        compile: run the pass over padded tokens through ``torch.compile``.
+        compile: run the pass over padded tokens through ``torch.compile``; not with a staleness scale.
 
     Raises:
         ValueError: a criterion needs advantages or group ids that are not there.
     """
     _check_needs(shards, config)
+    compile = compile and config.staleness_scale is None
     weights: list[Tensor] | None = None
     if config.rollout_is is not None:
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
@@ -365,7 +366,7 @@ class _BlockPass:
             lengths = block.lengths(tokens.mask.device)
             return block_terms(tokens, self._config, self._scratch.of(tokens), lengths).added(block.rows)
         tokens = tokens.in_runs(run_length(block.shape[1]))
-        if self._compile and tokens.level is None and self._fused_shape in (None, block.shape):
+        if self._compile and self._fused_shape in (None, block.shape):
             self._fused_shape = block.shape
             flags = dataclasses.replace(tokens, mask=tokens.mask.view(torch.uint8), kept=tokens.kept.view(torch.uint8))
             zero = torch.zeros(len(flags.mask), 1, device=flags.mask.device)

@@ -22,7 +22,7 @@ def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor,
         log_probs: log π_θ, any shape, nats.
         rollout_log_probs: log π_rollout, alike.
         staleness: int64, broadcasts against them: v_prox - v_rollout, at least 0.
-        updates: v_θ - v_prox, optimizer steps made since.
+        updates: v_θ - v_prox, optimizer steps since, those that were skipped too.
 
     Returns:
         Like ``log_probs``. Where log π_rollout is unusable it is log π_θ, so that the former alone is found to be bad.

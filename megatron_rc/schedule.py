@@ -26,13 +26,13 @@ class MicroBatch:
         advantages: [n], or per token.
         rollout_log_probs: log π_rollout.
         sequence_ids: [n] int64; bypass mode's error messages name them.
-        policy_versions: int64, of the weights that sampled; bypass mode's metrics are split by them, where the plan was
-            given the current version.
-        old_log_probs: log π_old; None in bypass mode, where π_rollout takes its place.
+        policy_versions: int64, of the weights that sampled: for metrics by staleness, bounds by staleness and the
+            interpolation that are made in the loss; where the plan was given the current version.
+        old_log_probs: log π_old; None in bypass mode, where π_rollout takes its place, and where it is interpolated.
         ref_log_probs: log π_ref, where there is a KL penalty.
-        weights: importance weights of the plan; None without any, and in bypass mode, where the loss finds them.
-        mask: the accepted tokens of the plan; None in bypass mode.
-        lengths: [n] float64, n_i of the plan; None in bypass mode.
+        weights: importance weights of the plan; None without any, and where the loss finds them.
+        mask: the accepted tokens of the plan; None where the loss finds them.
+        lengths: [n] float64, n_i of the plan; likewise.
     """
 
     layout: SequenceLayout

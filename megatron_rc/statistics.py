@@ -227,7 +227,8 @@ def _criterion_terms(
         out.sequence[kind] = terms.sum(exact)
         statistic = exact.to(statistic.dtype)
         if criterion.aggregation == "seq_max":
-            out.sequence[f"over_{name}"] = terms.count_where(torch.gt, exact, criterion.upper)
+            if scale is None:
+                out.sequence[f"over_{name}"] = terms.count_where(torch.gt, exact, criterion.upper)
             # Valid statistics are not negative, invalid ones 0.
             out.sequence_max[name] = terms.max(exact)
     if criterion.aggregation != "token":

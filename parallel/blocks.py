@@ -98,5 +98,9 @@ def cut_packed(lengths: Sequence[int], num_tokens: int, most: int = sys.maxsize)
 
 
 def spread(values: Sequence[T], most: int) -> Sequence[T]:
-    """At most so many of the values, evenly spread."""
-    return values[:: max(1, -(-len(values) // most))]
+    """At most so many of the values, one of each of as many equal stretches, at another place in every one.
+
+    Equal places would all be the same columns, where rows have as many blocks as a stretch.
+    """
+    count = min(most, len(values))
+    return [values[i * len(values) // count + i % (len(values) // count)] for i in range(count)]

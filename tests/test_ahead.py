@@ -79,6 +79,20 @@ def test_closing_drops_what_waits_and_ends_the_thread():
     assert not sampling_threads()
 
 
+def test_a_batch_that_does_not_end_is_left_behind(monkeypatch):
+    """An error of the trainer is not kept back by it."""
+    monkeypatch.setattr("megatron_rc.launch.ahead.GRACE_SECONDS", 0.01)
+    begun, go = threading.Event(), threading.Event()
+    ahead = SampledAhead(lambda step: begun.set() or go.wait(SECONDS), in_background=True)
+    ahead.order([1])
+    assert begun.wait(SECONDS)
+    ahead.close()
+    (left,) = (thread for thread in threading.enumerate() if thread.name == "rollouts")
+    assert left.daemon
+    go.set()
+    left.join(SECONDS)
+
+
 def sampling_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rollouts")]
 
@@ -305,6 +319,7 @@ def test_the_age_of_recorded_rollouts_is_checked(ranks, tmp_path):
 def test_only_sampled_tokens_have_a_version():
     batch = recorded_batch(0)
     versions = torch.where(batch.response_mask, 4, 99).int()
+    check_versions(replace(batch, policy_versions=versions.to(torch.uint8)), 5, 9)
     for limit in (1, 2):
         check_versions(replace(batch, policy_versions=versions), 5, limit)
     with pytest.raises(ValueError, match="1 steps behind the trainer at step 5: --rollout-staleness allows 0"):

@@ -45,6 +45,14 @@ def test_a_shift_is_refused_and_named(lag, noise):
     correct_rollouts(train, rollout, mask, CONFIG).check()
 
 
+def test_long_prompts_do_not_hide_a_shift():
+    """Runs that all began at the same columns would see prompts alone."""
+    train, rollout, mask = make_batch(shape=(8, 2**15), holes=0)
+    mask[:, : 2**13] = False
+    with pytest.raises(ValueError, match=r"shifted by \+1 position"):
+        correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
+
+
 def test_few_pairs_prove_nothing():
     train, rollout, mask = make_batch(shape=(16, 64), holes=0)
     assert MIN_PAIRS > 16 * 63

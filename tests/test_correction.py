@@ -227,24 +227,27 @@ def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
 @pytest.mark.parametrize("num_tokens", [2 * WIDTH, 5 * WIDTH])
 def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
     """One graph, traced and run without a C++ compiler; the last block may have another shape and runs as it is."""
-    trace_blocks(monkeypatch)
+    calls = trace_blocks(monkeypatch)
     use_blocks(monkeypatch, num_tokens)
     batch, found = clear_batch(name)
     assert_same(correct(name, batch, compile=True), found)
+    assert bool(calls) == (name != "token by staleness"), "bounds by staleness run as they are"
 
 
 def trace_blocks(monkeypatch):
     """Compiled blocks without the time that generating code takes; nothing may be left out of the graph."""
     torch._dynamo.reset()
     traced = torch.compile(pipeline.fused_sums, backend="aot_eager", fullgraph=True, dynamic=False)
-    monkeypatch.setattr(pipeline, "_compiled_sums", lambda: traced)
+    calls = []
+    monkeypatch.setattr(pipeline, "_compiled_sums", lambda: calls.append(1) or traced)
+    return calls
 
 
 @pytest.mark.parametrize("bounds", ["1.5_3", "0.3_0.9"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds, compiled, monkeypatch):
     """They have the ratio 1 inside: the same sums as where there are none."""
-    trace_blocks(monkeypatch)
+    calls = trace_blocks(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     train, rollout = (-torch.rand(4, 24, generator=generator) - 0.1 for _ in range(2))
     fields = {"rollout_is": "token", "rollout_is_mode": "clamp", "rollout_is_threshold": bounds, "metric_prefix": ""}
@@ -253,6 +256,7 @@ def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds, compil
     got = correct_rollouts(train, rollout, mask, config, compile=compiled).metrics()
     want = correct_rollouts(*(values[:, :16].contiguous() for values in (train, rollout, mask)), config).metrics()
     assert got == pytest.approx(want, rel=1e-6)
+    assert bool(calls) == compiled
 
 
 def test_a_response_of_bad_tokens_alone_is_a_lost_one():

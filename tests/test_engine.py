@@ -13,7 +13,7 @@ from megatron_rc.launch.engines.rounding import round_weight
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.validation import validate_args
 from megatron_rc.launch.weights import find_family
-from megatron_rc.parallel.groups import group_rank
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from tests.ranks import Layout
 from tests.scenario import GPT2, LLAMA, VOCABULARY, flags, make_trainer, recorded_batch
 
@@ -33,17 +33,13 @@ def export(words):
             values = parameter.data + 0.2 * torch.randn(4096, generator=generator)[: parameter.numel()]
             if not getattr(parameter, "tensor_model_parallel", False):
                 parameter.data.copy_(values)
-    weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups)) if no_cp(trainer) else {}
+    weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups))
     with torch.no_grad():
         batch = cut_batch(recorded_batch(0), trainer.args, trainer.groups)
         logits = trainer._run(
             trainer.model, batch, batch.cuts[0], lambda _model, _local, output, non_loss_data: output, forward_only=True
         )
     return weights, torch.cat(logits) if logits else None
-
-
-def no_cp(trainer):
-    return group_rank(trainer.groups.cp) == 0
 
 
 @pytest.mark.parametrize(
@@ -140,26 +136,26 @@ def test_wrong_weights_are_refused(engine, change, message):
     assert engine.version == -1
 
 
-def test_no_family_for_a_mixture():
-    mixture = argparse.Namespace(
+def test_no_family_for_what_no_architecture_has():
+    odd = argparse.Namespace(
         normalization="RMSNorm",
         swiglu=False,
         position_embedding_type="rope",
         disable_bias_linear=True,
     )
-    assert find_family(mixture) is None
+    assert find_family(odd) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp8-e4m3", "int8"])
 def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype):
     """What vLLM reads is what the transformers engine holds; GPT-2 stores its weights the other way round."""
-    for model in (LLAMA, GPT2):
+    for model in (LLAMA, GPT2, [*LLAMA, "--num-experts=2", "--qk-layernorm"]):
         args = parse_args(flags(tmp_path, model=model))
         validate_args(args, 1)
         config = find_family(args).hugging_face_config(args)
         torch.manual_seed(1)
         given = transformers.AutoModelForCausalLM.from_config(config)
-        weights = [(name, parameter.detach()) for name, parameter in given.named_parameters()]
+        weights = [(name, tensor.detach()) for name, tensor in checkpoint_tensors(given).items()]
         engine = TransformersEngine(config, dtype, EOS, PAD, torch.device("cpu"))
         engine.load_weights(weights, 0)
         path = ModelDirectory(tmp_path / "weights", config, EOS, dtype).write(weights)
@@ -167,7 +163,7 @@ def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype
         changed = 0
         for name, parameter in engine.model.named_parameters():
             assert torch.equal(parameter, read[name]), name
-            changed += not torch.equal(parameter, dict(weights)[name])
+            changed += not torch.equal(parameter, given.state_dict()[name])
         assert changed > 10
 
 

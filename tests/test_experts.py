@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.engines.model_directory import ModelDirectory
-from megatron_rc.launch.engines.transformers_engine import TransformersEngine, round_weight
+from megatron_rc.launch.engines.rounding import Rounding, round_weight
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.validation import validate_args
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
@@ -84,7 +85,7 @@ def test_what_is_loaded_is_what_a_saved_model_computes(engine, tmp_path):
 
 def test_experts_are_rounded_and_their_router_is_not(engine):
     weights = weights_of(engine)
-    engine.dtype = "fp8-e4m3"
+    engine._rounded = Rounding(engine.model, "fp8-e4m3")
     engine.load_weights(weights.items(), 1)
     for name, tensor in checkpoint_tensors(engine.model).items():
         linear = name.endswith("_proj.weight") or is_expert(name)

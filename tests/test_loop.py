@@ -442,6 +442,19 @@ def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp
     assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
 
 
+def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
+    """Stopped between two multiples of the interval: nothing is evaluated twice, and no interval goes by unseen."""
+    words = [*SUMS, "--eval-interval=2", "--eval-problems=2", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    for iterations in (3, 3, 7):
+        assert ranks.run(run_training, Layout(), flags(tmp_path, *words, f"--train-iters={iterations}")) == [None]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 3, 4, 6, 7]
+    (tmp_path / "run").rename(tmp_path / "before")
+    ahead = ["--rollout-staleness=2", "--train-iters=12"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *ahead)) == [None]
+    # Weights are handed over after 7, 9 and 11 steps.
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [9, 11, 12]
+
+
 class Pupil:
     """Knows the answer to some of the held-out problems, and is asked for nothing but its best one."""
 
@@ -492,6 +505,7 @@ def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks
         (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 leaves some of the 2 data-parallel ranks"),
         (["--eval-interval=1", "--eval-problems=146"], "--task sums holds 145 problems out, 146 were asked for"),
         (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
+        (["--eval-problems=8"], "--eval-problems 8 does nothing without --eval-interval"),
         (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
     ],
 )

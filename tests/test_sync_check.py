@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 
+from megatron_rc.launch.arguments import parse_args
+from megatron_rc.launch.distances import tolerance
 from megatron_rc.launch.engines import Sample
 from tests.ranks import Layout
 from tests.scenario import GPT2, LLAMA, flags
@@ -138,6 +140,19 @@ def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout,
     assert len(errors) == 3
     exact = "--rollout-dtype=fp32" in more
     assert all(0 < error < (1e-5 if exact else 0.05) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--rollout-dtype=fp32"], 1e-3),
+        (["--rollout-dtype=fp32", "--bf16"], 0.1),
+        (["--rollout-dtype=int8", "--bf16"], 0.25),
+        (["--rollout-dtype=fp32", "--bf16", "--rollout-check-tolerance=0.01"], 0.01),
+    ],
+)
+def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
+    assert tolerance(parse_args(flags(tmp_path, *words))) == limit
 
 
 def test_the_tolerance_is_a_flag(ranks, tmp_path):

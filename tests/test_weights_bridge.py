@@ -3,6 +3,7 @@
 The stand-in has the signatures of mbridge 0.15.1.
 """
 
+import argparse
 import importlib.util
 import sys
 import types
@@ -33,14 +34,8 @@ def installed(monkeypatch):
     def pretend(*names):
         known = dict.fromkeys(("transformer_engine", "mbridge")) | dict.fromkeys(names, find("json"))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: known.get(name, find(name, *rest)))
-        for name in set(known) - set(names):
-            monkeypatch.setattr(importlib.util, "find_spec", _without(importlib.util.find_spec, name))
 
     return pretend
-
-
-def _without(find, lacking):
-    return lambda name, *rest: None if name == lacking else find(name, *rest)
 
 
 def check(tmp_path, *more, model=LLAMA, engine=True, world_size=1):
@@ -80,10 +75,17 @@ def test_without_weights_to_convert_it_is_refused(tmp_path, installed):
         check(tmp_path, engine=False)
 
 
-@pytest.mark.parametrize("more", [[], [UNTIED], ["--add-qkv-bias"], ["--qk-layernorm", UNTIED]], ids=str)
+PP2 = "--pipeline-model-parallel-size=2"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], [UNTIED], ["--add-qkv-bias"], ["--qk-layernorm", UNTIED], [UNTIED, PP2], ["--add-qkv-bias", PP2]],
+    ids=str,
+)
 def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
     installed("transformer_engine", "mbridge")
-    assert check(tmp_path, *more).weights_bridge == "mbridge"
+    assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).weights_bridge == "mbridge"
 
 
 def test_nobody_is_asked_without_the_flag(tmp_path):
@@ -147,8 +149,12 @@ def test_a_directory_is_read_where_nothing_is_missing(args, tmp_path):
     model = saved(args, tmp_path)
     bridge_load([model], args, tmp_path)
     assert Bridge.last.loaded == str(tmp_path)
-    args.num_layers += 4
-    Bridge.last = None
-    with pytest.raises(ValueError, match=r"holds no tensor model\.layers\.4\.input_layernorm\.weight"):
-        bridge_load([model], args, tmp_path)
-    assert Bridge.last is None
+    Bridge.last.loaded = None
+    for name, value, message in (
+        ("num_layers", 8, r"holds no tensor model\.layers\.4\.input_layernorm\.weight"),
+        ("ffn_hidden_size", 50, r"model\.layers\.0\.mlp\.down_proj\.weight \(32, 48\) is not the \(32, 50\)"),
+    ):
+        other = argparse.Namespace(**{**vars(args), name: value})
+        with pytest.raises(ValueError, match=message):
+            bridge_load([model], other, tmp_path)
+        assert Bridge.last.loaded is None

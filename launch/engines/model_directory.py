@@ -62,7 +62,9 @@ class ModelDirectory:
         self._rounded = Rounding(model, dtype) if dtype else None
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Write all weights, one shard in memory at a time; a reader finds the old model or the new one.
+        """Write all weights, one shard in memory at a time; a reader never finds half of a model.
+
+        The old model stays until the new one is whole: the file system, often memory, must have room for both.
 
         Args:
             weights: ``(Hugging Face name, tensor)``, all of the model.
@@ -79,8 +81,12 @@ class ModelDirectory:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             self._write(part, weights)
-            shutil.rmtree(self.path, ignore_errors=True)
+            old = self.path.with_name(self.path.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            if self.path.exists():
+                self.path.rename(old)
             part.rename(self.path)
+            shutil.rmtree(old, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise EngineError(f"rollout weights cannot be written to {self.path}: {error}: make room there") from error
         return self.path

@@ -31,7 +31,7 @@ class Rounding:
 
 
 def round_weight(tensor: Tensor, dtype: str, quantizable: bool) -> Tensor:
-    """The values that an engine with weights of ``dtype`` would compute with, in float32.
+    """The values that weights of ``dtype`` stand for, in float32; where arithmetic is bfloat16 they are rounded again.
 
     ``fp8-e4m3`` and ``int8`` keep one float32 scale for each output row of a linear layer, as engines do; everything
     else (embeddings, norms, the output layer) is bfloat16 there.

@@ -7,6 +7,7 @@ that flag it ignores seeds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_rc.batch import SamplingParams
@@ -37,6 +38,8 @@ class SglangServerEngine(ServerEngine):
     def _check_params(self, asks: Sequence[Ask]) -> None:
         """Log-probs are after temperature, unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB; ask it."""
         params = asks[0].params if asks else SamplingParams()
+        if params == replace(params, top_p=1.0, top_k=1):
+            return  # the likeliest tokens, as evaluations ask for: nobody trains on their log-probs
         if params.top_p < 1 or params.top_k > 0:
             raise EngineError(
                 f"SGLang reports log-probs before top_p={params.top_p} and top_k={params.top_k}: sample with top_p=1 "

@@ -132,7 +132,7 @@ class VllmEngine:
         if not torch.cuda.is_available():
             for name, value in CPU_DEFAULTS.items():
                 os.environ.setdefault(name, value)
-            # All cores: the trainer's ranks wait while it samples.
+            # All cores: the trainer's ranks wait while it samples, unless it samples ahead.
             settings["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)
         with without_torchrun(settings):
             return importlib.import_module("vllm").LLM(model=path, **self._options)

@@ -9,7 +9,7 @@ from itertools import product
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
-CHARACTERS = "0123456789 +=,.:?\nAnswer"
+ALPHABET = "0123456789 +=,.:?\nAnswer"
 SHOWN = ((8, 4, 5), (3, 9, 7))
 _HELD_OUT = 5  # every which problem is kept for evaluation
 _ANSWER = re.compile(r"Answer: (\d+)\.?$")
@@ -28,7 +28,7 @@ class Sums:
         if variant:
             raise ConfigurationError(f"--task sums takes no variant, got {variant!r}")
         self.seed = seed
-        self.text = text or CharacterText(CHARACTERS)
+        self.text = text or CharacterText(ALPHABET)
         shuffled = [numbers for numbers in product(range(1, 10), repeat=3) if numbers not in SHOWN]
         random.Random(str(seed)).shuffle(shuffled)
         cut = len(shuffled) // _HELD_OUT

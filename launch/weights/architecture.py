@@ -102,7 +102,16 @@ def _experts(config: Mapping[str, Any], width: int, normalised: bool) -> Flags:
 
 def _gpt2(config: Mapping[str, Any]) -> Flags:
     _must_be(config, "activation_function", "gelu", default="gelu_new")
+    _must_be(config, "scale_attn_weights", True, default=True)
+    _must_be(config, "scale_attn_by_inverse_layer_idx", False, default=False)
     return {
+        "group-query-attention": "false",
+        "kv-channels": str(config["n_embd"] // config["n_head"]),
+        "position-embedding-type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": "false",
+        "add-qkv-bias": "false",
+        "qk-layernorm": "false",
         "num-layers": str(config["n_layer"]),
         "hidden-size": str(config["n_embd"]),
         "ffn-hidden-size": str(config.get("n_inner") or 4 * config["n_embd"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.launch.weights.units import units_of
@@ -48,9 +49,13 @@ def bridge_export(
     chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """As :func:`export_weights`; the library gives every tensor to every rank."""
-    missing = _names(args)
+    bridge = _make_bridge(args)  # at once, so that what it raises is raised on every rank alike
     is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-    for name, tensor in _make_bridge(args).export_weights(list(chunks)):
+    return _stream(bridge.export_weights(list(chunks)), _names(args), is_first)
+
+
+def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: bool) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
         # Tied embeddings come once more from the last stage.
         if is_first and name in missing:
             missing.discard(name)
@@ -58,15 +63,26 @@ def bridge_export(
 
 
 def bridge_load(chunks: Sequence[torch.nn.Module], args: argparse.Namespace, folder: str | Path) -> None:
-    """As :func:`load_weights`; a tensor that is missing is found before the first TP ranks read for the others."""
+    """As :func:`load_weights`; what does not fit is found before the first TP ranks read for the others."""
+    bridge = _make_bridge(args)
     with open_weights(folder) as files:
+        shapes = _shapes(args)
         for name in sorted(_names(args)):
-            files.check(name)
-    _make_bridge(args).load_weights(list(chunks), str(folder))
+            files.check(name, shapes[name])
+    bridge.load_weights(list(chunks), str(folder))
 
 
 def _names(args: argparse.Namespace) -> set[str]:
     return {name for unit in units_of(args) for rule in unit.rules for name in unit.names(rule)}
+
+
+def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+    from transformers import AutoModelForCausalLM
+
+    family = find_family(args)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family.hugging_face_config(args) if family else None)
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
 def _make_bridge(args: argparse.Namespace) -> Any:

@@ -2,8 +2,8 @@
 
 One parameter at a time: the owner stage gathers the TP shards on its first TP rank, which makes the Hugging Face
 tensors one after the other and sends each to the first stage, where the engine lives. Those of an expert go from the
-rank that has it to the other ranks of its expert-parallel group first. No rank ever holds more than about one layer, or
-one expert, beside its own weights.
+rank that has it to the other ranks of its expert-parallel group first. No rank ever holds more than about one layer,
+one expert or the embeddings, whichever is the largest, beside its own weights.
 """
 
 from __future__ import annotations
@@ -41,16 +41,26 @@ def export_weights(
     stages other than the first, every tensor once over ``pp``.
 
     Raises:
-        RuntimeError: the model has a parameter that no rule names.
-        ValueError: ``ep_group`` has another size than the flags say.
+        RuntimeError: at once, on every rank alike: the model has a parameter that no rule names.
+        ValueError: at once: ``ep_group`` has another size than the flags say.
     """
     check_expert_group(args, ep_group)
     parameters = [{name: parameter.detach() for name, parameter in chunk.named_parameters()} for chunk in chunks]
+    units = units_of(args)
+    check_complete(parameters, [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))])
+    return _stream(parameters, units, args, groups, ep_group)
+
+
+def _stream(
+    parameters: list[dict[str, Tensor]],
+    units: Sequence[Unit],
+    args: argparse.Namespace,
+    groups: ParallelGroups,
+    ep_group: Group | None,
+) -> Iterator[tuple[str, Tensor]]:
     tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
     # CP ranks hold the same but for their experts, so one of them speaks for the replica.
     speaks = tp_rank == 0 and group_rank(groups.cp) == 0
-    units = units_of(args)
-    check_complete(parameters, [unit for unit in units if unit.is_on(pp_rank, group_rank(ep_group))])
     for unit in units:
         takes_part = group_rank(groups.cp) == 0 or unit.expert_rank is not None
         for rule in unit.rules:

@@ -7,6 +7,7 @@ The weights are the file's, dequantised to float32; nothing is downloaded.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ def unpack(file: Path, folder: Path) -> None:
     Raises:
         ConfigurationError: no such file, one that cannot be read, or a package that is missing.
     """
+    folder = folder.absolute()
     if (folder / "config.json").is_file():
         return
     if not file.is_file():
@@ -41,6 +43,7 @@ def unpack(file: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     # The config comes last: it says that the folder is whole.
     part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
     for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
         path.replace(folder / path.name)

@@ -35,10 +35,13 @@ class WeightFiles:
         tensor: Tensor = self.files[name].get_tensor(name)
         return tensor
 
-    def check(self, name: str) -> None:
-        """Raise ValueError if there is no tensor of this name."""
+    def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
+        """Raise ValueError if there is no tensor of this name, or one of another shape."""
         if name not in self.files:
             raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
+        found = tuple(self.files[name].get_slice(name).get_shape())
+        if shape is not None and found != shape:
+            raise ValueError(f"{self.folder}: {name} {found} is not the {shape} that the flags describe")
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def units_of(args: argparse.Namespace) -> list[Unit]:
     """Where each parameter of the model lies, in the order of the layers."""
     family = find_family(args)
     if family is None:
-        raise RuntimeError("weights have Hugging Face names only after validate_args()")
+        raise RuntimeError("no Hugging Face architecture has these flags: validate_args() was not asked for an engine")
     stages = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
     layers = args.num_layers // (stages * chunks)
