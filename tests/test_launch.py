@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
 --grpo-iterations 1 --lr-decay-iters 6""".split()
 PARALLEL = {
-    1: ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"],
     2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"],
     4: [],
 }
@@ -55,9 +54,9 @@ def read(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("number", [2, 4])
 def test_a_run_from_flags_to_picture(tmp_path, number):
-    """By the launcher with 1 and 4 processes, as a file under torchrun with 2."""
+    """By the launcher with 4 processes, as a file under torchrun with 2."""
     words = [*SMALL, *PARALLEL[number], "--train-iters=4", f"--runs-dir={tmp_path}"]
     as_file = torchrun(number, "launch/train_ppo.py", *words)
     by_launcher = launch("--nproc-per-node", str(number), *words)
@@ -79,9 +78,8 @@ def test_a_run_from_flags_to_picture(tmp_path, number):
     assert list((tmp_path / "count_up" / "tensorboard").rglob("events.*"))
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)], ids=["INT", "TERM"])
-def test_a_signal_saves_and_ends_all_ranks(tmp_path, number, processes):
-    words = [f"--nproc-per-node={processes}", *SMALL, *PARALLEL[processes]]
+def test_a_signal_saves_and_ends_all_ranks(tmp_path):
+    words = ["--nproc-per-node=2", *SMALL, *PARALLEL[2]]
     words += ["--train-iters=100000", "--lr-decay-iters=100000"]
     process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
     metrics = tmp_path / "count_up" / "metrics.jsonl"
@@ -91,8 +89,8 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path, number, processes):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
     ranks = children(process.pid)
-    assert len(ranks) == processes
-    process.send_signal(number)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
     told = time.monotonic()
     code, _, errors = finish(process, timeout=60)
     assert time.monotonic() - told < 30

@@ -445,7 +445,7 @@ def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp
 def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
     """Stopped between two multiples of the interval: nothing is evaluated twice, and no interval goes by unseen."""
     words = [*SUMS, "--eval-interval=2", "--eval-problems=2", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    for iterations in (3, 3, 7):
+    for iterations in (3, 7):
         assert ranks.run(run_training, Layout(), flags(tmp_path, *words, f"--train-iters={iterations}")) == [None]
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 3, 4, 6, 7]
     (tmp_path / "run").rename(tmp_path / "before")

@@ -137,7 +137,13 @@ def folders(tmp_path_factory):
 
 
 def words_of(folder, layout):
-    return [*COMMON, f"--load-hf={folder}", f"--runs-dir={folder}/runs", *layout.flags()]
+    return [
+        *COMMON,
+        f"--load-hf={folder}",
+        "--tokenizer-type=CharacterTokenizer",
+        f"--runs-dir={folder}/runs",
+        *layout.flags(),
+    ]
 
 
 @pytest.mark.parametrize(
