@@ -55,12 +55,12 @@ def train(args: argparse.Namespace, task: Task) -> None:
     trainer = Trainer(args, groups)
     collector = RolloutCollector(args, task, groups)
     reporter = Reporter(args, trainer.iteration) if dist.get_rank() == 0 else None
-    hand_over = _HandOver(args, trainer, collector, groups, reporter)
+    weight_sync = _WeightSync(args, trainer, collector, groups, reporter)
     saved = trainer.iteration if args.load == args.save else -1
     with StopRequest().installed() as request, closing(collector):
         stop = False
         while trainer.iteration < args.train_iters and not stop:
-            for row in _rollout_steps(args, trainer, collector, groups, hand_over):
+            for row in _rollout_steps(args, trainer, collector, groups, weight_sync):
                 if reporter is not None:
                     reporter.step(trainer.iteration, row)
                 stop = agree(args, stop=request.signal is not None)
@@ -71,15 +71,15 @@ def train(args: argparse.Namespace, task: Task) -> None:
                     break
         if args.save and saved != trainer.iteration:
             trainer.save()
-        if hand_over.is_wanted and not stop:
-            hand_over()
+        if weight_sync.is_wanted and not stop:
+            weight_sync()
     if reporter is not None:
         kept = f", saved to {args.save}" if args.save else ""
         done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
         reporter.close(f"{done} at step {trainer.iteration}{kept}")
 
 
-class _HandOver:
+class _WeightSync:
     """New weights for the engines, the check that they arrived, and the evaluations that are due.
 
     Attributes:
@@ -128,23 +128,23 @@ def _rollout_steps(
     trainer: Trainer,
     collector: RolloutCollector,
     groups: ParallelGroups,
-    hand_over: _HandOver,
+    weight_sync: _WeightSync,
 ) -> Iterator[dict[str, float]]:
     """One rollout batch, and the metrics of each of its optimizer steps."""
     clock = time.monotonic()
     begun = clock
     times: dict[str, float] = {}
-    hand_over.metrics = {}
+    weight_sync.metrics = {}
 
     def lap(name: str) -> None:
         nonlocal clock
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
-    batch = collector.next_batch(trainer.iteration, hand_over, lap)
+    batch = collector.next_batch(trainer.iteration, weight_sync, lap)
     prepared = trainer.prepare(batch)
     lap("plan")
-    common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | hand_over.metrics
+    common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | weight_sync.metrics
     mini_batches = args.updates_per_rollout // args.grpo_iterations
     for update in range(args.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)

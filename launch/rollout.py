@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -22,9 +23,10 @@ from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 T = TypeVar("T")
+_log = logging.getLogger("megatron_rc")
 
 
-class HandOver(Protocol):
+class WeightSync(Protocol):
     """Gives the engines the trainer's weights."""
 
     @property
@@ -67,7 +69,7 @@ class RolloutCollector:
         elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.ahead = SampledAhead(self._obtain, in_background=self.window > 0 and elsewhere)
 
-    def next_batch(self, step: int, hand_over: HandOver, lap: Callable[[str], None]) -> RolloutBatch:
+    def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
 
         Without ``--rollout-staleness``: new weights, then the batch. With it: the batch, which was sampled ahead; where
@@ -75,7 +77,7 @@ class RolloutCollector:
 
         Args:
             step: that the batch starts at.
-            hand_over: gives the engines the trainer's weights; they have no request under way then.
+            weight_sync: gives the engines the trainer's weights; they have no request under way then.
             lap: is told where ``rollout`` ends, and handed on.
 
         Raises:
@@ -83,14 +85,14 @@ class RolloutCollector:
         """
         is_fresh = step not in self.ahead
         if is_fresh:
-            hand_over(lap)
+            weight_sync(lap)
         batch = self.collect(step)
         lap("rollout")
         if not len(self.ahead):
             following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
             following = [later for later in following if later < self.args.train_iters]
-            if not is_fresh and (following or hand_over.is_wanted):
-                hand_over(lap)
+            if not is_fresh and (following or weight_sync.is_wanted):
+                weight_sync(lap)
             self.ahead.order(following)
         return batch
 
@@ -99,7 +101,10 @@ class RolloutCollector:
         self.ahead.close()
         end = getattr(self.engine, "close", None)
         if end is not None:
-            end()
+            try:
+                end()
+            except Exception as problem:  # must not take the place of what ended the run
+                _log.warning("the rollout engine did not end cleanly: %s", problem)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Hand the trainer's weights to every engine, where there are any.

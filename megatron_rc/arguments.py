@@ -64,9 +64,9 @@ def rollout_correction_config_from_args(args: argparse.Namespace) -> RolloutCorr
 
     Settings of the preset or file that a flag makes meaningless are dropped: those of the weights after
     ``--rollout-is none``, the bounds of other criteria after ``--rollout-rs``, a lower bound beside a new pair, the
-    objective after ``--no-bypass-mode``, normalisation where no weights are applied, bounds by staleness where nothing
-    has bounds, the interpolation in bypass mode. A flag that would itself do
-    nothing is an error. An attribute that the namespace lacks was not given.
+    objective after ``--no-bypass-mode``, normalisation where no weights are applied, bounds by staleness where
+    nothing has bounds, the interpolation in bypass mode. A flag that would itself do nothing is an error. An attribute
+    that the namespace lacks was not given.
 
     Raises:
         ValueError: flags that contradict each other, a file that cannot be read, or a field that is wrong; the flag is

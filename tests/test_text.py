@@ -74,6 +74,12 @@ def test_the_end_fills_batches_where_there_is_no_padding_token(tmp_path):
     ("made", "chat", "message"),
     [
         ({"eos": None}, False, "has no eos_token"),
+        (
+            {"template": "{{ raise_exception('system first') }}"},
+            True,
+            r"the chat_template in .* refuses a conversation \(system first\)",
+        ),
+        ({"template": "{{ turns | nothing }}"}, True, "refuses a conversation"),
         ({"template": None}, True, "--apply-chat-template: the tokenizer in .* has no chat_template"),
     ],
 )

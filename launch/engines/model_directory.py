@@ -9,14 +9,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.rounding import Rounding
-from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
 
 SHARD_BYTES = 4 << 30
 
@@ -54,11 +53,14 @@ class ModelDirectory:
         self._config = copy.deepcopy(config)
         self._config.tie_word_embeddings = False
         self._config.eos_token_id = eos_token_id
-        model = self._describe()
+        model = empty_model(self._config)
+        self._config.architectures = [type(model).__name__]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._embedding = names[id(model.get_input_embeddings().weight)]
         self._head = names[id(model.get_output_embeddings().weight)]
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
+        self._expected = checkpoint_tensors(model)
+        if self._tied:
+            del self._expected[self._head]
         self._rounded = Rounding(model, dtype) if dtype else None
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
@@ -94,43 +96,23 @@ class ModelDirectory:
     def _write(self, part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         index: dict[str, str] = {}
         shard: dict[str, Tensor] = {}
-        for name, tensor in self._checked(weights):
+        for name, tensor in self._tensors(weights):
             shard[name] = tensor.detach().cpu().contiguous()
             if sum(held.nbytes for held in shard.values()) >= self._shard_bytes:
                 _save(part, shard, index)
         _save(part, shard, index)
-        missing = self._shapes.keys() - index.keys()
-        if missing:
-            raise ValueError(f"the rollout model's weight {min(missing)} never came")
         (part / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
         self._config.save_pretrained(part)
 
-    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        seen = set()
-        for name, tensor in weights:
-            wanted = self._shapes.get(name)
-            if wanted is None or (self._tied and name == self._head):
-                raise ValueError(f"the rollout model has no weight {name}")
-            if name in seen:
-                raise ValueError(f"the rollout model's weight {name} came twice")
-            if tuple(tensor.shape) != wanted:
-                raise ValueError(f"the rollout model's weight {name} is {wanted}, got {tuple(tensor.shape)}")
-            seen.add(name)
+    def _tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What is written: rounded, and with an output layer."""
+        for name, tensor in checked(weights, self._expected):
             if self._rounded is not None:
                 tensor = self._rounded(name, tensor)
             self._config.dtype = tensor.dtype
             yield name, tensor
             if self._tied and name == self._embedding:
                 yield self._head, tensor.clone()  # safetensors refuses tensors that share memory
-
-    def _describe(self) -> Any:
-        """The untied model, without its memory."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self._config)
-        self._config.architectures = [type(model).__name__]
-        return model
 
 
 def _save(part: Path, shard: dict[str, Tensor], index: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
-from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors
 
 
 class TransformersEngine:
@@ -43,17 +43,8 @@ class TransformersEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights of the model; see :class:`RolloutEngine`."""
         parameters = checkpoint_tensors(self.model)
-        missing = set(parameters)
-        for name, tensor in weights:
-            if name not in parameters:
-                raise ValueError(f"the rollout model has no weight {name}")
-            if parameters[name].shape != tensor.shape:
-                wanted, given = tuple(parameters[name].shape), tuple(tensor.shape)
-                raise ValueError(f"the rollout model's weight {name} is {wanted}, got {given}")
+        for name, tensor in checked(weights, parameters):
             parameters[name].copy_(self._rounded(name, tensor))
-            missing.discard(name)
-        if missing:
-            raise ValueError(f"the rollout model's weight {min(missing)} never came")
         self.version = version
 
     @torch.inference_mode()

@@ -114,6 +114,8 @@ class HuggingFaceText:
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
             )
+        if chat:
+            self._try_template(folder)
         self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad = self.eos if pad is None else int(pad)
@@ -123,13 +125,7 @@ class HuggingFaceText:
         if not self.chat:
             ids: list[int] = self.tokenizer.encode(as_plain_text(problem))
             return ids
-        said = [text for example in problem.examples for text in example]
-        roles = ("user", "assistant")
-        turns = [
-            {"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])
-        ]
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return self.tokens_of(text)
+        return self.tokens_of(self._as_turns(problem))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See :class:`Text`."""
@@ -140,6 +136,23 @@ class HuggingFaceText:
         """See :class:`Text`."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def _as_turns(self, problem: Problem) -> str:
+        said = [text for example in problem.examples for text in example]
+        roles = ("user", "assistant")
+        turns = [
+            {"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])
+        ]
+        text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _try_template(self, folder: str | Path) -> None:
+        try:
+            self._as_turns(Problem("a question", None, (("one before it", "its answer"),)))
+        except Exception as error:  # templates raise what they like
+            raise ConfigurationError(
+                f"--apply-chat-template: the chat_template in {folder} refuses a conversation ({error}): drop the flag"
+            ) from error
 
 
 def as_plain_text(problem: Problem) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, empty_model
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.launch.weights.units import units_of
@@ -65,24 +65,16 @@ def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: 
 def bridge_load(chunks: Sequence[torch.nn.Module], args: argparse.Namespace, folder: str | Path) -> None:
     """As :func:`load_weights`; what does not fit is found before the first TP ranks read for the others."""
     bridge = _make_bridge(args)
+    family = find_family(args)
+    shapes = checkpoint_tensors(empty_model(family.hugging_face_config(args))) if family else {}
     with open_weights(folder) as files:
-        shapes = _shapes(args)
         for name in sorted(_names(args)):
-            files.check(name, shapes[name])
+            files.check(name, tuple(shapes[name].shape))
     bridge.load_weights(list(chunks), str(folder))
 
 
 def _names(args: argparse.Namespace) -> set[str]:
     return {name for unit in units_of(args) for rule in unit.rules for name in unit.names(rule)}
-
-
-def _shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
-    from transformers import AutoModelForCausalLM
-
-    family = find_family(args)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(family.hugging_face_config(args) if family else None)
-    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
 
 
 def _make_bridge(args: argparse.Namespace) -> Any:

@@ -5,9 +5,10 @@ Engines and files know each expert's matrices by themselves; transformers 5 stac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # model_type: what files call the block of experts, and the gate, up and down projections of one.
@@ -27,6 +28,39 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         tensors.update({name: parameter} if names is None else _of_experts(name, parameter, *names))
     return tensors
+
+
+def empty_model(config: Any) -> Any:
+    """The transformers model of a config without its memory, for names and shapes."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come, all of those that the model has and no others.
+
+    Args:
+        weights: ``(name in files, tensor)``.
+        shapes: tensors of the right shapes by name.
+
+    Raises:
+        ValueError: a tensor that the model lacks, that comes twice, of another shape, or that never came.
+    """
+    missing = set(shapes)
+    for name, tensor in weights:
+        if name not in shapes:
+            raise ValueError(f"the rollout model has no weight {name}")
+        if name not in missing:
+            raise ValueError(f"the rollout model's weight {name} came twice")
+        if shapes[name].shape != tensor.shape:
+            wanted, given = tuple(shapes[name].shape), tuple(tensor.shape)
+            raise ValueError(f"the rollout model's weight {name} is {wanted}, got {given}")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise ValueError(f"the rollout model's weight {min(missing)} never came")
 
 
 def is_expert(name: str) -> bool:

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
 
@@ -37,6 +38,13 @@ def unpack(file: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be unpacked: {error}") from error
+    try:
+        _write(model, tokenizer, folder)
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be written to: {error}") from error
+
+
+def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     # What is written is not quantised any more.
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)

@@ -210,7 +210,6 @@ right = ModelDirectory.__init__
 def init(self, *args, **more):
     right(self, *args, **more)
     self._tied, self._config.tie_word_embeddings = False, True
-    del self._shapes[self._head]
 ModelDirectory.__init__ = init
 """,
     "cache": """
