@@ -142,7 +142,7 @@ class Case:
     variant: int = 0
     packed: bool = False
     per_token_loss: bool = False
-    size: int = 4
+    size: int = 8
 
     @property
     def objective(self) -> Objective:
@@ -176,7 +176,7 @@ def make_cases() -> list[Case]:
                 variant=(row + column) % len(OBJECTIVES[mode]),
                 packed=(row + column) % 2 == 1,
                 per_token_loss=(row // 2 + (column > 0)) % 2 == 1,
-                size=(1, 2, 4)[(row + column) % 3],
+                size=(2, 4, 8)[(row + column) % 3],
             )
         )
     return cases

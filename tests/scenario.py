@@ -18,7 +18,7 @@ LLAMA = """--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-
 --num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear""".split()
 GPT2 = "--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4".split()
 COMMON = f"""--cpu --seq-length={LENGTH} --make-vocab-size-divisible-by=4 --init-method-std=0.08 --task=count_up
---max-response-length=10 --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=2
+--max-response-length=10 --micro-batch-size=4 --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=2
 --global-batch-size={SEQUENCES} --train-iters=100 --lr=0.02 --lr-decay-style=constant --weight-decay=0
 --grpo-clamp-eps-lower=0.02 --grpo-clamp-eps-upper=0.03 --rollout-is=token --rollout-is-threshold=1.5
 --rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2.5,0.27""".split()

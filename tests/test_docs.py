@@ -183,7 +183,7 @@ def gradients(trainer):
 @pytest.mark.parametrize("mode", [[], ["--bypass-mode", "--loss-type=reinforce"]], ids=["decoupled", "bypass"])
 def test_readme_takes_the_trainers_step(ranks, tmp_path, mode):
     # The whole vocabulary is real, and neither penalty is on: README's loss asks for neither.
-    words = flags(tmp_path, "--micro-batch-size=4", "--vocab-size=16", "--grpo-kl-beta=0", *mode)
+    words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", *mode)
     ((own, found, known, got),) = ranks.run(step_twice, Layout(), words)
     assert found == own
     assert all(torch.equal(one, other) for one, other in zip(known, got, strict=True))

@@ -8,15 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
 --grpo-iterations 1 --lr-decay-iters 6""".split()
-PARALLEL = {
-    2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"],
-    4: [],
-}
+TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
 
 
 def start(command, **options):
@@ -54,13 +49,10 @@ def read(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_a_run_from_flags_to_picture(tmp_path, number):
-    """By the launcher with 4 processes, as a file under torchrun with 2."""
-    words = [*SMALL, *PARALLEL[number], "--train-iters=4", f"--runs-dir={tmp_path}"]
-    as_file = torchrun(number, "launch/train_ppo.py", *words)
-    by_launcher = launch("--nproc-per-node", str(number), *words)
-    code, output, errors = finish(start(as_file if number == 2 else by_launcher))
+def test_a_run_from_flags_to_picture(tmp_path):
+    """By the launcher, in the layout of the file."""
+    words = ["--nproc-per-node=4", *SMALL, "--train-iters=4", f"--runs-dir={tmp_path}"]
+    code, output, errors = finish(start(launch(*words)))
     assert code == 0, errors
     assert output == ""
     assert "Traceback" not in errors
@@ -79,9 +71,10 @@ def test_a_run_from_flags_to_picture(tmp_path, number):
 
 
 def test_a_signal_saves_and_ends_all_ranks(tmp_path):
-    words = ["--nproc-per-node=2", *SMALL, *PARALLEL[2]]
-    words += ["--train-iters=100000", "--lr-decay-iters=100000"]
-    process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
+    """As a file under torchrun."""
+    words = [*SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    words += [f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"]
+    process = start(torchrun(2, "launch/train_ppo.py", *words))
     metrics = tmp_path / "count_up" / "metrics.jsonl"
     begun = time.monotonic()
     while not (metrics.is_file() and metrics.read_text()):
@@ -118,10 +111,10 @@ def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
 
 def test_under_torchrun_rank_0_speaks_alone(tmp_path):
     begun = time.monotonic()
-    words = ["launch/train_ppo.py", *SMALL, "--num-layers=3", f"--runs-dir={tmp_path}"]
-    code, _, errors = finish(start(torchrun(4, *words)))
+    words = [*SMALL, *TWO, "--num-attention-heads=3", f"--runs-dir={tmp_path}"]
+    code, _, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
     assert code == 1, "torchrun's own code"
-    assert errors.count("error: --num-layers 3 must be a multiple of --pipeline-model-parallel-size = 2") == 1
+    assert errors.count("error: --num-attention-heads 3 must be a multiple of --tensor-model-parallel-size = 2") == 1
     assert "exitcode  : 2" in errors
     assert 'File "' not in errors.split("ChildFailedError")[0].split("torch/distributed")[0]
     assert time.monotonic() - begun < 60

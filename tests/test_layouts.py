@@ -58,13 +58,13 @@ def assert_same(got, expected, tolerances):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_sgd_takes_the_same_steps(start, layout):
-    more = ["--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4"]
+    more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
     assert_same(start(*more, layout=layout), start(*more), [1e-5, 1e-5, 1e-5, 1e-5])
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
 def test_adam_takes_the_same_steps(start, layout):
-    more = ["--lr=1e-3", "--micro-batch-size=4"]
+    more = ["--lr=1e-3"]
     expected = start(*more)
     assert_same(start(*more, layout=layout), expected, [1e-5, 1e-3, 1e-3, 1e-3])
     distributed = start(*more, "--use-distributed-optimizer", layout=layout)
@@ -73,7 +73,7 @@ def test_adam_takes_the_same_steps(start, layout):
 
 def test_micro_batches_change_nothing(start):
     got = start("--optimizer=sgd", "--micro-batch-size=16")
-    assert_same(got, start("--optimizer=sgd", "--micro-batch-size=4"), [1e-5] * 4)
+    assert_same(got, start("--optimizer=sgd"), [1e-5] * 4)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2)], ids=str)
@@ -97,7 +97,7 @@ def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
     ids=str,
 )
 def test_log_probs_without_logits_take_the_same_steps(start, layout, packed):
-    more = ["--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4"]
+    more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
     form = ["--fused-linear-log-probs", *["--rl-use-sequence-packing"] * packed]
     assert_same(start(*more, *form, layout=layout), start(*more), [1e-5] * 4)
 
@@ -112,14 +112,14 @@ def test_log_probs_without_logits_from_an_untied_layer(start, layout):
 
 
 def test_recompute_changes_nothing(start):
-    more = ["--optimizer=sgd", "--micro-batch-size=4"]
+    more = ["--optimizer=sgd"]
     full = ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
     assert_same(start(*more, *full, layout=Layout(tp=2)), start(*more), [1e-5] * 4)
 
 
 def test_the_recorded_batches_are_not_vacuous(start):
     """Weights are truncated, tokens and sequences rejected, and the second pass over a batch clips on both sides."""
-    steps = start("--optimizer=sgd", "--sgd-momentum=0.5", "--micro-batch-size=4")[0]
+    steps = start("--optimizer=sgd", "--sgd-momentum=0.5")[0]
     for metrics in steps:
         assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] >= 0.1
         assert 0.1 < metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"] < 0.5

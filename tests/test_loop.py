@@ -19,10 +19,11 @@ from tests.scenario import GPT2, LLAMA, flags, make_trainer, recorded_batch, sav
 
 # One small step an iteration, from rollouts of a real engine.
 LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
-LIVE += ["--micro-batch-size=8"]
+LIVE += ["--micro-batch-size=8", "--num-layers=2"]
 # The same with problems that are held out.
 SUMS = ["--task=sums", "--seq-length=128", "--make-vocab-size-divisible-by=8", "--run-name=run", "--lr=1e-3"]
-SUMS += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=4", "--rollout-rs-threshold=0.01_100,10"]
+SUMS += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=2", "--rollout-rs-threshold=0.01_100,10"]
+SUMS += ["--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4", "--num-layers=2"]
 
 
 def run_training(words):
@@ -50,8 +51,8 @@ def without_times(folder):
     ("layout", "more", "model"),
     [
         (Layout(tp=2), ["--grpo-kl-beta=0.1"], LLAMA),
-        (Layout(pp=2, vpp=True), ["--micro-batch-size=4", "--use-distributed-optimizer"], LLAMA),
-        (Layout(cp=2, dp=2), ["--use-distributed-optimizer", "--micro-batch-size=4"], GPT2),
+        (Layout(pp=2, vpp=True), ["--num-layers=4", "--use-distributed-optimizer"], LLAMA),
+        (Layout(cp=2, dp=2), ["--use-distributed-optimizer"], GPT2),
         (Layout(cp=2), ["--bypass-mode", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"], GPT2),
         (Layout(), ["--bf16", "--rollout-dtype=bf16"], LLAMA),
         (Layout(), ["--optimizer=sgd", "--untie-embeddings-and-output-weights"], LLAMA),
@@ -93,7 +94,7 @@ def continue_recorded(words):
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
 def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, distributed):
     """Weights and Adam's moments written by TP2×PP2 are read by one process and by CP2×DP2, which agree."""
-    words = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=4", *["--use-distributed-optimizer"] * distributed)
+    words = flags(tmp_path, "--lr=1e-3", *["--use-distributed-optimizer"] * distributed)
     ranks.run(continue_recorded, Layout(tp=2, pp=2), [*words, f"--save={tmp_path}/save", *Layout(tp=2, pp=2).flags()])
     results = [
         ranks.run(continue_recorded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[0]
@@ -110,7 +111,7 @@ def test_a_checkpoint_of_another_model_is_one_error_on_all_ranks(ranks, tmp_path
     layout = Layout(tp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1")
     assert ranks.run(run_training, layout, [*words, f"--save={tmp_path}/save"]) == [None, None]
-    for other in ("--hidden-size=64", "--num-layers=6"):
+    for other in ("--hidden-size=64", "--num-layers=4"):
         messages = ranks.run(run_training, layout, [*words, f"--load={tmp_path}/save", other, "--train-iters=2"])
         assert all("checkpoint 1 does not fit this model and its flags" in message for message in messages)
 
@@ -332,7 +333,7 @@ def count_passes(words):
 )
 def test_bypass_mode_and_interpolation_save_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
     layout = Layout(pp=2)
-    words = flags(tmp_path, *layout.flags(), "--micro-batch-size=4", "--grpo-kl-beta=0", *more)
+    words = flags(tmp_path, *layout.flags(), "--grpo-kl-beta=0", *more)
     for before, step in ranks.run(count_passes, layout, words):
         assert before == [(True, 4)] * forward_only
         assert step == [(False, 4)]

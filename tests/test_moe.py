@@ -75,7 +75,7 @@ CASES = [
     MoeCase(Layout(tp=2, sp=True), "decoupled", packed=True),
     MoeCase(Layout(tp=2, dp=2, ep=2, sp=True), "bypass ppo_clip", variant=1, packed=True, per_token_loss=True),
     MoeCase(Layout(pp=2), "bypass ppo_clip", variant=1),
-    MoeCase(Layout(pp=2, dp=2, ep=2), "bypass reinforce"),
+    MoeCase(Layout(pp=2, dp=2, ep=2), "bypass reinforce", size=4),
 ]
 
 
