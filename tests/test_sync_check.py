@@ -15,7 +15,7 @@ from tests.test_loop import run_training
 
 RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
 # An entropy bonus moves the weights even where no response earns anything.
-RUN += ["--grpo-entropy-term-weight=0.1"]
+RUN += ["--grpo-entropy-term-weight=0.1", "--num-layers=2", "--micro-batch-size=8"]
 
 
 class PackedHead:
