@@ -359,24 +359,39 @@ class _BlockPass:
 
     def __init__(self, shards: Shards, config: RolloutCorrectionConfig, compile: bool) -> None:
         self._config, self._compile, self._scratch = config, compile, _ScratchPool(shards)
-        self._fused_shape: tuple[int, ...] | None = None
+        self._fused: tuple[tuple[int, ...], Callable[..., BlockSums], Tensor] | None = None
 
     def __call__(self, tokens: BlockTokens, block: Block) -> BlockSums:
         if not block.is_even:
             lengths = block.lengths(tokens.mask.device)
             return block_terms(tokens, self._config, self._scratch.of(tokens), lengths).added(block.rows)
         tokens = tokens.in_runs(run_length(block.shape[1]))
-        if self._compile and self._fused_shape in (None, block.shape):
-            self._fused_shape = block.shape
-            flags = dataclasses.replace(tokens, mask=tokens.mask.view(torch.uint8), kept=tokens.kept.view(torch.uint8))
-            zero = torch.zeros(len(flags.mask), 1, device=flags.mask.device)
-            return _compiled_sums()(flags, zero, self._config, block.rows)
-        return block_terms(tokens, self._config, self._scratch.of(tokens)).added(block.rows)
+        if self._compile and self._fused is None:
+            zero = torch.zeros(len(tokens.mask), 1, device=tokens.mask.device)
+            self._fused = block.shape, _compiled_sums(self._config, block.rows), zero
+        if self._fused is None or self._fused[0] != block.shape:
+            return block_terms(tokens, self._config, self._scratch.of(tokens)).added(block.rows)
+        _, sums, zero = self._fused
+        mask, kept = tokens.mask.view(torch.uint8), tokens.kept.view(torch.uint8)
+        return sums(tokens.train, tokens.rollout, mask, tokens.negative, tokens.weights, kept, zero)
 
 
-@functools.cache
-def _compiled_sums() -> Callable[..., BlockSums]:
-    compiled: Callable[..., BlockSums] = torch.compile(fused_sums, dynamic=False)
+@functools.lru_cache(maxsize=64)
+def _compiled_sums(config: RolloutCorrectionConfig, rows: int) -> Callable[..., BlockSums]:
+    """:func:`fused_sums` of tensors alone: what else an argument holds is looked at before every call."""
+
+    def sums(
+        train: Tensor,
+        rollout: Tensor,
+        mask: Tensor,
+        negative: Tensor | None,
+        weights: Tensor | None,
+        kept: Tensor,
+        zero: Tensor,
+    ) -> BlockSums:
+        return fused_sums(BlockTokens(train, rollout, mask, negative, weights, kept), zero, config, rows)
+
+    compiled: Callable[..., BlockSums] = torch.compile(sums, dynamic=False)
     return compiled
 
 

@@ -192,9 +192,10 @@ class SequenceLayout:
         With ``most``, only so many of them, evenly spread.
         """
         if (num_tokens, most) not in self._cuts:
-            local = [length // self.cp_size for length in self.full_lengths]
-            padded = len(self.shape) == 2
-            pieces = cut_padded(self.shape, num_tokens, most) if padded else cut_packed(local, num_tokens, most)
+            if len(self.shape) == 2:
+                pieces = cut_padded(self.shape, num_tokens, most)
+            else:
+                pieces = cut_packed(self.local_lengths.tolist(), num_tokens, most)
             self._cuts[num_tokens, most] = list(pieces)
         return self._cuts[num_tokens, most]
 
@@ -245,7 +246,9 @@ class SequenceLayout:
     @cached_property
     def local_lengths(self) -> Tensor:
         """Local tokens of each sequence: [n], int64, on the CPU."""
-        return torch.tensor([length // self.cp_size for length in self.full_lengths], dtype=torch.int64)
+        if len(self.shape) == 2:
+            return torch.full((self.num_sequences,), self.shape[1], dtype=torch.int64)
+        return torch.tensor(self.full_lengths, dtype=torch.int64) // self.cp_size
 
     @property
     def _full_shape(self) -> tuple[int, ...]:

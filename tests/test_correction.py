@@ -1,6 +1,7 @@
 """Weights, masks, denominators and metrics of one process against the float64 oracle."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -237,9 +238,14 @@ def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
 def trace_blocks(monkeypatch):
     """Compiled blocks without the time that generating code takes; nothing may be left out of the graph."""
     torch._dynamo.reset()
-    traced = torch.compile(pipeline.fused_sums, backend="aot_eager", fullgraph=True, dynamic=False)
-    calls = []
-    monkeypatch.setattr(pipeline, "_compiled_sums", lambda: calls.append(1) or traced)
+    calls, right = [], torch.compile
+
+    def traced(function, **options):
+        calls.append(function)
+        return right(function, backend="aot_eager", fullgraph=True, **options)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(pipeline, "_compiled_sums", functools.cache(pipeline._compiled_sums.__wrapped__))
     return calls
 
 

@@ -40,16 +40,10 @@ def run(ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(run):
-    """The gradients of one process for each objective, found once."""
-    known = {}
-
-    def single(case):
-        if case.objective not in known:
-            (found,) = run(Case(Layout(), case.mode, case.variant))
-            known[case.objective] = found
-        return known[case.objective]
-
-    return single
+    """The gradients of one process for each objective."""
+    cases = [Case(Layout(), mode, variant) for mode, several in OBJECTIVES.items() for variant in range(len(several))]
+    known = {case.objective: run(case)[0] for case in cases}
+    return lambda case: known[case.objective]
 
 
 def whole_gradients(everywhere, index):

@@ -128,7 +128,7 @@ def test_an_engine_with_something_old_ends_the_run_on_all_ranks(ranks, tmp_path,
     ("layout", "more", "model"),
     [
         (Layout(tp=2, pp=2, sp=True), ["--rollout-dtype=fp32"], LLAMA),
-        (Layout(pp=2, vpp=True), ["--rollout-dtype=bf16"], LLAMA),
+        (Layout(pp=2, vpp=True), ["--num-layers=4", "--rollout-dtype=bf16"], LLAMA),
         (Layout(cp=2, dp=2), ["--rollout-dtype=fp8-e4m3", "--rl-default-temperature=0.7"], GPT2),
         (Layout(cp=2), ["--rollout-dtype=int8", "--rl-use-sequence-packing", "--bypass-mode"], LLAMA),
     ],

@@ -57,6 +57,8 @@ CASES = [(name, layout) for name in DENSE for layout in (Layout(tp=2, sp=True), 
 CASES += [("llama", Layout()), ("gpt2", Layout(tp=2, pp=2, cp=2))]
 CASES += [("qwen3_moe", layout) for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2), *SPREAD)]
 CASES += [("qwen3_moe-unnormalised", Layout(dp=2, ep=2)), ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2))]
+# One layout after the other: each has its process groups made once.
+CASES.sort(key=lambda case: str(case[1]))
 
 
 @pytest.fixture(scope="module")
