@@ -140,6 +140,21 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 @contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """What is imported in this block keeps its functions as they are written, whatever compiles them where they stand.
+
+    Megatron-Core does that to its fusions, none of which runs on a CPU. Loading the compiler for them takes half of the
+    time that a rank needs to start.
+    """
+
+    def as_written(function: Any = None, **_: Any) -> Any:
+        return as_written if function is None else function
+
+    with mock.patch.object(torch, "compile", as_written):
+        yield
+
+
+@contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
     """Run megatron.core on the CPU inside this block; reversible, one log line.
 

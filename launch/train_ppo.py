@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
-    from megatron_rc.launch.loop import train
-
     with _cpu_backend() if args.on_cpu else contextlib.nullcontext():
+        from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
+        from megatron_rc.launch.loop import train
+
         try:
             initialize(args)
             (run or train)(args, task)
@@ -58,8 +58,10 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
 
 def _cpu_backend() -> contextlib.AbstractContextManager[None]:
-    from megatron_rc.launch.cpu import cpu_backend
+    from megatron_rc.launch.cpu import cpu_backend, without_compiler
 
+    with without_compiler():
+        import megatron_rc.launch.loop  # noqa: F401
     return cpu_backend()
 
 

@@ -21,14 +21,6 @@ from typing import Any
 
 import pytest
 
-PRELOAD = [
-    "megatron_rc.launch.loop",
-    "megatron_rc.launch.engines.transformers_engine",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gpt2.modeling_gpt2",
-    "matplotlib.pyplot",
-    "reasoning_gym",
-]
 COLLECTIVE_SECONDS = 60
 VICTIM_SECONDS = 3
 # Groups that something still holds keep their threads, which poll: now and then the ranks begin anew.
@@ -71,7 +63,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context.set_forkserver_preload(["tests.preloaded"])
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.workers: list[tuple[Any, Connection]] = []
         self.meetings = 0

@@ -167,6 +167,24 @@ def test_the_cpu_switch_is_reversible(caplog):
         torch.zeros(2, device="cuda")
 
 
+def test_a_rank_on_the_cpu_starts_without_a_compiler():
+    """Loaded with everything that Megatron-Core compiles where it stands; ``torch.compile`` itself is back after."""
+    program = """
+import sys
+from megatron_rc.launch.train_ppo import _cpu_backend
+import torch
+right = torch.compile
+with _cpu_backend():
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+    assert torch.equal(swiglu(torch.ones(2, device="cuda")), torch.ones(1).sigmoid())
+assert torch.compile is right
+assert "megatron_rc.launch.trainer" in sys.modules
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_gpu_path_never_imports_the_switch():
     for path in sources("launch"):
         if path.name != "train_ppo.py":
