@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ Pair = tuple[Tensor, Tensor]
 # Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
 # size, and no more than stays in a CPU's cache.
 MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
+# Left to itself the compiler keeps in memory what several sums need, and reads the tokens once for every few of them.
+_ONE_LOOP: dict[str, Any] = dict.fromkeys(
+    ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size"), 10**4
+)
 
 
 @dataclass(frozen=True)
@@ -391,7 +396,7 @@ def _compiled_sums(config: RolloutCorrectionConfig, rows: int) -> Callable[..., 
     ) -> BlockSums:
         return fused_sums(BlockTokens(train, rollout, mask, negative, weights, kept), zero, config, rows)
 
-    compiled: Callable[..., BlockSums] = torch.compile(sums, dynamic=False)
+    compiled: Callable[..., BlockSums] = torch.compile(sums, dynamic=False, options=_ONE_LOOP)
     return compiled
 
 

@@ -240,9 +240,9 @@ def trace_blocks(monkeypatch):
     torch._dynamo.reset()
     calls, right = [], torch.compile
 
-    def traced(function, **options):
+    def traced(function, *, dynamic, options):
         calls.append(function)
-        return right(function, backend="aot_eager", fullgraph=True, **options)
+        return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(pipeline, "_compiled_sums", functools.cache(pipeline._compiled_sums.__wrapped__))
