@@ -24,7 +24,7 @@ run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG) $(FLAGS)
 
-# A real language model on two processes: 135M parameters, about 15 minutes.
+# A real language model on two processes: 135M parameters, about 18 minutes.
 run-smollm2: $(SMOLLM2)/config.json
 	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
