@@ -143,8 +143,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 def without_compiler() -> Iterator[None]:
     """What is imported in this block keeps its functions as they are written, whatever compiles them where they stand.
 
-    Megatron-Core does that to its fusions, none of which runs on a CPU. Loading the compiler for them takes half of the
-    time that a rank needs to start.
+    Megatron-Core does that to its fusions, none of which has work to do on a CPU, and keeps them so for the life of the
+    process. Loading the compiler for them takes longer than anything else that a rank does to start.
     """
 
     def as_written(function: Any = None, **_: Any) -> Any:

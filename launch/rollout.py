@@ -104,7 +104,7 @@ class RolloutCollector:
             try:
                 end()
             except Exception as problem:  # must not take the place of what ended the run
-                _log.warning("the rollout engine did not end cleanly: %s", problem)
+                _log.error("the rollout engine did not end cleanly: %s", problem)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
         """Hand the trainer's weights to every engine, where there are any.

@@ -76,7 +76,8 @@ def correct_rollouts(
         max_staleness: the last bucket of staleness holds everything from here on.
         mini_batch_ids: [n] int64 in [0, num_mini_batches). Default: 0.
         num_mini_batches: optimizer steps that share the batch.
-        compile: run the pass over padded tokens through ``torch.compile`` (seconds for the first call, then less time).
+        compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
+            configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
 
     The counts ``num_*``, ``current_version`` and ``max_staleness`` are the same on every rank.
 

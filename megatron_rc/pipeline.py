@@ -43,7 +43,7 @@ Pair = tuple[Tensor, Tensor]
 # Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
 # size, and no more than stays in a CPU's cache.
 MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
-# Left to itself the compiler keeps in memory what several sums need, and reads the tokens once for every few of them.
+# Left to itself the compiler for CPUs keeps in memory what several sums need, and reads the tokens for every few anew.
 _ONE_LOOP: dict[str, Any] = dict.fromkeys(
     ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size"), 10**4
 )
@@ -373,7 +373,7 @@ class _BlockPass:
         tokens = tokens.in_runs(run_length(block.shape[1]))
         if self._compile and self._fused is None:
             zero = torch.zeros(len(tokens.mask), 1, device=tokens.mask.device)
-            self._fused = block.shape, _compiled_sums(self._config, block.rows), zero
+            self._fused = block.shape, _compiled_sums(self._config, block.rows, zero.device.type), zero
         if self._fused is None or self._fused[0] != block.shape:
             return block_terms(tokens, self._config, self._scratch.of(tokens)).added(block.rows)
         _, sums, zero = self._fused
@@ -382,8 +382,8 @@ class _BlockPass:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_sums(config: RolloutCorrectionConfig, rows: int) -> Callable[..., BlockSums]:
-    """:func:`fused_sums` of tensors alone: what else an argument holds is looked at before every call."""
+def _compiled_sums(config: RolloutCorrectionConfig, rows: int, device: str) -> Callable[..., BlockSums]:
+    """:func:`fused_sums` of tensors alone: the fields of :class:`BlockTokens` would be looked at before every call."""
 
     def sums(
         train: Tensor,
@@ -396,7 +396,8 @@ def _compiled_sums(config: RolloutCorrectionConfig, rows: int) -> Callable[..., 
     ) -> BlockSums:
         return fused_sums(BlockTokens(train, rollout, mask, negative, weights, kept), zero, config, rows)
 
-    compiled: Callable[..., BlockSums] = torch.compile(sums, dynamic=False, options=_ONE_LOOP)
+    options = _ONE_LOOP if device == "cpu" else None
+    compiled: Callable[..., BlockSums] = torch.compile(sums, dynamic=False, options=options)
     return compiled
 
 

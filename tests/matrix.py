@@ -191,7 +191,10 @@ def weights(experts: int = 0) -> tuple[reference.Weights, reference.Weights]:
 
 @functools.cache
 def make_data(experts: int = 0) -> Data:
-    """Ragged lengths, masks with holes, an all-rejected micro-batch, an empty rank; nothing near any bound."""
+    """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; nothing near any bound.
+
+    Up to four sequences are rejected together.
+    """
     # With 34 no router decides narrowly.
     generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)

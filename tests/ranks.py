@@ -141,6 +141,7 @@ def _ranks(failures: Sequence[tuple[float, int, str]]) -> set[int]:
 
 def _serve(connection: Connection) -> None:
     import gc
+    import importlib
     import logging
     import warnings
 
@@ -148,6 +149,8 @@ def _serve(connection: Connection) -> None:
 
     from megatron_rc.launch.cpu import cpu_backend
 
+    # There already, unless the server was started where it could not find it.
+    importlib.import_module("tests.preloaded")
     # What the server had loaded is never garbage, and is not looked through again.
     gc.freeze()
     torch.set_num_threads(1)

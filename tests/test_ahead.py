@@ -11,6 +11,7 @@ from megatron_rc.launch.ahead import SampledAhead, check_versions
 from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rollout import RolloutCollector
 from megatron_rc.launch.validation import validate_args
 from tests.ranks import Layout
 from tests.scenario import flags, recorded_batch
@@ -43,6 +44,17 @@ def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
         ahead.take(step)
     ahead.close()
     assert seen == [(step, not in_background) for step in (4, 6, 8)]
+
+
+def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
+    class Stuck:
+        def close(self):
+            raise OSError("still there")
+
+    collector = RolloutCollector.__new__(RolloutCollector)
+    collector.engine, collector.ahead = Stuck(), SampledAhead(numbered, in_background=False)
+    collector.close()
+    assert "the rollout engine did not end cleanly: still there" in caplog.text
 
 
 def test_what_sampling_raises_is_raised_where_it_is_taken():

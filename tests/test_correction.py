@@ -242,7 +242,8 @@ def trace_blocks(monkeypatch):
 
     def traced(function, *, dynamic, options):
         calls.append(function)
-        return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        with torch._inductor.config.patch(options or {}):  # names that the compiler does not know are an error
+            return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(pipeline, "_compiled_sums", functools.cache(pipeline._compiled_sums.__wrapped__))

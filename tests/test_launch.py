@@ -50,9 +50,9 @@ def read(folder):
 
 
 def test_a_run_from_flags_to_picture(tmp_path):
-    """By the launcher, in the layout of the file."""
-    words = ["--nproc-per-node=4", *SMALL, "--train-iters=4", f"--runs-dir={tmp_path}"]
-    code, output, errors = finish(start(launch(*words)))
+    """As a file under torchrun, in the layout that the flags' own file has."""
+    words = [*SMALL, "--train-iters=4", f"--runs-dir={tmp_path}"]
+    code, output, errors = finish(start(torchrun(4, "launch/train_ppo.py", *words)))
     assert code == 0, errors
     assert output == ""
     assert "Traceback" not in errors
@@ -71,10 +71,8 @@ def test_a_run_from_flags_to_picture(tmp_path):
 
 
 def test_a_signal_saves_and_ends_all_ranks(tmp_path):
-    """As a file under torchrun."""
-    words = [*SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
-    words += [f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"]
-    process = start(torchrun(2, "launch/train_ppo.py", *words))
+    words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
     metrics = tmp_path / "count_up" / "metrics.jsonl"
     begun = time.monotonic()
     while not (metrics.is_file() and metrics.read_text()):

@@ -18,8 +18,8 @@ CASES = matrix.make_cases()
 # A sequence ratio over CP in the loss, of one sequence at a time, and packed beside it.
 MORE = [
     Case(Layout(cp=2, dp=2), "decoupled", variant=1, size=1),
-    Case(Layout(tp=2, cp=2), "bypass gspo", packed=True),
-    Case(Layout(pp=2, cp=2), "bypass gspo", size=2, per_token_loss=True),
+    Case(Layout(tp=2, cp=2), "bypass gspo", packed=True, size=1),
+    Case(Layout(pp=2, cp=2), "bypass gspo", size=1, per_token_loss=True),
 ]
 TO_REFERENCE, TO_SINGLE = 1e-4, 1e-5
 FACTORS = ("layout", "mode", "packed", "per_token_loss", "size")
@@ -240,8 +240,9 @@ def test_the_data_are_not_vacuous(objective):
 def test_parts_of_the_work_differ():
     """Tokens of micro-batches, of CP shards and of replicas, so that exchanging them would show."""
     data = matrix.make_data()
-    counts = [int(part.sum()) for part in data.mask.split(4)][:6]
-    assert len(set(counts)) == len(counts)
+    for size in (4, 8):
+        counts = [int(part.sum()) for part in data.mask.split(size)][: 24 // size]
+        assert len(set(counts)) == len(counts)
     chunks = data.mask.view(SEQUENCES, 4, -1).sum((0, 2)).tolist()
     assert chunks[0] + chunks[3] != chunks[1] + chunks[2]
     replicas = data.mask.view(MINI_BATCHES, 2, -1).sum((0, 2)).tolist()

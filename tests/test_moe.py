@@ -44,6 +44,7 @@ AUXILIARY = (f"--moe-aux-loss-coeff={BALANCING}", f"--moe-z-loss-coeff={Z}")
 class MoeCase(Case):
     """A run of a model with experts; ``original``: with the denominators under the response mask."""
 
+    size: int = 4
     dispatcher: str = "alltoall"
     auxiliary: bool = False
     original: bool = False
@@ -75,7 +76,7 @@ CASES = [
     MoeCase(Layout(tp=2, sp=True), "decoupled", packed=True),
     MoeCase(Layout(tp=2, dp=2, ep=2, sp=True), "bypass ppo_clip", variant=1, packed=True, per_token_loss=True),
     MoeCase(Layout(pp=2), "bypass ppo_clip", variant=1),
-    MoeCase(Layout(pp=2, dp=2, ep=2), "bypass reinforce", size=4),
+    MoeCase(Layout(pp=2, dp=2, ep=2), "bypass reinforce"),
 ]
 
 

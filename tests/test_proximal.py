@@ -136,7 +136,7 @@ def expected(name):
 def words_of(name, layout, folder, *more):
     batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
     kept = [word for word in flags(folder, *batch) if not word.startswith(("--rollout-", "--grpo-clamp"))]
-    return [*kept, *layout.flags(), "--micro-batch-size=8", *OBJECTIVES[name].words, *more]
+    return [*kept, *layout.flags(), *OBJECTIVES[name].words, *more]
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,6 @@ def test_the_end_fills_batches_where_there_is_no_padding_token(tmp_path):
     ("made", "chat", "message"),
     [
         ({"eos": None}, False, "has no eos_token"),
-        (
-            {"template": "{{ raise_exception('system first') }}"},
-            True,
-            r"the chat_template in .* refuses a conversation \(system first\)",
-        ),
-        ({"template": "{{ turns | nothing }}"}, True, "refuses a conversation"),
         ({"template": None}, True, "--apply-chat-template: the tokenizer in .* has no chat_template"),
     ],
 )
@@ -87,6 +81,17 @@ def test_what_a_tokenizer_lacks_is_named(tmp_path, made, chat, message):
     tokenizer_folder(tmp_path, **made)
     with pytest.raises(ConfigurationError, match=message):
         HuggingFaceText(tmp_path, chat)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('system first') }}", r"conversation \(system first\)"), ("{{ turns | nothing }}", "")],
+)
+def test_a_template_that_refuses_the_tasks_problems_is_named_at_the_start(tmp_path, template, message):
+    tokenizer_folder(tmp_path, template=template)
+    words = [f"--tokenizer-model={tmp_path}", "--apply-chat-template"]
+    with pytest.raises(ConfigurationError, match="--apply-chat-template: the tokenizer's chat_template.*" + message):
+        check(tmp_path, *words)
 
 
 def test_folders_without_a_readable_tokenizer_are_named(tmp_path):

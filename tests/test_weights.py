@@ -353,6 +353,17 @@ def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
         from_gguf.main([str(tmp_path / "none.gguf"), str(tmp_path / "out")])
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"")
+    loaded = types.SimpleNamespace(save_pretrained=lambda folder: Path(folder).mkdir(), config=types.SimpleNamespace())
+    monkeypatch.setattr(from_gguf, "require", lambda *_: None)
+    for kind in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
+        monkeypatch.setattr(kind, "from_pretrained", lambda **_: loaded)
+    with pytest.raises(ConfigurationError, match=r"a\.gguf/out cannot be written to: .*Not a directory"):
+        unpack(file, file / "out")
+
+
 def test_a_folder_that_holds_a_model_is_not_unpacked_again(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     unpack(tmp_path / "gone.gguf", tmp_path)

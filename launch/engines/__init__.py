@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
         """Take over ``(Hugging Face name, tensor)`` pairs, all of the model, one at a time.
 
         Raises:
-            ValueError: a tensor that the model lacks, of another shape, or one that never came.
+            ValueError: a tensor that the model lacks, that comes twice, of another shape, or that never came.
         """
         ...
 

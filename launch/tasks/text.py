@@ -114,8 +114,6 @@ class HuggingFaceText:
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
             )
-        if chat:
-            self._try_template(folder)
         self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad = self.eos if pad is None else int(pad)
@@ -143,16 +141,14 @@ class HuggingFaceText:
         turns = [
             {"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])
         ]
-        text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return text
-
-    def _try_template(self, folder: str | Path) -> None:
         try:
-            self._as_turns(Problem("a question", None, (("one before it", "its answer"),)))
+            text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like
             raise ConfigurationError(
-                f"--apply-chat-template: the chat_template in {folder} refuses a conversation ({error}): drop the flag"
+                f"--apply-chat-template: the tokenizer's chat_template refuses the task's conversation ({error}): drop "
+                "the flag"
             ) from error
+        return text
 
 
 def as_plain_text(problem: Problem) -> str:

@@ -20,7 +20,8 @@ def unpack(file: Path, folder: Path) -> None:
     """Write the model, its config and its tokenizer; a folder that holds a model already is left as it is.
 
     Raises:
-        ConfigurationError: no such file, one that cannot be read, or a package that is missing.
+        ConfigurationError: no such file, one that cannot be read, a folder that cannot be written to, or a package that
+            is missing.
     """
     folder = folder.absolute()
     if (folder / "config.json").is_file():
@@ -30,6 +31,7 @@ def unpack(file: Path, folder: Path) -> None:
     for module in ("transformers", "gguf", "accelerate"):
         require(module, "a GGUF file", "gguf")
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
@@ -40,7 +42,7 @@ def unpack(file: Path, folder: Path) -> None:
         raise ConfigurationError(f"{file} cannot be unpacked: {error}") from error
     try:
         _write(model, tokenizer, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{folder} cannot be written to: {error}") from error
 
 
