@@ -51,8 +51,8 @@ def without_times(folder):
     ("layout", "more", "model"),
     [
         (Layout(tp=2), ["--grpo-kl-beta=0.1"], LLAMA),
-        (Layout(pp=2, vpp=True), ["--num-layers=4", "--use-distributed-optimizer"], LLAMA),
-        (Layout(cp=2, dp=2), ["--use-distributed-optimizer"], GPT2),
+        (Layout(pp=2, vpp=True), ["--num-layers=4", "--micro-batch-size=4", "--use-distributed-optimizer"], LLAMA),
+        (Layout(cp=2, dp=2), ["--micro-batch-size=4", "--use-distributed-optimizer"], GPT2),
         (Layout(cp=2), ["--bypass-mode", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"], GPT2),
         (Layout(), ["--bf16", "--rollout-dtype=bf16"], LLAMA),
         (Layout(), ["--optimizer=sgd", "--untie-embeddings-and-output-weights"], LLAMA),
