@@ -35,7 +35,8 @@ def sample(generator: torch.Generator) -> Tensor:
 def verdict(train: Tensor, rollout: Tensor) -> int:
     """The lag that the test finds."""
     parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), Sizes()).parts
-    return find_lag({name: float(value) for name, value in shift_sums(parts).items()})
+    ((names, sums),) = shift_sums(parts).items()
+    return find_lag(dict(zip(names, sums.tolist(), strict=True)))
 
 
 if __name__ == "__main__":

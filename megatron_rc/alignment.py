@@ -8,15 +8,15 @@ honest batches stay near or above 1, because neighbouring tokens' log-probs have
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_rc.inputs import Part
 from megatron_rc.parallel.blocks import Block, spread
-from megatron_rc.statistics import Sums
+from megatron_rc.statistics import Columns
 
 MIN_PAIRS = 1024
 RATIO = 0.5
@@ -24,46 +24,49 @@ CLIP = 2.0
 _RUN_TOKENS = 2**13  # consecutive tokens that are looked at together
 _MAX_RUNS = 4  # of one rank, evenly spread: enough for the verdict, and no cost that grows
 
+_NAMES = ("shift_pairs", "shift_0", "shift_+1", "shift_-1", "shift_0_next")
 
-_NAMES = ("shift_pairs", "shift_0", "shift_+1", "shift_-1")
 
+def shift_sums(parts: Sequence[Part]) -> Columns:
+    """The distances over neighbouring pairs in some runs of the local tokens, one vector, float64.
 
-def shift_sums(parts: Sequence[Part]) -> Sums:
-    """The distances over neighbouring pairs in some runs of the local tokens, 0-D float64 each."""
+    ``shift_0`` is that of the first tokens of the pairs, ``shift_0_next`` that of the second.
+    """
     cuts = [(part, block) for part in parts for block in part.layout.blocks(_RUN_TOKENS, _MAX_RUNS)]
     runs = spread([(part, block) for part, block in cuts if block.shape[-1] > 1], _MAX_RUNS)
-    sums = _distances(runs) if runs else torch.zeros(len(_NAMES), dtype=torch.float64, device=parts[0].mask.device)
-    return dict(zip(_NAMES, sums.unbind(), strict=True))
+    sums = _distances(runs) if runs else torch.zeros(len(_NAMES), device=parts[0].mask.device)
+    return {_NAMES: sums.double()}
 
 
 def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
-    """[4] float64: the values of ``_NAMES`` over some runs, which stand one after the other."""
-    train = torch.cat([block.take(part.train.detach()).flatten() for part, block in runs]).float()
-    rollout = torch.cat([block.take(part.rollout.detach()).flatten() for part, block in runs]).float()
+    """[5] float32: the values of ``_NAMES`` over some runs, which stand one after the other."""
+    values = [block.take(part.train).flatten() for part, block in runs]
+    values += [block.take(part.rollout).flatten() for part, block in runs]
+    train, rollout = torch.cat(values).float().nan_to_num_(0.0, 0.0, 0.0).view(2, -1)
     mask = torch.cat([block.take(part.mask).flatten() for part, block in runs])
-    followed = torch.cat([_followed(part, block) for part, block in runs])
-    pairs = (mask[:-1] & mask[1:] & followed[:-1]).float()
-    for values in (train, rollout):
-        values.nan_to_num_(0.0, 0.0, 0.0)
-    straight = _distance(train, rollout)
-    late, early = _distance(train[:-1], rollout[1:]), _distance(train[1:], rollout[:-1])
-    first, second, late, early = (values @ pairs for values in (straight[:-1], straight[1:], late, early))
-    return torch.stack([pairs.sum(), (first + second) / 2, late, early]).double()
+    pairs = (mask[:-1] & mask[1:] & _followed(runs)).float()
+    # The first or second train token of each pair against its first or second rollout token. Given an output, the loop
+    # runs along the pairs; without one it would run along the overlapping views' other dimension.
+    apart = torch.empty(2, 2, len(pairs), device=pairs.device)
+    train, rollout = train.unfold(0, 2, 1).t().unsqueeze(1), rollout.unfold(0, 2, 1).t().unsqueeze(0)
+    torch.sub(train, rollout, out=apart)
+    sums = apart.abs_().clamp_(max=CLIP).view(4, -1) @ pairs
+    return torch.cat([pairs.sum().view(1), sums])
 
 
-def _distance(values: Tensor, others: Tensor) -> Tensor:
-    return (values - others).abs_().clamp_(max=CLIP)
-
-
-def _followed(part: Part, block: Block) -> Tensor:
-    """[t] bool: the tokens of a run that are followed by the next position of their sequence."""
-    neighbours = part.layout.neighbours(block, part.mask.device)
-    return pad(neighbours.expand(*block.shape[:-1], block.shape[-1] - 1), (0, 1)).flatten()
+def _followed(runs: Sequence[tuple[Part, Block]]) -> Tensor:
+    """[t - 1] bool: all but the last token of the runs, True where the next position of its sequence comes next."""
+    sizes = [math.prod(block.shape) for _, block in runs]
+    flags = torch.zeros(sum(sizes), dtype=torch.bool, device=runs[0][0].mask.device)
+    for (part, block), own in zip(runs, flags.split(sizes), strict=True):
+        own.view(block.shape)[..., :-1] = part.layout.neighbours(block, flags.device)
+    return flags[:-1]
 
 
 def find_lag(sums: Mapping[str, float]) -> int:
     """The positions by which the rollout log-probs are late against the training ones: 0, +1 or -1."""
     if sums["shift_pairs"] < MIN_PAIRS:
         return 0
+    straight = (sums["shift_0"] + sums["shift_0_next"]) / 2
     lag = min((1, -1), key=lambda candidate: sums[f"shift_{candidate:+d}"])
-    return lag if sums[f"shift_{lag:+d}"] < RATIO * sums["shift_0"] else 0
+    return lag if sums[f"shift_{lag:+d}"] < RATIO * straight else 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.inputs import MAX_SEQUENCE_ID, Part, Shards
-from megatron_rc.statistics import is_log_prob
+from megatron_rc.statistics import unusable
 
 _STRIDE = 2**32
 _PIECE = 2**18  # tokens of a sequence that are looked at together
@@ -19,7 +19,7 @@ _LOCAL_IDS = 2**11  # sequences that a rank can tell apart where none has an id
 
 
 def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
-    """The smallest key of an unusable token on this rank, 0-D float64; +inf without one.
+    """The smallest key of an unusable token on this rank, [1] float64; +inf without one.
 
     Args:
         shards: the local tokens.
@@ -28,49 +28,50 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
     """
     ids = shards.sequence_ids
     if shards.default_ids:
-        ids = (shards.rank * _LOCAL_IDS + ids.clamp(max=_LOCAL_IDS - 1)).clamp(max=MAX_SEQUENCE_ID - 1)
-    keys = [torch.full((1,), torch.inf, dtype=torch.float64, device=shards.device)]
+        last = _LOCAL_IDS - 1 if shards.rank * _LOCAL_IDS < MAX_SEQUENCE_ID else 0
+        ids = ids.clamp(max=last) + min(shards.rank * _LOCAL_IDS, MAX_SEQUENCE_ID - 1)
+    keys = torch.where(bad > 0, ids * float(_STRIDE), torch.inf)
+    found = [keys.new_full((1,), torch.inf)]
     for part in shards.parts:
         count = part.layout.num_sequences
-        if not count or not part.mask.numel():
-            continue
-        here = slice(part.first, part.first + count)
-        chosen = torch.where(bad[here] > 0, ids[here].double(), torch.inf).argmin().view(1)
-        keys.append(_first_of_sequence(part, chosen, shards.dtype) + ids[here][chosen].double() * _STRIDE)
-    return torch.cat(keys).amin()
+        if count and part.mask.numel():
+            key, sequence = keys[part.first : part.first + count].min(0, keepdim=True)
+            found.append(key + _first_of_sequence(part, sequence, shards.dtype))
+    return torch.cat(found).amin(0, keepdim=True)
 
 
 def _first_of_sequence(part: Part, sequence: Tensor, dtype: torch.dtype) -> Tensor:
     """[1] float64: 2 · position + policy of the first unusable local token of one sequence; +inf without one."""
     longest = max(part.layout.full_lengths) // part.layout.cp_size
     pieces = range(0, longest, _PIECE)
-    return torch.stack(
+    return torch.cat(
         [_first_of_piece(part, sequence, dtype, start, min(start + _PIECE, longest)) for start in pieces]
-    ).amin(0)
+    ).amin(0, keepdim=True)
 
 
 def _first_of_piece(part: Part, sequence: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """The same of its local tokens from ``start`` to ``stop``."""
-    layout, device = part.layout, part.mask.device
-    lengths = layout.local_lengths.to(device)
-    offsets = torch.arange(start, stop, device=device)
-    if part.mask.dim() == 2:
-        tokens = [tensor[:, start:stop].index_select(0, sequence).view(-1) for tensor in _tensors(part)]
-    else:
-        begin = (lengths.cumsum(0) - lengths)[sequence]
-        tokens = [tensor[(begin + offsets).clamp(max=len(tensor) - 1)] for tensor in _tensors(part)]
-    mask, train, rollout = tokens
-    bad_train = ~is_log_prob(train.to(dtype))
-    bad = mask & (offsets < lengths[sequence]) & (bad_train | ~is_log_prob(rollout.to(dtype)))
-    # The first flag is the one that is furthest from the end.
-    furthest = (bad * torch.arange(stop - start, 0, -1, dtype=torch.int32, device=device)).amax().long().view(1)
-    place = (stop - start - furthest).clamp(max=stop - start - 1)
-    key = 2.0 * layout.position_of(sequence, place + start) + (~bad_train[place]).double()
+    mask, train, rollout = _piece(part, sequence, start, stop)
+    bad = unusable(torch.stack([train, rollout]).to(dtype))
+    # The first flag is the one that is furthest from the end. Floats: on a CPU bools take several times as long.
+    length = stop - start
+    from_end = torch.arange(length, 0, -1, dtype=dtype, device=mask.device)
+    furthest = from_end.mul_(torch.maximum(*bad)).mul_(mask).amax().view(1)
+    place = (length - furthest).clamp_(max=length - 1).long()
+    key = 2.0 * part.layout.position_of(sequence, place + start).double() + (1 - bad[0][place])
     return torch.where(furthest > 0, key, torch.inf)
 
 
-def _tensors(part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    return part.mask, part.train.detach(), part.rollout.detach()
+def _piece(part: Part, sequence: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Mask and log-probs of the local tokens of one sequence from ``start`` to ``stop``; none beyond its end."""
+    tensors = (part.mask, part.train, part.rollout)
+    if part.mask.dim() == 2:
+        return [tensor[:, start:stop].index_select(0, sequence).view(-1) for tensor in tensors]
+    lengths = part.layout.local_lengths.to(part.mask.device)
+    offsets = torch.arange(start, stop, device=part.mask.device)
+    index = ((lengths.cumsum(0) - lengths)[sequence] + offsets).clamp(max=len(part.mask) - 1)
+    mask, train, rollout = (tensor[index] for tensor in tensors)
+    return [mask & (offsets < lengths[sequence]), train, rollout]
 
 
 def describe_bad_token(key: float, count: float, default_ids: bool) -> str:

@@ -55,11 +55,14 @@ class CodeCounter:
     def add(self, codes: Tensor) -> None:
         """Count int64 codes, contiguous, of any shape."""
         rest = codes.numel() % len(self.counts)
-        shares = codes.view(-1)[rest:].view(len(self.counts), -1)
-        for counts, index in ((self.counts, shares), (self.counts[:1], codes.view(1, -1)[:, :rest])):
-            if index.numel():
-                counts.scatter_add_(1, index, self._one.expand(index.shape))
+        self._add(self.counts, codes.view(-1)[rest:] if rest else codes)
+        if rest:
+            self._add(self.counts[:1], codes.view(-1)[:rest])
         self.num_values += codes.numel()
+
+    def _add(self, counts: Tensor, codes: Tensor) -> None:
+        shares = codes.view(len(counts), -1)
+        counts.scatter_add_(1, shares, self._one.expand(shares.shape))
 
 
 def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
@@ -72,17 +75,17 @@ def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
     Returns:
         [NUM_BINS] float64, ascending values.
     """
-    positive, negative = codes.sum(0).split(NUM_CODES // 2)
-    above, below = _magnitudes(positive), _magnitudes(negative)
-    middle = positive[:_FIRST].sum() + negative[:_FIRST].sum()
-    return torch.cat([below.flip(0), (middle - num_zeros).view(1), above])
+    bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=codes.device)
+    bins.index_add_(0, _bin_of_code(codes.device), codes.sum(0))
+    bins[_HALF] -= num_zeros
+    return bins
 
 
-def _magnitudes(codes: Tensor) -> Tensor:
-    """[half]: the bins between the powers, with everything larger in the last."""
-    inside = codes[_FIRST : _FIRST + _HALF].clone()
-    inside[-1] += codes[_FIRST + _HALF :].sum()
-    return inside
+@functools.cache
+def _bin_of_code(device: torch.device) -> Tensor:
+    """[NUM_CODES] int64: the bin of each code; magnitudes beyond the last power are in the outermost one."""
+    magnitude = (torch.arange(NUM_CODES // 2, device=device) - _FIRST).clamp(-1, _HALF - 1) + 1
+    return torch.cat([_HALF + magnitude, _HALF - magnitude])
 
 
 def quantiles(bins: Sequence[float]) -> dict[str, float]:

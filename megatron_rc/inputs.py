@@ -181,8 +181,10 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | No
     advantages, token_advantages = _sides("advantages", inputs.advantages, is_list, layouts, floating=True)
     versions, token_versions = _sides("policy_versions", inputs.policy_versions, is_list, layouts)
     parts = [
-        Part(*fields)
-        for fields in zip(train, rollout, masks, layouts, firsts, token_advantages, token_versions, strict=True)
+        Part(train.detach(), rollout.detach(), *fields)
+        for train, rollout, *fields in zip(
+            train, rollout, masks, layouts, firsts, token_advantages, token_versions, strict=True
+        )
     ]
     dtypes = [tensor.dtype for tensor in (*train, *rollout)]
     ids = _per_sequence("sequence_ids", inputs.sequence_ids, is_list, num)

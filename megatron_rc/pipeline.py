@@ -11,30 +11,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc.accumulator import Accumulator
 from megatron_rc.alignment import shift_sums
 from megatron_rc.bad_tokens import first_bad_key
+from megatron_rc.block_pass import BlockPass
 from megatron_rc.config import RolloutCorrectionConfig
-from megatron_rc.histogram import CodeCounter, bins_from_codes
 from megatron_rc.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.rejection import Verdicts, decide, local_group_sums, threshold_scale
 from megatron_rc.result import CorrectionResult, HeaderShape
-from megatron_rc.statistics import BlockSums, BlockTokens, Sums, block_terms, fused_sums, is_log_prob
-from megatron_rc.tokens import Scratch, run_length
+from megatron_rc.statistics import (
+    BlockTokens,
+    Columns,
+    Sums,
+    is_log_prob,
+)
 from megatron_rc.totals import (
     breakdown_totals,
     mini_batch_counts,
     sequence_log_weights,
     sequence_totals,
+    side_totals,
     token_staleness,
 )
 from megatron_rc.weights import bounded_weights, normalization
@@ -43,10 +47,6 @@ Pair = tuple[Tensor, Tensor]
 # Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
 # size, and no more than stays in a CPU's cache.
 MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
-# Left to itself the compiler for CPUs keeps in memory what several sums need, and reads the tokens for every few anew.
-_ONE_LOOP: dict[str, Any] = dict.fromkeys(
-    ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size"), 10**4
-)
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class LocalSums:
     Attributes:
         shards: the input.
         config: what to correct.
-        sequence: [n] float64 sums over the local parts of whole sequences, by name.
-        sequence_max: [n] float64 maxima likewise.
-        batch: float64 sums over the local tokens, by name.
+        names: of the rows of ``pair``: sums, then maxima.
+        pair: ([sums, n], [maxima, n]) float64 over the local parts of whole sequences: what ``cp`` adds up.
+        batch: float64 sums over the local tokens.
         batch_max: float64 maxima likewise; a minimum is the largest negative.
         weights: for each micro-batch, like its tokens: bounded at token level, else 1 where valid; None without
             weights.
@@ -67,18 +67,24 @@ class LocalSums:
 
     shards: Shards
     config: RolloutCorrectionConfig
-    sequence: Sums
-    sequence_max: Sums
-    batch: Sums
-    batch_max: Sums
+    names: tuple[str, ...]
+    pair: Pair
+    batch: Columns
+    batch_max: Columns
     weights: tuple[Tensor, ...] | None
     kept: tuple[Tensor, ...]
 
-    @property
-    def pair(self) -> Pair:
-        """([sums, n], [maxima, n]): what ``cp`` adds up."""
-        sums = torch.stack(list(self.sequence.values()))
-        return sums, torch.stack(list(self.sequence_max.values())) if self.sequence_max else sums[:0]
+    def named(self, pair: Pair) -> Sums:
+        """What is known of whole sequences, [n] float64 by name, from the reduced pair; maxima as ``max_<name>``.
+
+        ``length`` is the number of valid tokens, at least 1, ``log_ratio`` the sum of log ρ over them and
+        ``mean_log_ratio`` its mean.
+        """
+        named = dict(zip(self.names, [*pair[0].unbind(), *pair[1].unbind()], strict=True))
+        named["length"] = named["valid"].clamp(min=1)
+        named["log_ratio"] = named["train"] - named["rollout"]
+        named["mean_log_ratio"] = named["log_ratio"] / named["length"]
+        return named
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ class BatchSums:
         log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
         scale: [n] float64, what the bounds of each sequence are multiplied by in nats; None: by nothing.
         mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
-        sums: float64, of any shape, by name.
-        maxima: 0-D float64 by name.
+        sums: float64.
+        maxima: float64.
     """
 
     local: LocalSums
@@ -100,18 +106,18 @@ class BatchSums:
     log_weights: Tensor | None
     scale: Tensor | None
     mean_log_ratio: Tensor
-    sums: Sums
-    maxima: Sums
+    sums: Columns
+    maxima: Columns
 
     @property
     def shape(self) -> HeaderShape:
         """What lies where in the pair."""
-        return HeaderShape(tuple((name, tuple(value.shape)) for name, value in self.sums.items()), tuple(self.maxima))
+        return HeaderShape.of(self.sums, self.maxima)
 
     @property
     def pair(self) -> Pair:
         """([sums], [maxima]): what ``dp_cp`` adds up."""
-        return torch.cat([value.flatten() for value in self.sums.values()]), torch.stack(list(self.maxima.values()))
+        return torch.cat([value.flatten() for value in self.sums.values()]), torch.cat(list(self.maxima.values()))
 
     def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
         """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
@@ -140,8 +146,8 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
     if config.rollout_is is not None:
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
     kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
-    total = _Accumulator(shards, config)
-    sums_of = _BlockPass(shards, config, compile)
+    total = Accumulator(shards, config)
+    values_of = BlockPass(shards, config, compile)
     for index, part in enumerate(shards.parts):
         for block in _blocks(part, compile):
             tokens = BlockTokens(
@@ -152,15 +158,15 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
                 block.take(kept[index]),
                 _levels(part, block, shards, config),
             )
-            total.add(sums_of(tokens, block), _rows(part, block))
-    sequence, sequence_max, batch, batch_max = total.named()
+            total.add(values_of(tokens, block), _rows(part, block))
+    sums = total.sums()
     return LocalSums(
         shards=shards,
         config=config,
-        sequence=sequence,
-        sequence_max=sequence_max,
-        batch=batch | shift_sums(shards.parts),
-        batch_max=batch_max,
+        names=sums.names,
+        pair=(sums.sequences, sums.sequence_max),
+        batch=sums.batch | shift_sums(shards.parts),
+        batch_max=sums.batch_max,
         weights=None if weights is None else tuple(weights),
         kept=tuple(kept),
     )
@@ -173,7 +179,7 @@ def reduce_sequences(pair: Pair, groups: ParallelGroups) -> Pair:
 
 def group_sums(local: LocalSums, sequences: Pair) -> Pair:
     """([num_groups, k], [0]) float64 of this rank's responses, counted on the first CP rank. Collectives: none."""
-    sums = local_group_sums(_named(local, sequences), local.shards, local.config)
+    sums = local_group_sums(local.named(sequences), local.shards, local.config)
     return sums * local.shards.is_first_cp_rank, sums.new_empty(0)
 
 
@@ -191,24 +197,22 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
         prompts: reduced over ``dp_cp``; needed with group criteria.
     """
     shards, config = local.shards, local.config
-    named = _named(local, sequences)
+    named = local.named(sequences)
     verdicts = decide(named, shards, config, None if prompts is None else prompts[0])
-    totals, extremes = sequence_totals(named, verdicts, config)
-    whole = {"mini_batches": mini_batch_counts(verdicts, shards)} | breakdown_totals(named, verdicts, shards)
-    present = named["response"] > 0
-    bad = (torch.stack(list(shards.bad.values())) & present).sum(1)
-    whole |= totals | dict(zip(shards.bad, bad.unbind(), strict=True))
-    whole["default_ids"] = present.new_full((), float(shards.default_ids), dtype=torch.float64)
+    sums, maxima = sequence_totals(named, verdicts, config)
+    sums |= breakdown_totals(named, verdicts, shards) | side_totals(named, shards)
+    sums["mini_batches"] = mini_batch_counts(verdicts, shards)
     # Whole sequences are counted once: on the first CP rank.
-    sums = {name: value.double() for name, value in whole.items()}
     if not shards.is_first_cp_rank:
         sums = {name: torch.zeros_like(value) for name, value in sums.items()}
-    sums = _added(_added(sums, local.batch), _apply(local, verdicts))
-    maxima = extremes | local.batch_max
-    maxima["-bad_key"] = -first_bad_key(shards, named["response"] - named["valid"])
+    sums |= local.batch
+    for name, value in _apply(local, verdicts).items():
+        sums[name] = sums[name] + value
+    maxima |= local.batch_max
+    maxima["-bad_key",] = -first_bad_key(shards, named["response"] - named["valid"])
     log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
-    mean_log_ratio = (named["train"] - named["rollout"]) / named["valid"].clamp(min=1)
-    return BatchSums(local, verdicts, log_weights, threshold_scale(named, config), mean_log_ratio, sums, maxima)
+    scale = threshold_scale(named, config)
+    return BatchSums(local, verdicts, log_weights, scale, named["mean_log_ratio"], sums, maxima)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -237,59 +241,6 @@ def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
         mask=mask if is_list else mask[0],
         sequence_lengths=lengths,
     )
-
-
-class _Accumulator:
-    """Sums and maxima over the blocks of a shard."""
-
-    def __init__(self, shards: Shards, config: RolloutCorrectionConfig) -> None:
-        self.names = _term_names(config, any(part.advantages is not None for part in shards.parts))
-        n = shards.num_sequences
-        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=shards.device)
-        self.sequence, self.sequence_max = zeros(len(self.names.sequence), n), zeros(len(self.names.sequence_max), n)
-        self.batch, self.batch_max = zeros(len(self.names.batch)), zeros(len(self.names.batch_max))
-        for maxima in (self.sequence_max, self.batch_max):
-            maxima.fill_(-torch.inf)
-        self.codes = CodeCounter(shards.device)
-
-    def add(self, sums: BlockSums, rows: slice) -> None:
-        """Add what one block contributes to some sequences and to the batch."""
-        self.sequence[:, rows] += sums.sequence
-        if sums.sequence_max is not None:
-            self.sequence_max[:, rows] = torch.maximum(self.sequence_max[:, rows], sums.sequence_max)
-        self.batch += sums.batch
-        self.batch_max = torch.maximum(self.batch_max, sums.batch_max)
-        self.codes.add(sums.codes)
-
-    def named(self) -> tuple[Sums, Sums, Sums, Sums]:
-        """Sequences' sums and maxima, the batch's sums and maxima, by name."""
-        names = self.names
-        sequence = dict(zip(names.sequence, self.sequence.unbind(), strict=True))
-        sequence_max = dict(zip(names.sequence_max, self.sequence_max.unbind(), strict=True))
-        batch = dict(zip(names.batch, self.batch.unbind(), strict=True))
-        batch["bins"] = bins_from_codes(self.codes.counts, self.codes.num_values - sequence["valid"].sum())
-        return sequence, sequence_max, batch, dict(zip(names.batch_max, self.batch_max.unbind(), strict=True))
-
-
-@dataclass(frozen=True)
-class _Names:
-    """The terms of a block, by kind."""
-
-    sequence: tuple[str, ...]
-    sequence_max: tuple[str, ...]
-    batch: tuple[str, ...]
-    batch_max: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Names:
-    """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
-    nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
-    negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
-    level = mask.long() if config.staleness_scale is not None else None
-    tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone(), level)
-    terms = block_terms(tokens, config, Scratch((1, 1), nothing.dtype, nothing.device))
-    return _Names(tuple(terms.sequence), tuple(terms.sequence_max), tuple(terms.batch), tuple(terms.batch_max))
 
 
 def header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
@@ -342,97 +293,30 @@ def _blocks(part: Part, compile: bool = False) -> list[Block]:
     return part.layout.blocks(min(max(most, MIN_BLOCK), MAX_BLOCK * (4 if compile else 1)))
 
 
-class _ScratchPool:
-    """The buffers of the latest block shape: all blocks but the last few have the same."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._options = (shards.dtype, shards.device)
-        self._shape: tuple[int, ...] | None = None
-
-    def of(self, tokens: BlockTokens) -> Scratch:
-        shape = tuple(tokens.mask.shape)
-        if shape != self._shape:
-            self._shape, self._scratch = shape, Scratch(shape, *self._options)
-        return self._scratch
-
-
-class _BlockPass:
-    """The sums of one block after the other.
-
-    Blocks go through ``torch.compile``, if asked for, while they have the first one's shape.
-    """
-
-    def __init__(self, shards: Shards, config: RolloutCorrectionConfig, compile: bool) -> None:
-        self._config, self._compile, self._scratch = config, compile, _ScratchPool(shards)
-        self._fused: tuple[tuple[int, ...], Callable[..., BlockSums], Tensor] | None = None
-
-    def __call__(self, tokens: BlockTokens, block: Block) -> BlockSums:
-        if not block.is_even:
-            lengths = block.lengths(tokens.mask.device)
-            return block_terms(tokens, self._config, self._scratch.of(tokens), lengths).added(block.rows)
-        tokens = tokens.in_runs(run_length(block.shape[1]))
-        if self._compile and self._fused is None:
-            zero = torch.zeros(len(tokens.mask), 1, device=tokens.mask.device)
-            self._fused = block.shape, _compiled_sums(self._config, block.rows, zero.device.type), zero
-        if self._fused is None or self._fused[0] != block.shape:
-            return block_terms(tokens, self._config, self._scratch.of(tokens)).added(block.rows)
-        _, sums, zero = self._fused
-        mask, kept = tokens.mask.view(torch.uint8), tokens.kept.view(torch.uint8)
-        return sums(tokens.train, tokens.rollout, mask, tokens.negative, tokens.weights, kept, zero)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled_sums(config: RolloutCorrectionConfig, rows: int, device: str) -> Callable[..., BlockSums]:
-    """:func:`fused_sums` of tensors alone: the fields of :class:`BlockTokens` would be looked at before every call."""
-
-    def sums(
-        train: Tensor,
-        rollout: Tensor,
-        mask: Tensor,
-        negative: Tensor | None,
-        weights: Tensor | None,
-        kept: Tensor,
-        zero: Tensor,
-    ) -> BlockSums:
-        return fused_sums(BlockTokens(train, rollout, mask, negative, weights, kept), zero, config, rows)
-
-    options = _ONE_LOOP if device == "cpu" else None
-    compiled: Callable[..., BlockSums] = torch.compile(sums, dynamic=False, options=options)
-    return compiled
-
-
-def _named(local: LocalSums, pair: Pair) -> Sums:
-    """The reduced sums of whole sequences by name, maxima as ``max_<name>``."""
-    named = dict(zip(local.sequence, pair[0].unbind(), strict=True))
-    return named | {f"max_{name}": value for name, value in zip(local.sequence_max, pair[1].unbind(), strict=True)}
-
-
-def _apply(local: LocalSums, verdicts: Verdicts) -> Sums:
-    """Turn ``kept`` into the accepted mask, in place; sums by staleness where tokens have their own versions."""
-    sums: Sums = {}
+def _apply(local: LocalSums, verdicts: Verdicts) -> Columns:
+    """Turn ``kept`` into the accepted mask, in place; what has to be added where tokens have their own side inputs."""
+    sums: Columns = {}
     parts = local.shards.parts
-    if not local.config.rejects_sequences and all(part.versions is None and part.advantages is None for part in parts):
+    has_sides = any(part.versions is not None or part.advantages is not None for part in parts)
+    if not local.config.rejects_sequences and not has_sides:
         return sums
-    for part, mask in zip(local.shards.parts, local.kept, strict=True):
+    nothing = torch.zeros((), dtype=torch.float64, device=local.shards.device)
+    bad = dict.fromkeys(local.shards.bad, nothing)
+    for part, mask in zip(parts, local.kept, strict=True):
         for block in _blocks(part):
             kept, rows = block.take(mask), _rows(part, block)
             kept &= block.expand(verdicts.accept[rows])
             if part.advantages is not None:
                 advantages = block.take(part.advantages)
-                bad = (block.take(part.mask) & ~advantages.isfinite()).sum().double()
-                sums = _added(sums, {"bad_advantages": bad})
+                bad["bad_advantages"] = bad["bad_advantages"] + (block.take(part.mask) & ~advantages.isfinite()).sum()
                 if verdicts.accept_negative is not None:
                     kept &= block.expand(verdicts.accept_negative[rows]) | ~(advantages < 0)
             if part.versions is not None:
                 valid, log_ratio = _valid_log_ratio(part, block, local.shards.dtype)
-                versions = block.take(part.versions)
-                sums = _added(sums, token_staleness(valid, log_ratio, kept, versions, local.shards))
-    return sums
-
-
-def _added(sums: Sums, more: Sums) -> Sums:
-    """Both, summed where both have a name."""
-    return sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
+                table, newer = token_staleness(valid, log_ratio, kept, block.take(part.versions), local.shards)
+                sums["staleness"] = sums["staleness"] + table if "staleness" in sums else table
+                bad["bad_policy_versions"] = bad["bad_policy_versions"] + newer
+    return sums | {tuple(bad): torch.stack(list(bad.values()))} if has_sides else sums
 
 
 def _rows(part: Part, block: Block) -> slice:
@@ -448,7 +332,7 @@ def _valid_log_ratio(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tens
 
 
 def _log_probs(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return block.take(part.train.detach()).to(dtype), block.take(part.rollout.detach()).to(dtype)
+    return block.take(part.train).to(dtype), block.take(part.rollout).to(dtype)
 
 
 def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionConfig) -> Tensor | None:

@@ -91,8 +91,10 @@ def accepted_weight(sums: Sums, verdicts: Verdicts) -> Tensor:
 
 def sequence_statistic(criterion: Criterion, sums: Sums) -> Tensor:
     """[n] float64: what a criterion tests of whole sequences (k1 as log ρ), their mean for token-level ones."""
-    total = sums["train"] - sums["rollout"] if criterion.divergence == "k1" else sums[criterion.divergence]
-    return total if criterion.aggregation == "seq_sum" else total / sums["valid"].clamp(min=1)
+    by_sum = criterion.aggregation == "seq_sum"
+    if criterion.divergence == "k1":
+        return sums["log_ratio" if by_sum else "mean_log_ratio"]
+    return sums[criterion.divergence] if by_sum else sums[criterion.divergence] / sums["length"]
 
 
 def threshold_scale(sums: Sums, config: RolloutCorrectionConfig) -> Tensor | None:
@@ -120,7 +122,7 @@ def local_group_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfig
     lost = ((sums["response"] > 0) & (verdicts.accepted == 0)).double()
     if shards.group_ids is None:
         raise ValueError("group criteria need group_ids")
-    values = {"valid": sums["valid"], "k1": sums["train"] - sums["rollout"], "lost": lost} | sums
+    values = {"valid": sums["valid"], "k1": sums["log_ratio"], "lost": lost} | sums
     columns = torch.stack([values[name] for name in group_columns(config)], dim=1)
     groups = torch.zeros(shards.sizes.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
     return groups.index_add_(0, shards.group_ids, columns)

@@ -14,6 +14,7 @@ from megatron_rc.alignment import find_lag
 from megatron_rc.bad_tokens import describe_bad_token
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.metrics import Statistics, derive_metrics
+from megatron_rc.statistics import Columns
 
 _SIDES = {
     "sequence_ids": "lie in [0, 2²¹)",
@@ -31,6 +32,19 @@ class HeaderShape:
 
     sums: tuple[tuple[str, tuple[int, ...]], ...]
     maxima: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sums: Columns, maxima: Columns) -> HeaderShape:
+        """Of a header in which these follow each other."""
+        entries, extremes = (
+            [
+                (name, () if isinstance(key, tuple) else tuple(value.shape))
+                for key, value in columns.items()
+                for name in (key if isinstance(key, tuple) else (key,))
+            ]
+            for columns in (sums, maxima)
+        )
+        return cls(tuple(entries), tuple(name for name, _ in extremes))
 
     def __len__(self) -> int:
         return sum(math.prod(shape) for _, shape in self.sums) + len(self.maxima)

@@ -19,6 +19,8 @@ from megatron_rc.tokens import POSITIVE_LIMIT, FusedTerms, Scratch, TokenTerms
 from megatron_rc.weights import EXP_LIMIT, apply_bounds, log_bounds, within
 
 Sums = dict[str, Tensor]
+# Numbers of the whole batch: a table by its name, or a vector by the names of its elements.
+Columns = dict[str | tuple[str, ...], Tensor]
 Terms = TokenTerms | FusedTerms
 
 
@@ -27,41 +29,41 @@ class BlockTerms:
     """What one block contributes, by name: for each of its runs, or in any other parts that add up.
 
     Attributes:
-        sequence: [runs] sums, float64, float32 or counts.
+        exact: [runs] float64 sums, every addition in float64.
+        sequence: [runs] sums as wide as the log-probs, or float64, and counts.
         sequence_max: [runs] maxima.
         batch: [parts] sums.
         batch_max: [parts] maxima; a minimum is the largest negative.
         codes: the bin of each log ρ, int64, the block's shape; lives in the scratch.
     """
 
+    exact: Sums = field(default_factory=dict)
     sequence: Sums = field(default_factory=dict)
     sequence_max: Sums = field(default_factory=dict)
     batch: Sums = field(default_factory=dict)
     batch_max: Sums = field(default_factory=dict)
     codes: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def added(self, rows: int) -> BlockSums:
-        """Everything added up: for each of this many sequences, of equally many runs, and for the batch."""
-        maxima = list(self.sequence_max.values())
-        return BlockSums(
-            torch.stack(list(self.sequence.values())).view(len(self.sequence), rows, -1).sum(2, dtype=torch.float64),
-            torch.stack(maxima).view(len(maxima), rows, -1).amax(2) if maxima else None,
-            torch.stack(list(self.batch.values())).sum(1, dtype=torch.float64),
-            torch.stack(list(self.batch_max.values())).amax(1),
+    def unnamed(self) -> BlockValues:
+        """The values alone, in the order of their names."""
+        return BlockValues(
+            tuple(self.exact.values()),
+            tuple(self.sequence.values()),
+            tuple(self.sequence_max.values()),
+            tuple(self.batch.values()),
+            tuple(self.batch_max.values()),
             self.codes,
         )
 
 
-class BlockSums(NamedTuple):
-    """What one block contributes: [k, rows] to its sequences, [k] to the batch; sums are float64.
+class BlockValues(NamedTuple):
+    """The values of :class:`BlockTerms` without their names, which all blocks share."""
 
-    The rows are the names of :class:`BlockTerms` in their order, ``codes`` is its.
-    """
-
-    sequence: Tensor
-    sequence_max: Tensor | None
-    batch: Tensor
-    batch_max: Tensor
+    exact: tuple[Tensor, ...]
+    sequence: tuple[Tensor, ...]
+    sequence_max: tuple[Tensor, ...]
+    batch: tuple[Tensor, ...]
+    batch_max: tuple[Tensor, ...]
     codes: Tensor
 
 
@@ -114,16 +116,15 @@ def block_terms(
     return _terms_of(TokenTerms(tokens.train, tokens.rollout, tokens.mask, scratch, lengths), tokens, config)
 
 
-def fused_sums(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConfig, rows: int) -> BlockSums:
-    """The same for a compiler, added up.
+def fused_terms(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConfig) -> BlockTerms:
+    """The same for a compiler.
 
     Args:
         tokens: inputs and outputs, [runs, run] each; ``mask`` and ``kept`` are uint8.
         zero: as :class:`FusedTerms` has it.
         config: decides which terms there are.
-        rows: sequences of the block.
     """
-    return _terms_of(FusedTerms(tokens.train, tokens.rollout, tokens.mask, zero), tokens, config).added(rows)
+    return _terms_of(FusedTerms(tokens.train, tokens.rollout, tokens.mask, zero), tokens, config)
 
 
 def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig) -> BlockTerms:
@@ -153,6 +154,12 @@ def is_log_prob(values: Tensor) -> Tensor:
     return within(values, torch.finfo(values.dtype).min, POSITIVE_LIMIT)
 
 
+def unusable(values: Tensor) -> Tensor:
+    """The opposite, as 1 and 0 of the values' dtype."""
+    excess = values - values.clamp(torch.finfo(values.dtype).min, POSITIVE_LIMIT)
+    return torch.ne(excess, 0, out=excess)
+
+
 def divergence(kind: str, log_ratio: Tensor) -> Tensor:
     """k1 as log ρ (the bounds are on ρ), k2 = ½(log ρ)², k3 = ρ - 1 - log ρ with ρ = exp(min(log ρ, 20)).
 
@@ -170,7 +177,8 @@ def _policy_terms(terms: Terms, out: BlockTerms) -> Tensor:
     out.batch_max["log_ratio"], out.batch_max["-log_ratio"] = terms.extremes(terms.log_ratio)
     ratio = terms.ratio()
     excess = terms.excess(ratio)
-    out.sequence |= {"train": terms.train_sum, "rollout": terms.rollout_sum, "excess": terms.near_sum(excess)}
+    out.exact |= {"train": terms.train_sum, "rollout": terms.rollout_sum}
+    out.sequence["excess"] = terms.near_sum(excess)
     out.batch["excess_squared"] = terms.near_total(excess.square_())
     return ratio
 
@@ -199,7 +207,9 @@ def _weight_terms(
     tested = terms.log_ratio if scale is None else terms.log_ratio / scale
     bounded = apply_bounds(ratio, terms.log_ratio, config, scale)
     held = terms.hold(bounded, out=weights)
-    out.batch_max["weight"] = terms.largest(held)
+    if scale is not None or config.is_mode == "mask":
+        # Else it follows from the largest ratio.
+        out.batch_max["weight"] = terms.largest(held)
     out.sequence["weight"] = terms.near_sum(held)
     excess = bounded.sub_(1)
     # At an invalid position ρ is 1: only bounds that exclude it leave anything there.
@@ -212,7 +222,6 @@ def _weight_terms(
         if config.is_mode == "mask":
             out.sequence[f"outside_{name}"] = outside
     if scale is not None:
-        # Else it follows from the smallest ratio.
         out.batch_max["-weight"] = terms.extremes(held)[1]
 
 
@@ -224,7 +233,7 @@ def _criterion_terms(
     statistic = terms.log_ratio
     if kind in ("k2", "k3"):
         exact = torch.where(terms.valid, divergence(kind, wide), 0)
-        out.sequence[kind] = terms.sum(exact)
+        out.exact[kind] = terms.sum(exact)
         statistic = exact.to(statistic.dtype)
         if criterion.aggregation == "seq_max":
             if scale is None:
@@ -264,3 +273,8 @@ def _kept_terms(
         out.sequence[name] = out.sequence[known] if name == "kept" and known else terms.count(chosen)
         if tokens.weights is not None and config.rollout_is_batch_normalize_scope == "accepted":
             out.sequence[f"{name}_weight"] = terms.near_sum(torch.where(chosen, tokens.weights, 0))
+
+
+def largest(rows: Tensor) -> Tensor:
+    """[k] of [k, n]: the largest of each row; -inf of nothing."""
+    return rows.amax(1) if rows.shape[1] else rows.new_full((len(rows),), -torch.inf)

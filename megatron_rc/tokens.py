@@ -150,9 +150,11 @@ class TokenTerms:
         return self.near_sum(values) if self._lengths is None else values.sum(dtype=torch.float64).view(1)
 
     def count(self, flags: Tensor) -> Tensor:
-        """[runs]: how many flags are set."""
+        """[runs]: how many flags are set, as wide as the log-probs: exact for runs of up to 2²⁴ tokens."""
         flags = self.scratch.narrow.copy_(flags)
-        return flags.sum(1, dtype=torch.int32) if self._lengths is None else self._segments(flags, "sum")
+        if self._lengths is not None:
+            return self._segments(flags, "sum")
+        return flags.sum(1, dtype=torch.int32).to(self.log_ratio.dtype)
 
     def count_where(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
         """[runs]: how many values, 0 where invalid, are above (``torch.gt``) or below (``torch.lt``) the bound."""

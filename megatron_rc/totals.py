@@ -9,7 +9,7 @@ from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.criteria import Criterion
 from megatron_rc.inputs import Shards
 from megatron_rc.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale
-from megatron_rc.statistics import Sums
+from megatron_rc.statistics import Columns, Sums, largest
 from megatron_rc.weights import EXP_LIMIT, bounded_weights, exp_ratio, log_bounds, scaled_bounds
 
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
@@ -19,14 +19,15 @@ REWARD_SIGNS = ("negative", "zero", "positive")
 
 def sequence_log_weights(sums: Sums, config: RolloutCorrectionConfig) -> Tensor:
     """[n] float64: log of the unbounded weight that all tokens of a sequence share."""
-    total = sums["train"] - sums["rollout"]
-    return total if config.rollout_is == "sequence" else total / sums["valid"].clamp(min=1)
+    return sums["log_ratio"] if config.rollout_is == "sequence" else sums["mean_log_ratio"]
 
 
-def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig) -> tuple[Sums, Sums]:
-    """(sums, maxima) over the local sequences, 0-D float64 by name; those without a valid token are in none of them."""
+def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig) -> tuple[Columns, Columns]:
+    """(sums, maxima) over the local sequences, float64; those without a valid token are in none of them."""
+    some = sums["valid"] > 0
     totals, maxima = _policy_totals(sums)
     totals |= {
+        "sequences": some,
         "accepted_tokens": verdicts.accepted,
         "sequences_with_rejected": verdicts.accepted < sums["valid"],
     }
@@ -41,49 +42,36 @@ def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionCon
     if config.rollout_token_veto_threshold is not None:
         totals["catastrophic"] = sums["catastrophic"]
         totals["vetoed"] = sums["catastrophic"] > 0
-    some = sums["valid"] > 0
-    added = torch.where(some, torch.stack(list(totals.values())), 0).sum(1)
-    largest = _largest(torch.where(some, torch.stack(list(maxima.values())), -torch.inf))
-    bad = (sums["response"] - sums["valid"]).sum()
-    return (
-        dict(zip(totals, added.unbind(), strict=True)) | {"bad_tokens": bad},
-        dict(zip(maxima, largest.unbind(), strict=True)),
-    )
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """[k] of [k, n]; -inf of nothing."""
-    return torch.cat([rows, rows.new_full((len(rows), 1), -torch.inf)], dim=1).amax(1)
+    extremes = largest(torch.where(some, torch.stack(list(maxima.values())), -torch.inf))
+    flags = {name: total for name, total in totals.items() if total.dtype == torch.bool}
+    numbers = {name: total for name, total in totals.items() if name not in flags}
+    # Alike ones at once: tensors of several dtypes are stacked one by one.
+    added = (torch.stack(list(values.values())).double() @ some.double() for values in (numbers, flags))
+    return dict(zip((tuple(numbers), tuple(flags)), added, strict=True)), {tuple(maxima): extremes}
 
 
 def _policy_totals(sums: Sums) -> tuple[Sums, Sums]:
-    length = sums["valid"].clamp(min=1)
-    train, rollout = sums["train"] / length, sums["rollout"] / length
-    difference = rollout - train
-    excess = torch.expm1((sums["train"] - sums["rollout"]).clamp(-EXP_LIMIT, EXP_LIMIT))
-    totals = {
-        "valid": sums["valid"],
-        "log_ratio": sums["train"] - sums["rollout"],
-        "excess": sums["excess"],
-        "sequences": torch.ones_like(length),
-        "train_ppl": _ppl(-train),
-        "rollout_ppl": _ppl(-rollout),
-        "train_log_ppl": -train,
-        "rollout_log_ppl": -rollout,
-        "log_ppl_diff": difference,
-        "log_ppl_abs_diff": difference.abs(),
-        "ppl_ratio": _ppl(difference),
+    log_ratio = sums["log_ratio"]
+    logs = torch.stack([sums["train"], sums["rollout"], log_ratio]).div_(-sums["length"])
+    ppls = logs.clamp(-PPL_LIMIT, PPL_LIMIT).exp_()
+    excess = torch.expm1(log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))
+    totals = {"valid": sums["valid"], "log_ratio": log_ratio, "excess": sums["excess"]}
+    totals |= zip(("train_log_ppl", "rollout_log_ppl", "log_ppl_diff"), logs.unbind(), strict=True)
+    totals |= zip(("train_ppl", "rollout_ppl", "ppl_ratio"), ppls.unbind(), strict=True)
+    totals |= {
+        "log_ppl_abs_diff": sums["mean_log_ratio"].abs(),
         "sequence_excess": excess,
         "sequence_excess_squared": excess.square(),
     }
-    return totals, {"log_ppl_diff": difference, "-log_ppl_diff": -difference}
+    return totals, {"log_ppl_diff": totals["log_ppl_diff"], "-log_ppl_diff": sums["mean_log_ratio"]}
 
 
 def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig, totals: Sums, maxima: Sums) -> None:
     """Weights of sequences: those that all tokens share, or the mean of token-level ones."""
-    valid, length, scale = sums["valid"], sums["valid"].clamp(min=1), threshold_scale(sums, config)
+    valid, length, scale = sums["valid"], sums["length"], threshold_scale(sums, config)
     if config.rollout_is == "token":
         raw, weight = 1 + sums["excess"] / length, sums["weight"] / length
+        totals["weight"] = sums["weight"]
         if config.is_mode == "mask":
             totals["sequences_outside"] = sums["outside_above"] + sums["outside_below"] > 0
         totals["normalize_weight"], totals["normalize_count"] = sums["weight"], valid
@@ -96,7 +84,7 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
         lower, upper = log_bounds(config)
         tested = log_weight if scale is None else log_weight / scale
         outside = {"above": tested > upper, "below": tested < lower}
-        totals |= outside
+        totals |= outside | {"raw": raw * valid, "weight": weight * valid}
         totals |= {f"tokens_{name}": torch.where(flag, valid, 0) for name, flag in outside.items()}
         totals["sequences_outside"] = outside["above"] | outside["below"]
         totals["raw_excess_squared"] = valid * (raw - 1).square()
@@ -108,11 +96,10 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
         totals["normalize_weight"] = torch.where(counted, weight, 0)
         totals["normalize_count"] = counted
     low, high = config.is_bounds if scale is None else scaled_bounds(config, scale)
+    excess = weight - 1
     totals |= {
-        "raw": raw * valid,
-        "weight": weight * valid,
-        "sequence_weight_excess": weight - 1,
-        "sequence_weight_excess_squared": (weight - 1).square(),
+        "sequence_weight_excess": excess,
+        "sequence_weight_excess_squared": excess.square(),
         "sequence_weight_high": raw > high,
         "sequence_weight_low": raw < low,
     }
@@ -140,34 +127,40 @@ def _criterion_totals(criterion: Criterion, sums: Sums, scale: Tensor | None, to
     maxima |= {f"sequence_{name}": statistic, f"-sequence_{name}": -statistic}
 
 
-def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Sums:
+def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Columns:
     """Sums in fixed buckets, [buckets, 2] float64 valid and rejected tokens, by length and by the reward's sign.
 
     By staleness [buckets, 3], with the sum of log ρ; zeros here where tokens have their own versions.
     """
     valid = sums["valid"]
     columns = torch.stack([valid, valid - verdicts.accepted], dim=1)
-    by_version = torch.cat([columns, (sums["train"] - sums["rollout"]).unsqueeze(1)], dim=1)
-    length = torch.frexp(valid.clamp(min=1)).exponent.long() - 1
-    nothing = torch.zeros_like(shards.mini_batch_ids)
-    signs = nothing if shards.rewards is None else shards.rewards.sign().nan_to_num().long() + 1
-    versions = nothing if shards.versions is None else staleness(shards.versions, shards)
+    by_version = torch.cat([columns, sums["log_ratio"].unsqueeze(1)], dim=1)
+    octave = (torch.frexp(sums["length"]).exponent - 1).clamp_(max=LENGTH_BUCKETS - 1)
+    signs = None if shards.rewards is None else shards.rewards.sign().nan_to_num().long() + 1
+    versions = None if shards.versions is None else staleness(shards.versions, shards)
     return {
-        "length": _bucket(length, LENGTH_BUCKETS, columns),
-        "reward": _bucket(signs, len(REWARD_SIGNS), columns * (shards.rewards is not None)),
-        "staleness": _bucket(versions, shards.sizes.max_staleness + 1, by_version * (shards.versions is not None)),
+        "length": _bucket(octave, LENGTH_BUCKETS, columns),
+        "reward": _bucket(signs, len(REWARD_SIGNS), columns),
+        "staleness": _bucket(versions, shards.sizes.max_staleness + 1, by_version),
     }
 
 
-def token_staleness(valid: Tensor, log_ratio: Tensor, accepted: Tensor, versions: Tensor, shards: Shards) -> Sums:
+def side_totals(sums: Sums, shards: Shards) -> Columns:
+    """How many sequences have a side input that cannot be right, and what an error message has to know."""
+    names = tuple(shards.bad)
+    bad = (torch.stack(list(shards.bad.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
+    tokens = (sums["response"] - sums["valid"]).sum()
+    return {names: bad, ("bad_tokens", "default_ids"): torch.stack([tokens, tokens.new_full((), shards.default_ids)])}
+
+
+def token_staleness(
+    valid: Tensor, log_ratio: Tensor, accepted: Tensor, versions: Tensor, shards: Shards
+) -> tuple[Tensor, Tensor]:
     """The sums by staleness of some tokens that have their own versions, and how many versions are too new."""
     columns = torch.stack([valid.double(), (valid & ~accepted).double(), log_ratio.double()], dim=-1)
     index = staleness(versions, shards).reshape(-1)
     newer = valid & (versions > (shards.sizes.current_version or 0))
-    return {
-        "staleness": _bucket(index, shards.sizes.max_staleness + 1, columns.reshape(-1, 3)),
-        "bad_policy_versions": newer.sum().double(),
-    }
+    return _bucket(index, shards.sizes.max_staleness + 1, columns.reshape(-1, 3)), newer.sum()
 
 
 def staleness(versions: Tensor, shards: Shards) -> Tensor:
@@ -178,15 +171,11 @@ def staleness(versions: Tensor, shards: Shards) -> Tensor:
 def mini_batch_counts(verdicts: Verdicts, shards: Shards) -> Tensor:
     """[num_mini_batches, 4] float64: tokens and sequences under m, then under m'."""
     tokens, accepted = verdicts.tokens, verdicts.accepted
-    columns = torch.stack([tokens, (tokens > 0).double(), accepted, (accepted > 0).double()], dim=1)
+    columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0], dim=1)
     return _bucket(shards.mini_batch_ids, shards.sizes.num_mini_batches, columns)
 
 
-def _bucket(index: Tensor, count: int, columns: Tensor) -> Tensor:
+def _bucket(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
+    """[count, k] float64: what is in each bucket; nothing without an index."""
     buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
-    # The last bucket holds everything from there on.
-    return buckets.index_add_(0, index.clamp(max=count - 1), columns)
-
-
-def _ppl(value: Tensor) -> Tensor:
-    return value.clamp(-PPL_LIMIT, PPL_LIMIT).exp()
+    return buckets if index is None else buckets.index_add_(0, index, columns)

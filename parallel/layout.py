@@ -203,14 +203,14 @@ class SequenceLayout:
     def _cuts(self) -> dict[tuple[int, int], list[Block]]:
         return {}
 
-    def neighbours(self, block: Block, device: torch.device) -> Tensor:
+    def neighbours(self, block: Block, device: torch.device) -> Tensor | bool:
         """Which tokens of a block are followed by the next position of their sequence, in the block.
 
         Returns:
-            bool, the block's shape less the last token of its last dimension; broadcasts against it.
+            bool, the block's shape less the last token of its last dimension, or True for all of them.
         """
         if block.is_even and (self.cp_size == 1 or self.split == "contiguous"):
-            return torch.ones(1, 1, dtype=torch.bool, device=device)
+            return True
         # Where each sequence has its seam between two chunks, counted from its first token in the block.
         seams = self.local_lengths[block.first : block.first + block.rows].to(device) // 2 - 1
         seams[0] -= block.start
@@ -236,8 +236,10 @@ class SequenceLayout:
         Returns:
             [k], int64.
         """
+        if self.cp_size == 1:
+            return offsets
         local = self.local_lengths.to(sequences.device)[sequences]
-        if self.cp_size == 1 or self.split == "contiguous":
+        if self.split == "contiguous":
             return offsets + local * self.cp_rank
         chunk = local // 2
         second = offsets >= chunk

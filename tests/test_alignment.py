@@ -69,8 +69,9 @@ def test_shards_compare_true_neighbours_only(split):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
             parts = collect_shards(inputs, Sizes()).parts
-            for name, value in shift_sums(parts).items():
-                total[name] = total.get(name, 0.0) + float(value)
+            ((names, values),) = shift_sums(parts).items()
+            for name, value in zip(names, values.tolist(), strict=True):
+                total[name] = total.get(name, 0.0) + value
         # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
         assert total["shift_pairs"] == 4 * 24 * (14 if split == "zigzag" else 15)
         assert find_lag(total) == (late is not rollout)
@@ -92,7 +93,7 @@ def test_neighbours_are_next_positions_of_one_sequence(cp_size, num_tokens):
             here, of = block.take(positions), block.take(sequences)
             want = (here[..., 1:] == here[..., :-1] + 1) & (of[..., 1:] == of[..., :-1])
             got = layout.neighbours(block, positions.device)
-            assert torch.equal(got.expand(want.shape), want)
+            assert torch.equal(torch.as_tensor(got).expand(want.shape), want)
 
 
 @pytest.mark.parametrize(

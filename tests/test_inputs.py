@@ -124,6 +124,16 @@ def test_the_lowest_bad_token_is_named(policy, value):
         result.check()
 
 
+@pytest.mark.parametrize("policy", ["training", "rollout"])
+def test_a_bad_token_far_from_the_start_is_named_exactly(policy):
+    """At odd positions above 2²³, whose keys float32 could not tell apart."""
+    train, rollout = torch.full((1, 2**24), -1.0), torch.full((1, 2**24), -1.0)
+    (train if policy == "training" else rollout)[0, 2**24 - 3 :] = math.nan
+    result = correct_rollouts(train, rollout, torch.ones(1, 2**24, dtype=torch.bool), config_of("token"))
+    with pytest.raises(ValueError, match=rf"the {policy} log-prob of sample 0 .*, position {2**24 - 3} is NaN"):
+        result.check()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_limit_that_rounds_is_still_named(dtype):
     train = torch.tensor([[-1.0, 1.01e-4, -1.0]]).to(dtype)
