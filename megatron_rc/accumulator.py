@@ -90,10 +90,12 @@ class Accumulator:
 
     def _by_sequence(self, table: Tensor, how: How) -> Tensor:
         """[k, n] from [k, runs]; the runs of a sequence follow each other."""
-        k, n = len(table), self._num_sequences
+        n = self._num_sequences
+        if not len(table):
+            return table.new_zeros(0, n)
         starts, ends = [rows.start for rows, _ in self._runs], [rows.stop for rows, _ in self._runs]
         runs = {runs for _, runs in self._runs}
-        if k and len(runs) == 1 and [*starts, n] == [0, *ends]:
+        if len(runs) == 1 and [*starts, n] == [0, *ends]:
             return _joined(table, runs.pop(), how)
         counts = [0] * n
         for rows, each in self._runs:
