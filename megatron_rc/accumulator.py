@@ -18,7 +18,7 @@ from megatron_rc.tokens import Scratch
 How = Literal["sum", "max"]
 # How the kinds of terms of :class:`BlockValues` add up.
 _HOW: tuple[How, ...] = ("sum", "sum", "max", "sum", "max")
-_LONG_RUN = 512
+_LONG_RUN = 512  # tokens: runs that may be kept until the end, a few bytes a token
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class Accumulator:
         each = runs // (rows.stop - rows.start)
         tables = [torch.stack(terms) if terms else self._nothing.view(0, 1) for terms in kinds]
         if each > 1 and codes.numel() < _LONG_RUN * runs:
-            # What is kept until the end has to be little for each token.
             tables = [_joined(table.double(), each, how) for table, how in zip(tables, _HOW, strict=True)]
             each = 1
         self._tables.append(tables)
@@ -97,16 +96,21 @@ class Accumulator:
         runs = {runs for _, runs in self._runs}
         if len(runs) == 1 and [*starts, n] == [0, *ends]:
             return _joined(table, runs.pop(), how)
-        counts = [0] * n
+        table = table.t().contiguous()
+        return torch.segment_reduce(table, how, lengths=self._run_counts, unsafe=True).t().contiguous()
+
+    @functools.cached_property
+    def _run_counts(self) -> Tensor:
+        """[n] int64: the runs of each sequence, once all blocks are there."""
+        counts = [0] * self._num_sequences
         for rows, each in self._runs:
             for row in range(rows.start, rows.stop):
                 counts[row] += each
-        lengths = torch.tensor(counts, dtype=torch.int64, device=table.device)
-        return torch.segment_reduce(table.t().contiguous(), how, lengths=lengths, unsafe=True).t().contiguous()
+        return torch.tensor(counts, dtype=torch.int64, device=self._nothing.device)
 
 
 def _joined(table: Tensor, each: int, how: How) -> Tensor:
-    """[k, rows] from [k, rows · each], float64."""
+    """[k, rows] from [k, rows · each]."""
     k, runs = table.shape
     table = table.view(-1, each)
     # A matrix product: sums along a few numbers each take a processor ten times as long.
@@ -126,7 +130,7 @@ class _Names(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Names:
     """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
-    nothing, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.bool)
+    nothing, mask = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.bool)
     negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
     level = mask.long() if config.staleness_scale is not None else None
     tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone(), level)

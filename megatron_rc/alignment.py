@@ -30,12 +30,13 @@ _NAMES = ("shift_pairs", "shift_0", "shift_+1", "shift_-1", "shift_0_next")
 def shift_sums(parts: Sequence[Part]) -> Columns:
     """The distances over neighbouring pairs in some runs of the local tokens, one vector, float64.
 
-    ``shift_0`` is that of the first tokens of the pairs, ``shift_0_next`` that of the second.
+    ``shift_0`` is that of the first tokens of the pairs, ``shift_0_next`` that of the second; their mean counts.
     """
     cuts = [(part, block) for part in parts for block in part.layout.blocks(_RUN_TOKENS, _MAX_RUNS)]
     runs = spread([(part, block) for part, block in cuts if block.shape[-1] > 1], _MAX_RUNS)
-    sums = _distances(runs) if runs else torch.zeros(len(_NAMES), device=parts[0].mask.device)
-    return {_NAMES: sums.double()}
+    if not runs:
+        return {_NAMES: torch.zeros(len(_NAMES), dtype=torch.float64, device=parts[0].mask.device)}
+    return {_NAMES: _distances(runs).double()}
 
 
 def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
@@ -47,7 +48,7 @@ def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
     pairs = (mask[:-1] & mask[1:] & _followed(runs)).float()
     # The first or second train token of each pair against its first or second rollout token. Given an output, the loop
     # runs along the pairs; without one it would run along the overlapping views' other dimension.
-    apart = torch.empty(2, 2, len(pairs), device=pairs.device)
+    apart = pairs.new_empty(2, 2, len(pairs))
     train, rollout = train.unfold(0, 2, 1).t().unsqueeze(1), rollout.unfold(0, 2, 1).t().unsqueeze(0)
     torch.sub(train, rollout, out=apart)
     sums = apart.abs_().clamp_(max=CLIP).view(4, -1) @ pairs

@@ -30,7 +30,7 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
     if shards.default_ids:
         last = _LOCAL_IDS - 1 if shards.rank * _LOCAL_IDS < MAX_SEQUENCE_ID else 0
         ids = ids.clamp(max=last) + min(shards.rank * _LOCAL_IDS, MAX_SEQUENCE_ID - 1)
-    keys = torch.where(bad > 0, ids * float(_STRIDE), torch.inf)
+    keys = torch.where(bad > 0, ids.double() * _STRIDE, torch.inf)
     found = [keys.new_full((1,), torch.inf)]
     for part in shards.parts:
         count = part.layout.num_sequences

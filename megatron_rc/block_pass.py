@@ -55,7 +55,7 @@ class BlockPass:
             return block_terms(tokens, self._config, self._scratch.of(tokens), lengths).unnamed()
         tokens = tokens.in_runs(run_length(block.shape[1]))
         if self._compile and self._fused is None:
-            zero = torch.zeros(len(tokens.mask), 1, device=tokens.mask.device)
+            zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
             self._fused = block.shape, _compiled_terms(self._config, zero.device.type), zero
         if self._fused is None or self._fused[0] != block.shape:
             return block_terms(tokens, self._config, self._scratch.of(tokens)).unnamed()

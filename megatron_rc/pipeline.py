@@ -27,12 +27,7 @@ from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups
 from megatron_rc.rejection import Verdicts, decide, local_group_sums, threshold_scale
 from megatron_rc.result import CorrectionResult, HeaderShape
-from megatron_rc.statistics import (
-    BlockTokens,
-    Columns,
-    Sums,
-    is_log_prob,
-)
+from megatron_rc.statistics import BlockTokens, Columns, Sums, is_log_prob
 from megatron_rc.totals import (
     breakdown_totals,
     mini_batch_counts,
@@ -97,8 +92,8 @@ class BatchSums:
         log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
         scale: [n] float64, what the bounds of each sequence are multiplied by in nats; None: by nothing.
         mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
-        sums: float64.
-        maxima: float64.
+        sums: float64, in the header's order.
+        maxima: float64 likewise.
     """
 
     local: LocalSums

@@ -1,7 +1,8 @@
 """The one pass over the tokens: sums for each sequence, sums for the batch, weights and token-level verdicts.
 
 Everything here is local arithmetic on one block of tokens at a time, so that the scratch it needs does not grow with
-the batch. Sums are float64 and found by name, so that they add up over blocks, micro-batches and ranks in any order.
+the batch. A block's sums are those of its runs, which are short enough for the log-probs' dtype where that is exact
+enough; from there on they are added up in float64, over blocks, micro-batches and ranks in any order.
 """
 
 from __future__ import annotations

@@ -53,6 +53,15 @@ def test_long_prompts_do_not_hide_a_shift():
         correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
 
 
+@pytest.mark.parametrize(("lag", "name"), [(1, "shift_+1"), (-1, "shift_-1")])
+def test_less_than_half_of_the_straight_distance_is_a_lag(lag, name):
+    """The straight distance is the mean of both tokens of a pair."""
+    sums = {"shift_pairs": 2000.0, "shift_0": 800.0, "shift_0_next": 1200.0, "shift_+1": 900.0, "shift_-1": 900.0}
+    assert find_lag(sums | {name: 499.0}) == lag
+    assert find_lag(sums | {name: 501.0}) == 0
+    assert find_lag(sums | {name: 499.0, "shift_pairs": MIN_PAIRS - 1.0}) == 0
+
+
 def test_few_pairs_prove_nothing():
     train, rollout, mask = make_batch(shape=(16, 64), holes=0)
     assert MIN_PAIRS > 16 * 63

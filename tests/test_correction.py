@@ -222,26 +222,6 @@ def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
     assert_same(correct(name, batch), found)
 
 
-@pytest.mark.parametrize("length", [1285, 2048, 2062], ids=["five runs of 257", "two runs of 1024", "one run"])
-def test_rows_of_several_runs_add_up(length, monkeypatch):
-    """Whole rows in blocks of one, three and all, against pieces of 97 tokens."""
-    generator = torch.Generator().manual_seed(length)
-    rollout = -3 * torch.rand(6, length, generator=generator, dtype=torch.float64) - 1e-3
-    train = (rollout + 0.3 * torch.randn(6, length, generator=generator, dtype=torch.float64)).clamp(max=0)
-    mask = torch.rand(6, length, generator=generator) < 0.7
-    config = RolloutCorrectionConfig(
-        rollout_is="token", rollout_rs="token_k1,seq_max_k2,seq_mean_k3", rollout_rs_threshold="0.5_2,0.55,0.06"
-    )
-    found = []
-    for num_tokens in (97, length, 3 * length, 10**6):
-        use_blocks(monkeypatch, num_tokens)
-        found.append(correct_rollouts(train, rollout, mask, config))
-    assert 0 < found[0].metrics()["rollout_corr/rollout_rs_seq_max_k2_masked_fraction"] < 1
-    for result in found[1:]:
-        assert torch.equal(result.mask, found[0].mask)
-        assert result.metrics() == pytest.approx(found[0].metrics(), rel=1e-9)
-
-
 @pytest.mark.parametrize(
     "name", ["token", "token accepted scope", "sequence icepop", "maxima and veto", "token by staleness"]
 )

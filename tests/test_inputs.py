@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import RolloutCorrectionConfig, accumulator, correct_rollouts
 from megatron_rc.bad_tokens import describe_bad_token
 from megatron_rc.parallel import SequenceLayout
 from tests.corrections import CASES, clear_batch, make_batch, sizes
@@ -122,6 +122,26 @@ def test_the_lowest_bad_token_is_named(policy, value):
         ValueError, match=rf"the {name} log-prob of sample 2, position 0 .* \(3 such tokens in the batch\)"
     ):
         result.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_tensors_changes_nothing(dtype):
+    sound, given, ids = arguments(), arguments(), torch.arange(12) + 10**6
+    given["train_log_probs"][7, 3] = math.nan
+    given["response_mask"][7, 3] = True
+    want = correct_rollouts(**sound, config=config_of("token"))
+    accumulator._term_names.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = correct_rollouts(**sound, config=config_of("token"))
+        bad = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
+    finally:
+        torch.set_default_dtype(before)
+    assert got.metrics() == want.metrics()
+    assert torch.equal(got.weights, want.weights)
+    with pytest.raises(ValueError, match="sample 1000007, position 3"):
+        bad.check()
 
 
 @pytest.mark.parametrize("policy", ["training", "rollout"])
