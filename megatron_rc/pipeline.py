@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.accumulator import Accumulator
+from megatron_rc.accumulator import Accumulator, ShardSums
 from megatron_rc.alignment import shift_sums
 from megatron_rc.bad_tokens import first_bad_key
 from megatron_rc.block_pass import BlockPass
@@ -51,10 +51,7 @@ class LocalSums:
     Attributes:
         shards: the input.
         config: what to correct.
-        names: of the rows of ``pair``: sums, then maxima.
-        pair: ([sums, n], [maxima, n]) float64 over the local parts of whole sequences: what ``cp`` adds up.
-        batch: float64 sums over the local tokens.
-        batch_max: float64 maxima likewise; a minimum is the largest negative.
+        sums: over the local parts of whole sequences, and over the local tokens.
         weights: for each micro-batch, like its tokens: bounded at token level, else 1 where valid; None without
             weights.
         kept: for each micro-batch the valid tokens that the token-level criteria accept.
@@ -62,12 +59,14 @@ class LocalSums:
 
     shards: Shards
     config: RolloutCorrectionConfig
-    names: tuple[str, ...]
-    pair: Pair
-    batch: Columns
-    batch_max: Columns
+    sums: ShardSums
     weights: tuple[Tensor, ...] | None
     kept: tuple[Tensor, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """([sums, n], [maxima, n]) float64: what ``cp`` adds up."""
+        return self.sums.sequences, self.sums.sequence_max
 
     def named(self, pair: Pair) -> Sums:
         """What is known of whole sequences, [n] float64 by name, from the reduced pair; maxima as ``max_<name>``.
@@ -75,7 +74,7 @@ class LocalSums:
         ``length`` is the number of valid tokens, at least 1, ``log_ratio`` the sum of log ρ over them and
         ``mean_log_ratio`` its mean.
         """
-        named = dict(zip(self.names, [*pair[0].unbind(), *pair[1].unbind()], strict=True))
+        named = dict(zip(self.sums.names, [*pair[0].unbind(), *pair[1].unbind()], strict=True))
         named["length"] = named["valid"].clamp(min=1)
         named["log_ratio"] = named["train"] - named["rollout"]
         named["mean_log_ratio"] = named["log_ratio"] / named["length"]
@@ -154,14 +153,10 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
                 _levels(part, block, shards, config),
             )
             total.add(values_of(tokens, block), _rows(part, block))
-    sums = total.sums()
     return LocalSums(
         shards=shards,
         config=config,
-        names=sums.names,
-        pair=(sums.sequences, sums.sequence_max),
-        batch=sums.batch | shift_sums(shards.parts),
-        batch_max=sums.batch_max,
+        sums=total.sums(),
         weights=None if weights is None else tuple(weights),
         kept=tuple(kept),
     )
@@ -200,10 +195,10 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     # Whole sequences are counted once: on the first CP rank.
     if not shards.is_first_cp_rank:
         sums = {name: torch.zeros_like(value) for name, value in sums.items()}
-    sums |= local.batch
+    sums |= local.sums.batch | shift_sums(shards.parts)
     for name, value in _apply(local, verdicts).items():
         sums[name] = sums[name] + value
-    maxima |= local.batch_max
+    maxima |= local.sums.batch_max
     maxima["-bad_key",] = -first_bad_key(shards, named["response"] - named["valid"])
     log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
     scale = threshold_scale(named, config)
