@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +11,9 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.histogram import CodeCounter, bins_from_codes
 from megatron_rc.inputs import Shards
-from megatron_rc.statistics import BlockTokens, BlockValues, Columns, block_terms, largest
+from megatron_rc.statistics import HOW, BlockTokens, BlockValues, Columns, How, block_terms, largest
 from megatron_rc.tokens import Scratch
 
-How = Literal["sum", "max"]
-# How the kinds of terms of :class:`BlockValues` add up.
-_HOW: tuple[How, ...] = ("sum", "sum", "max", "sum", "max")
 _LONG_RUN = 512  # tokens: runs that may be kept until the end, a few bytes a token
 
 
@@ -60,31 +56,31 @@ class Accumulator:
     def add(self, values: BlockValues, rows: slice) -> None:
         """Take the terms of the next block, which holds tokens of these sequences."""
         self._codes.add(values.codes)
-        *kinds, codes = values
-        runs = len(values.sequence[0])
+        exact, *_ = values.kinds
+        runs = len(exact[0])
         each = runs // (rows.stop - rows.start)
-        tables = [torch.stack(terms) if terms else self._nothing.view(0, 1) for terms in kinds]
-        if each > 1 and codes.numel() < _LONG_RUN * runs:
-            tables = [_joined(table.double(), each, how) for table, how in zip(tables, _HOW, strict=True)]
+        tables = [torch.stack(terms) if terms else self._nothing.view(0, 1) for terms in values.kinds]
+        if each > 1 and values.codes.numel() < _LONG_RUN * runs:
+            tables = [_joined(table.double(), each, how) for table, how in zip(tables, HOW, strict=True)]
             each = 1
         self._tables.append(tables)
         self._runs.append((rows, each))
 
     def sums(self) -> ShardSums:
         """What all blocks together add up to."""
-        names = self._names
         tables = [torch.cat(blocks, dim=1).double() for blocks in zip(*self._tables, strict=True)]
         if not tables:
-            tables = [self._nothing.expand(len(kind), 0) for kind in names]
+            tables = [self._nothing.expand(len(names), 0) for names in self._names]
         exact, sequence, sequence_max, batch, batch_max = tables
-        zeros = self._codes.num_values - sequence[names.sequence.index("valid")].sum()
+        exact_names, sequence_names, max_names, batch_names, batch_max_names = self._names
+        zeros = self._codes.num_values - sequence[sequence_names.index("valid")].sum()
         bins = bins_from_codes(self._codes.counts, zeros)
         return ShardSums(
-            names=(*names.exact, *names.sequence, *(f"max_{name}" for name in names.sequence_max)),
+            names=(*exact_names, *sequence_names, *(f"max_{name}" for name in max_names)),
             sequences=self._by_sequence(torch.cat([exact, sequence]), "sum"),
             sequence_max=self._by_sequence(sequence_max, "max"),
-            batch={names.batch: batch.sum(1), "bins": bins},
-            batch_max={names.batch_max: largest(batch_max)},
+            batch={batch_names: batch.sum(1), "bins": bins},
+            batch_max={batch_max_names: largest(batch_max)},
         )
 
     def _by_sequence(self, table: Tensor, how: How) -> Tensor:
@@ -117,24 +113,11 @@ def _joined(table: Tensor, each: int, how: How) -> Tensor:
     return (table @ table.new_ones(each) if how == "sum" else table.amax(1)).view(k, runs // each)
 
 
-class _Names(NamedTuple):
-    """The terms of a block, by kind, as :class:`BlockValues` has their values."""
-
-    exact: tuple[str, ...]
-    sequence: tuple[str, ...]
-    sequence_max: tuple[str, ...]
-    batch: tuple[str, ...]
-    batch_max: tuple[str, ...]
-
-
 @functools.lru_cache(maxsize=64)
-def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> _Names:
+def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> tuple[tuple[str, ...], ...]:
     """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
     nothing, mask = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.bool)
     negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
     level = mask.long() if config.staleness_scale is not None else None
     tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone(), level)
-    terms = block_terms(tokens, config, Scratch((1, 1), nothing.dtype, nothing.device))
-    return _Names(
-        tuple(terms.exact), tuple(terms.sequence), tuple(terms.sequence_max), tuple(terms.batch), tuple(terms.batch_max)
-    )
+    return block_terms(tokens, config, Scratch((1, 1), nothing.dtype, nothing.device)).names

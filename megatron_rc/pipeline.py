@@ -199,7 +199,7 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     for name, value in _apply(local, verdicts).items():
         sums[name] = sums[name] + value
     maxima |= local.sums.batch_max
-    maxima["-bad_key",] = -first_bad_key(shards, named["response"] - named["valid"])
+    maxima[("-bad_key",)] = -first_bad_key(shards, named["response"] - named["valid"])
     log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
     scale = threshold_scale(named, config)
     return BatchSums(local, verdicts, log_weights, scale, named["mean_log_ratio"], sums, maxima)

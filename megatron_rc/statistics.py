@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,14 @@ from torch import Tensor
 from megatron_rc.config import RolloutCorrectionConfig
 from megatron_rc.criteria import OPSM, Criterion
 from megatron_rc.tokens import POSITIVE_LIMIT, FusedTerms, Scratch, TokenTerms
-from megatron_rc.weights import EXP_LIMIT, apply_bounds, log_bounds, within
+from megatron_rc.weights import EXP_LIMIT, apply_bounds, log_bounds
 
 Sums = dict[str, Tensor]
 # Numbers of the whole batch: a table by its name, or a vector by the names of its elements.
 Columns = dict[str | tuple[str, ...], Tensor]
 Terms = TokenTerms | FusedTerms
+How = Literal["sum", "max"]
+HOW: tuple[How, ...] = ("sum", "sum", "max", "sum", "max")  # of each kind of :class:`BlockTerms`
 
 
 @dataclass
@@ -45,26 +47,25 @@ class BlockTerms:
     batch_max: Sums = field(default_factory=dict)
     codes: Tensor = field(default_factory=lambda: torch.empty(0))
 
+    @property
+    def kinds(self) -> tuple[Sums, ...]:
+        """All but the codes; what each adds up by is in ``HOW``."""
+        return self.exact, self.sequence, self.sequence_max, self.batch, self.batch_max
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Those of each kind, which all blocks share."""
+        return tuple(tuple(kind) for kind in self.kinds)
+
     def unnamed(self) -> BlockValues:
         """The values alone, in the order of their names."""
-        return BlockValues(
-            tuple(self.exact.values()),
-            tuple(self.sequence.values()),
-            tuple(self.sequence_max.values()),
-            tuple(self.batch.values()),
-            tuple(self.batch_max.values()),
-            self.codes,
-        )
+        return BlockValues(tuple(tuple(kind.values()) for kind in self.kinds), self.codes)
 
 
 class BlockValues(NamedTuple):
-    """The values of :class:`BlockTerms` without their names, which all blocks share."""
+    """:class:`BlockTerms` without the names: the values of each kind, and the codes."""
 
-    exact: tuple[Tensor, ...]
-    sequence: tuple[Tensor, ...]
-    sequence_max: tuple[Tensor, ...]
-    batch: tuple[Tensor, ...]
-    batch_max: tuple[Tensor, ...]
+    kinds: tuple[tuple[Tensor, ...], ...]
     codes: Tensor
 
 
@@ -152,11 +153,11 @@ def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig
 
 def is_log_prob(values: Tensor) -> Tensor:
     """Where a log-prob is usable: neither NaN nor infinite nor positive."""
-    return within(values, torch.finfo(values.dtype).min, POSITIVE_LIMIT)
+    return unusable(values) == 0
 
 
 def unusable(values: Tensor) -> Tensor:
-    """The opposite, as 1 and 0 of the values' dtype."""
+    """The opposite, as 1 and 0 of the values' dtype, which on a CPU takes a fraction of the time that bools take."""
     excess = values - values.clamp(torch.finfo(values.dtype).min, POSITIVE_LIMIT)
     return torch.ne(excess, 0, out=excess)
 

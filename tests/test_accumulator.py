@@ -6,10 +6,9 @@ import torch
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.accumulator import Accumulator
 from megatron_rc.inputs import PlanInputs, Sizes, collect_shards
-from megatron_rc.statistics import BlockTokens, BlockValues, block_terms
-from megatron_rc.tokens import Scratch
-from tests.corrections import CASES, clear_batch, sizes
-from tests.test_correction import config_of, use_blocks
+from megatron_rc.statistics import BlockValues
+from tests.corrections import CASES, clear_batch
+from tests.test_correction import correct, use_blocks
 
 CONFIG = RolloutCorrectionConfig(
     rollout_is="token", rollout_rs="token_k1,seq_max_k2,seq_mean_k3", rollout_rs_threshold="0.5_2,0.55,0.06"
@@ -55,15 +54,11 @@ def test_micro_batches_of_different_widths_add_up(shapes):
 @pytest.mark.parametrize("kept", [True, False], ids=["long runs, added up at the end", "short runs, at once"])
 def test_sums_are_counted_beyond_float32(kept):
     """2²⁴ + 1 is the first whole number that float32 has not; every kind of sum has it, from runs and from blocks."""
-    nothing = torch.zeros(2, 4, dtype=torch.float32)
-    shards = collect_shards(PlanInputs(nothing, nothing, nothing.bool()), Sizes())
-    tokens = BlockTokens(nothing, nothing, nothing.bool(), None, nothing, nothing.bool())
-    terms = block_terms(tokens, CONFIG, Scratch((2, 4), torch.float32, nothing.device)).unnamed()
+    nothing = torch.zeros(2, 4)
+    total = Accumulator(collect_shards(PlanInputs(nothing, nothing, nothing.bool()), Sizes()), CONFIG)
     many = torch.tensor([2.0**24, 1.0, 2.0**24, 0.0])
     codes = torch.zeros(4, 1024 if kept else 64, dtype=torch.int64)
-    values = BlockValues(*(tuple(many.to(term.dtype) for term in kind) for kind in terms[:-1]), codes)
-    total = Accumulator(shards, CONFIG)
-    total.add(values, slice(0, 2))
+    total.add(BlockValues(tuple((many,) * len(names) for names in total._names), codes), slice(0, 2))
     sums = total.sums()
     names = [name for name in sums.names if not name.startswith("max_")]
     assert sums.sequences.tolist() == [[2**24 + 1, 2**24]] * len(names)
@@ -76,8 +71,7 @@ def test_sums_are_counted_beyond_float32(kept):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_name_stands_twice_in_a_header(name):
-    batch, _ = clear_batch(name)
-    result = correct_rollouts(batch.train, batch.rollout, batch.mask, config_of(name), **batch.sides, **sizes(batch))
-    names = [entry for entry, _ in result.shape.sums]
+    shape = correct(name, clear_batch(name)[0]).shape
+    names = [entry for entry, _ in shape.sums]
     assert len(set(names)) == len(names)
-    assert len(set(result.shape.maxima)) == len(result.shape.maxima)
+    assert len(set(shape.maxima)) == len(shape.maxima)

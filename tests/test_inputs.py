@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import RolloutCorrectionConfig, accumulator, correct_rollouts
+from megatron_rc import RolloutCorrectionConfig, accumulator, correct_rollouts, pipeline
 from megatron_rc.bad_tokens import describe_bad_token
+from megatron_rc.inputs import Sizes
 from megatron_rc.parallel import SequenceLayout
 from tests.corrections import CASES, clear_batch, make_batch, sizes
 from tests.test_correction import config_of
@@ -131,14 +132,17 @@ def test_the_default_dtype_of_tensors_changes_nothing(dtype):
     given["response_mask"][7, 3] = True
     want = correct_rollouts(**sound, config=config_of("token"))
     accumulator._term_names.cache_clear()
+    pipeline._header_shape.cache_clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         got = correct_rollouts(**sound, config=config_of("token"))
         bad = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
+        shape = pipeline.header_shape(config_of("token"), Sizes())
     finally:
         torch.set_default_dtype(before)
     assert got.metrics() == want.metrics()
+    assert shape == want.shape
     assert torch.equal(got.weights, want.weights)
     with pytest.raises(ValueError, match="sample 1000007, position 3"):
         bad.check()
