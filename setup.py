@@ -1,7 +1,8 @@
 """Packaging: the folders ``parallel/``, ``launch/`` and ``configs/`` are imported as ``megatron_rc.<folder>``.
 
 The relative links in ``megatron_rc/`` say the same thing; the map below serves where links are lost (an archive
-unpacked on a file system without them). Either alone fails for some way of installing.
+unpacked on a file system without them). Either alone fails for some way of installing. ``find_packages`` follows links,
+so they are left out of what it finds in ``megatron_rc/`` and listed once, under the names that they are imported by.
 """
 
 from pathlib import Path
@@ -13,10 +14,10 @@ MOVED = ("parallel", "launch", "configs")
 
 def packages() -> list[str]:
     """Every import package: ``megatron_rc`` itself and the folders that stand beside it."""
-    names = ["megatron_rc"]
+    linked = [pattern for folder in MOVED for pattern in (folder, f"{folder}.*")]
+    names = ["megatron_rc", *(f"megatron_rc.{name}" for name in find_packages("megatron_rc", exclude=linked))]
     for folder in MOVED:
-        names += [f"megatron_rc.{folder}"]
-        names += [f"megatron_rc.{folder}.{name}" for name in find_packages(folder)]
+        names += [f"megatron_rc.{folder}", *(f"megatron_rc.{folder}.{name}" for name in find_packages(folder))]
     return names
 
 

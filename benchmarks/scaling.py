@@ -11,7 +11,8 @@ Every other trace, of other batches, tokens, ranks and layouts, has to equal tho
 one rank sends: 2 (p - 1)/p times the payload for a ring all-reduce over p ranks, the payload for a broadcast along a
 chain.
 
-``--formulas`` prints the first table only, the one that ``docs/scaling.md`` holds and ``tests/test_scaling.py`` reads.
+``--formulas`` prints the first table only, the one that ``docs/scaling.md`` holds and
+``tests/correction/test_scaling.py`` reads.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
-from megatron_rc.criteria import GROUP_ANY, NAMES
-from megatron_rc.losses import PolicyLossConfig, policy_loss
+from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.settings.criteria import GROUP_ANY, NAMES
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # Bytes a token that all ranks of a CP group of 8 send together, for the sequence statistics of one batch.
@@ -251,7 +252,7 @@ def fake_groups(layout: Layout, rank: int) -> Iterator[tuple[ParallelGroups, flo
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron_rc.launch.cpu import cpu_backend
+    from megatron_rc.launch.training.cpu import cpu_backend
 
     with cpu_backend():
         start = time.perf_counter()

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformers
 
-from tests.ranks import Layout, RankPool
-from tests.scenario import make_trainer
-from tests.test_weights_memory import weigh, words_of
+from tests.launch.weights.test_memory import weigh, words_of
+from tests.support.ranks import Layout, RankPool
+from tests.support.recorded_training import make_trainer
 
 CASES = [
     *(("llama", layout) for layout in (Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2))),
@@ -49,7 +49,7 @@ def configs(hidden: int, layers: int) -> dict[str, Any]:
 
 def seconds(words: list[str]) -> tuple[float, float]:
     """Of an export and of an import, the best of three each, on this rank of the pool."""
-    from megatron_rc.launch.weights.choice import export_model, load_model
+    from megatron_rc.launch.weights.converter import export_model, load_model
 
     trainer = make_trainer(words)
     model = (trainer.chunks, trainer.args, trainer.groups)

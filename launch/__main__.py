@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_rc.launch.arguments import build_parser, parse_args
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.validation import validate_args
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import build_parser, parse_args
 
 USAGE_ERROR = 2
 TRAINER = "megatron_rc.launch.train_ppo"

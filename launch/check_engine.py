@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rc.batch import FINISH_REASONS, RolloutBatch
-from megatron_rc.launch.distances import LAGS, lag_distances, tolerance
+from megatron_rc.launch.rollouts.distances import LAGS, lag_distances, tolerance
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch
 
 if TYPE_CHECKING:
     from megatron_rc.launch.tasks import Task, Text
-    from megatron_rc.launch.trainer import Trainer
+    from megatron_rc.launch.training.trainer import Trainer
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0)
 # Another explanation counts where it leaves less than this share of the distance.
@@ -82,8 +82,8 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
     Collectives: those of a weight sync, a rollout and a forward-only pass a temperature, one SUM over DP×CP, one
     broadcast over PP.
     """
-    from megatron_rc.launch.rollout import RolloutCollector
-    from megatron_rc.launch.trainer import Trainer
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()
     trainer, collector = Trainer(args, groups), RolloutCollector(args, task, groups)
@@ -106,7 +106,7 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
     """[4] float64, :func:`lag_distances` of this rank's tokens at a temperature; zeros on stages before the last."""
-    from megatron_rc.launch.batches import cut_batch
+    from megatron_rc.launch.training.micro_batches import cut_batch
 
     trainer.args.rl_default_temperature = temperature
     cut = cut_batch(batch, trainer.args, trainer.groups)

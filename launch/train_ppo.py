@@ -17,9 +17,9 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.arguments import parse_args
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.validation import validate_args
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
 
 USAGE_ERROR, FAILURE = 2, 1
 Run = Callable[[argparse.Namespace, Any], None]
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     with _cpu_backend() if args.on_cpu else contextlib.nullcontext():
         from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
-        from megatron_rc.launch.loop import train
+        from megatron_rc.launch.training.loop import train
 
         try:
             initialize(args)
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
 
 def _cpu_backend() -> contextlib.AbstractContextManager[None]:
-    from megatron_rc.launch.cpu import cpu_backend, without_compiler
+    from megatron_rc.launch.training.cpu import cpu_backend, without_compiler
 
     with without_compiler():
-        import megatron_rc.launch.loop  # noqa: F401
+        import megatron_rc.launch.training.loop  # noqa: F401
     return cpu_backend()
 
 

@@ -1,8 +1,29 @@
-"""Rollout Correction for PPO with Megatron-Core, exact on sharded log-probs."""
+"""Rollout Correction for PPO with Megatron-Core, exact on sharded log-probs.
 
-from megatron_rc.config import RolloutCorrectionConfig
-from megatron_rc.correction import RolloutCorrection, correct_rollouts
-from megatron_rc.inputs import PlanInputs
-from megatron_rc.result import CorrectionResult
+Whatever a user imports comes from here or from :mod:`megatron_rc.parallel`; :mod:`megatron_rc.public` lists the names,
+and is loaded when the first of them is used.
+"""
 
-__all__ = ["CorrectionResult", "PlanInputs", "RolloutCorrection", "RolloutCorrectionConfig", "correct_rollouts"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rc.public import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """A public name; PEP 562."""
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = importlib.import_module(f"{__name__}.public")
+    if name != "__all__" and name not in public.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module(f"{__name__}.public").__all__})

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.aggregation import loss_sum
-from megatron_rc.correction import RolloutCorrection
-from megatron_rc.losses import kl_penalty, policy_loss
+from megatron_rc.correction.api import RolloutCorrection
+from megatron_rc.correction.token_pass.terms import is_log_prob
+from megatron_rc.loss.aggregation import loss_sum
+from megatron_rc.loss.policy import kl_penalty, policy_loss
 from megatron_rc.parallel.layout import SequenceLayout
-from megatron_rc.statistics import is_log_prob
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 __all__ = ["ranks"]

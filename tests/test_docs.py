@@ -3,23 +3,22 @@
 import functools
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.criteria import NAMES, TABLE
-from megatron_rc.histogram import QUANTILES
-from megatron_rc.loss_statistics import MAXIMA, SUMS, derive_loss_metrics
-from megatron_rc.losses import PolicyLossConfig
+from megatron_rc.correction.token_pass.histogram import QUANTILES
+from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from tests.corrections import CASES, clear_batch
-from tests.ranks import Layout
-from tests.scenario import flags, make_trainer, recorded_batch
-from tests.test_correction import correct
+from megatron_rc.settings.criteria import NAMES, TABLE
+from tests.correction.test_correction import correct
+from tests.support.corrections import CASES, clear_batch
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
-ROOT = Path(__file__).resolve().parent.parent
 PREFIX = "rollout_corr/"
 MEASURED = [name for name in NAMES if name.rpartition("_")[0] in TABLE and not name.startswith("group_")]
 # What stands for several names in docs/metrics.md: each of these, or any number.

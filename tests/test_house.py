@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
+
 FOLDERS = {"parallel": {"parallel"}, "megatron_rc": {"megatron_rc", "parallel"}}
 HEAVY = ("megatron.core", "transformers", "numpy.testing", "yaml", "tokenizers", "matplotlib", "tensorboard", "tqdm")
 
@@ -55,7 +56,8 @@ def test_megatron_is_imported_where_it_is_used(folder):
 def test_import_needs_torch_alone():
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "import megatron_rc, megatron_rc.losses, megatron_rc.schedule, megatron_rc.batch, megatron_rc.arguments\n"
+        "import megatron_rc\n"
+        "for name in megatron_rc.__all__: getattr(megatron_rc, name)\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         f"assert not [name for name in {HEAVY!r} if name in sys.modules and name not in before]\n"
         "print(sorted(new - sys.stdlib_module_names))"
@@ -95,8 +97,8 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
     (Path(site) / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     code = (
-        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.validation as v\n"
-        "from megatron_rc.launch.arguments import CONFIGS, parse_args\n"
+        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.checks as v\n"
+        "from megatron_rc.launch.flags.parser import CONFIGS, parse_args\n"
         "assert (CONFIGS / 'launch' / 'count_up.yaml').is_file()\n"
         "args = parse_args(['--config', 'count_up', '--runs-dir', 'runs'])\n"
         "v.validate_args(args, 4)\n"
@@ -140,7 +142,7 @@ def test_links_are_relative_and_committed():
 
 def switch():
     """What the CPU switch answers inside, and that nothing of it is left outside."""
-    from megatron_rc.launch.cpu import cpu_backend
+    from megatron_rc.launch.training.cpu import cpu_backend
 
     names = ("current_device", "synchronize", "Stream", "get_rng_state", "manual_seed", "current_stream", "empty_cache")
     before = {name: getattr(torch.cuda, name) for name in names}
@@ -178,7 +180,7 @@ with _cpu_backend():
     from megatron.core.fusions.fused_bias_swiglu import swiglu
     assert torch.equal(swiglu(torch.ones(2, device="cuda")), torch.ones(1).sigmoid())
 assert torch.compile is right
-assert "megatron_rc.launch.trainer" in sys.modules
+assert "megatron_rc.launch.training.trainer" in sys.modules
 assert "torch._inductor.compile_fx" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -188,6 +190,6 @@ assert "torch._inductor.compile_fx" not in sys.modules
 def test_the_gpu_path_never_imports_the_switch():
     for path in sources("launch"):
         if path.name != "train_ppo.py":
-            assert "megatron_rc.launch.cpu" not in set(imports(path)), path
+            assert "megatron_rc.launch.training.cpu" not in set(imports(path)), path
     entry = (ROOT / "launch" / "train_ppo.py").read_text()
     assert "with _cpu_backend() if args.on_cpu else contextlib.nullcontext()" in entry

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_rc.batch import SamplingParams
+from megatron_rc.records.rollout import SamplingParams
 
 
 class EngineError(RuntimeError):

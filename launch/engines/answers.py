@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.batch import SamplingParams
+from megatron_rc.correction.token_pass.values import POSITIVE_LIMIT
 from megatron_rc.launch.engines import EngineError, Sample
-from megatron_rc.tokens import POSITIVE_LIMIT
+from megatron_rc.records.rollout import SamplingParams
 
 LOWEST = -9000.0  # vLLM's server writes -9999 for minus infinity
 

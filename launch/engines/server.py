@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.records.rollout import SamplingParams
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
 from megatron_rc.launch.engines.server import ServerEngine
+from megatron_rc.records.rollout import SamplingParams
 
 CERTAIN = -1e-3  # nats; a likeliest token above this has too little to show
 PROBED_PROMPTS = 4

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors
+from megatron_rc.records.rollout import SamplingParams
 
 
 class TransformersEngine:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks, make_sample
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.records.rollout import SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # torchrun describes its own job with these; vLLM's processes would take them for theirs and wait for its store.

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from megatron_rc.batch import SamplingParams
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, VllmEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.records.rollout import SamplingParams
 
 EOS, VOCABULARY, LONGEST = 1, 29, 320
 TORCHRUN_VALUES = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}

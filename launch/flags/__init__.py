@@ -1,0 +1,1 @@
+"""Flags and launch files, and which combinations work."""

@@ -1,0 +1,1 @@
+"""Rollout batches on their way from the engines to every rank."""

@@ -1,0 +1,320 @@
+"""Collect a rollout batch: the engine of each data-parallel replica samples, scores and shares it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.engines.factory import make_engine
+from megatron_rc.launch.rollouts.prefetch import SampledAhead, check_versions
+from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
+from megatron_rc.launch.tasks import Problem, Task
+from megatron_rc.launch.weights.converter import export_model
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+
+T = TypeVar("T")
+_log = logging.getLogger("megatron_rc")
+
+
+class WeightSync(Protocol):
+    """Gives the engines the trainer's weights."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Even where nothing is to be sampled from them: an evaluation is due."""
+        ...
+
+    def __call__(self, lap: Callable[[str], None]) -> None:
+        """Now; ``lap`` is told what ends."""
+        ...
+
+
+class RolloutCollector:
+    """Samples on the first rank of each replica (TP, CP and PP rank 0) and broadcasts to the rest of it.
+
+    Args:
+        args: the validated flags.
+        task: prompts and rewards.
+        groups: of this rank.
+        engine: on the first rank of each replica; default there: the one that ``--rollout-engine`` names. Unused
+            elsewhere, and with ``--load-rollouts``, which reads what another run sampled.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, task: Task, groups: ParallelGroups, engine: RolloutEngine | None = None
+    ) -> None:
+        self.args, self.task, self.groups = args, task, groups
+        self.device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.replica = parallel_state.get_data_parallel_rank()
+        self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
+        self.engine, self.recorded = None, None
+        if self.is_engine_rank and args.load_rollouts:
+            sequences = args.grpo_prompts_per_step * args.grpo_group_size
+            self.recorded = RecordedRollouts(args.load_rollouts, args.seq_length, sequences, args.grpo_prompts_per_step)
+        elif self.is_engine_rank:
+            self.engine = engine or self._default_engine()
+        self.sampling = SamplingParams(temperature=args.rl_default_temperature)
+        steps = 0 if args.load_rollouts else args.rollout_staleness or 0
+        self.window = steps // args.updates_per_rollout
+        elsewhere = getattr(self.engine, "is_elsewhere", False)
+        self.ahead = SampledAhead(self._obtain, in_background=self.window > 0 and elsewhere)
+
+    def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
+        """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
+
+        Without ``--rollout-staleness``: new weights, then the batch. With it: the batch, which was sampled ahead; where
+        it was the last such one, new weights, and orders for those after it (see
+        :mod:`megatron_rc.launch.rollouts.prefetch`).
+
+        Args:
+            step: that the batch starts at.
+            weight_sync: gives the engines the trainer's weights; they have no request under way then.
+            lap: is told where ``rollout`` ends, and handed on.
+
+        Raises:
+            AgreedError: see :meth:`sync_weights` and :meth:`collect`.
+        """
+        is_fresh = step not in self.ahead
+        if is_fresh:
+            weight_sync(lap)
+        batch = self.collect(step)
+        lap("rollout")
+        if not len(self.ahead):
+            following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
+            following = [later for later in following if later < self.args.train_iters]
+            if not is_fresh and (following or weight_sync.is_wanted):
+                weight_sync(lap)
+            self.ahead.order(following)
+        return batch
+
+    def close(self) -> None:
+        """End the sampling that is under way, if any is, and the engine where it can be. Collectives: none."""
+        self.ahead.close()
+        end = getattr(self.engine, "close", None)
+        if end is not None:
+            try:
+                end()
+            except Exception as problem:  # must not take the place of what ended the run
+                _log.error("the rollout engine did not end cleanly: %s", problem)
+
+    def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
+        """Hand the trainer's weights to every engine, where there are any.
+
+        Raises:
+            AgreedError: on every rank, if an engine refused them.
+        """
+        if self.args.load_rollouts:
+            return
+        error = None
+        weights = export_model(chunks, self.args, self.groups)
+        if self.engine is not None:
+            try:
+                self.engine.load_weights(weights, version)
+            except Exception as problem:  # other ranks wait in the iterator for whatever it raises
+                error = f"the rollout engine refused the weights of step {version}: {problem}"
+        # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
+        for _ in weights:
+            pass
+        agree(self.args, error)
+
+    def collect(self, step: int) -> RolloutBatch:
+        """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.
+
+        Raises:
+            AgreedError: on every rank, if sampling, scoring or the checks failed on any.
+        """
+        if not self.is_engine_rank:
+            self.ahead.forget(step)
+        batch = self._on_engine_rank(lambda: self._checked(self.ahead.take(step), step), f"the rollout of step {step}")
+        return self._share(batch)
+
+    def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
+        """A few responses to the replica's first prompts, the same prompts each time, on all its ranks.
+
+        Args:
+            rows: responses.
+            longest: most tokens of each.
+            length: columns of the batch.
+
+        Raises:
+            AgreedError: on every rank, if an engine failed on any.
+        """
+        batch = self._on_engine_rank(lambda: self._probe(rows, longest, length), "the check of the rollout engine")
+        return self._share(batch, rows, length)
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean reward, and share of right answers, of the most likely responses to ``--eval-problems`` held out.
+
+        The engine answers, with its own rounded weights. Equal on all ranks. Collectives: one broadcast in the replica,
+        one SUM over DP.
+
+        Raises:
+            AgreedError: on every rank, if sampling or scoring failed on any.
+        """
+        rewards = self._on_engine_rank(self._evaluate, "the evaluation")
+        sums = torch.zeros(3, dtype=torch.float64)
+        if rewards is not None:
+            right = sum(reward == 1 for reward in rewards)
+            sums = torch.tensor([len(rewards), sum(rewards), right], dtype=torch.float64)
+        count, total, right = all_reduce_sum(self._broadcast(sums), self.groups.dp).tolist()
+        return {"eval/reward": total / count, "eval/exact_match": right / count}
+
+    def _on_engine_rank(self, work: Callable[[], T], what: str) -> T | None:
+        """The result there, None elsewhere; whatever it raises, every rank raises."""
+        result, error = None, None
+        if self.is_engine_rank:
+            try:
+                result = work()
+            except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
+                error = f"{what} failed: {type(problem).__name__}: {problem}"
+        agree(self.args, error)
+        return result
+
+    def _probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
+        engine = self._required_engine()
+        problems = self.task.problems(self.replica * rows, rows)
+        encoded, samples = self._answers(engine, problems, self.sampling, longest, self.args.seed + self.replica)
+        batch = self._batch(encoded, samples, [0.0] * rows, engine.version, self.replica * rows)
+        return batch.at_length(length, self.task.text.pad)
+
+    def _evaluate(self) -> list[float]:
+        args = self.args
+        first, end = (args.eval_problems * rank // args.data_parallel_size for rank in (self.replica, self.replica + 1))
+        problems = self.task.problems(first, end - first, held_out=True)
+        greedy = SamplingParams(top_k=1)
+        _, samples = self._answers(self._required_engine(), problems, greedy, args.max_response_length, args.seed)
+        return self._rewards(problems, samples)
+
+    def _required_engine(self) -> RolloutEngine:
+        if self.engine is None:
+            raise RuntimeError("an engine samples on the first rank of a replica only")
+        return self.engine
+
+    def _checked(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """The records, if they can be trained on; written down where that is asked for."""
+        args = self.args
+        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
+        if args.rollout_staleness is not None:
+            # A run that was stopped within a recorded batch takes up the whole of it again.
+            begun = step if self.recorded is None else step // args.updates_per_rollout * args.updates_per_rollout
+            check_versions(batch, begun, args.rollout_staleness)
+        if args.save_rollouts:
+            write_rollouts(batch, args.save_rollouts, step, self.replica)
+        return batch
+
+    def _obtain(self, step: int) -> RolloutBatch:
+        """This replica's records, sampled or read; in the background on another thread."""
+        args = self.args
+        if self.recorded is not None:
+            batch = self.recorded.read(step // args.updates_per_rollout, self.replica, args.data_parallel_size)
+            if batch.sampling.temperature != self.sampling.temperature:
+                raise ValueError(
+                    f"the rollouts in {args.load_rollouts} were sampled at temperature {batch.sampling.temperature}, "
+                    f"--rl-default-temperature is {self.sampling.temperature}: set it alike"
+                )
+        else:
+            batch = self._sample(self._required_engine(), step)
+        return batch
+
+    def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:
+        args, replica = self.args, self.replica
+        prompts = args.grpo_prompts_per_step // args.data_parallel_size
+        first = (step // args.updates_per_rollout) * args.grpo_prompts_per_step + replica * prompts
+        problems = self.task.problems(first, prompts)
+        repeated = [problem for problem in problems for _ in range(args.grpo_group_size)]
+        seed = args.seed + 1_000_003 * step + replica
+        encoded, samples = self._answers(engine, repeated, self.sampling, args.max_response_length, seed)
+        rewards = self._rewards(repeated, samples)
+        return self._batch(encoded, samples, rewards, engine.version, replica * prompts)
+
+    def _answers(
+        self, engine: RolloutEngine, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
+    ) -> tuple[list[list[int]], list[Sample]]:
+        """What the model was shown, and one response to each problem."""
+        encoded = [self.task.text.encode(problem) for problem in problems]
+        room = self.args.seq_length - self.args.max_response_length
+        if max(map(len, encoded)) > room:
+            raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
+        return encoded, engine.sample(encoded, sampling, longest, seed)
+
+    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample]) -> list[float]:
+        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
+        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+
+    def _batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        version: int,
+        first_group: int,
+    ) -> RolloutBatch:
+        rows, length = len(samples), self.args.seq_length
+        tokens = torch.full((rows, length), self.task.text.pad)
+        mask = torch.zeros(rows, length, dtype=torch.bool)
+        log_probs = torch.zeros(rows, length)
+        for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+            end = len(prompt) + len(sample.token_ids)
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+            tokens[row, len(prompt) : end] = torch.tensor(sample.token_ids)
+            mask[row, len(prompt) : end] = True
+            log_probs[row, len(prompt) : end] = torch.tensor(sample.log_probs)
+        group = torch.arange(rows) // self.args.grpo_group_size + first_group
+        return RolloutBatch(
+            tokens=tokens,
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            policy_versions=torch.full((rows, length), version, dtype=torch.int32),
+            sample_ids=torch.arange(rows) + first_group * self.args.grpo_group_size,
+            group_ids=group,
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+            finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
+            sampling=self.sampling,
+        )
+
+    def _share(self, batch: RolloutBatch | None, rows: int | None = None, length: int | None = None) -> RolloutBatch:
+        """Broadcast from the first rank of the replica: over TP×CP on the first stage, then over PP."""
+        args = self.args
+        rows = rows or args.grpo_prompts_per_step * args.grpo_group_size // args.data_parallel_size
+        length = length or args.seq_length
+        integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
+        floats = torch.zeros(rows, length + 1)
+        if batch is not None:
+            per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
+            # Records may be of other dtypes, and what the receivers wait for is not.
+            columns = [values.unsqueeze(1) for values in per_row]
+            whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
+            integers = torch.cat([values.long() for values in whole], dim=1)
+            floats = torch.cat([batch.rollout_log_probs.float(), batch.rewards.float().unsqueeze(1)], dim=1)
+        integers, floats = self._broadcast(integers), self._broadcast(floats)
+        tokens, mask, versions, rest = integers.split([length, length, length, 3], dim=1)
+        return RolloutBatch(
+            tokens=tokens,
+            response_mask=mask.bool(),
+            rollout_log_probs=floats[:, :-1],
+            policy_versions=versions.int(),
+            sample_ids=rest[:, 0],
+            group_ids=rest[:, 1],
+            rewards=floats[:, -1],
+            finish_reasons=rest[:, 2],
+            sampling=self.sampling,
+        )
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        if group_rank(self.groups.pp) == 0:
+            tensor = broadcast(tensor, 0, parallel_state.get_tensor_and_context_parallel_group())
+        return broadcast(tensor, 0, self.groups.pp)
+
+    def _default_engine(self) -> RolloutEngine:
+        return make_engine(self.args, self.task.text.eos, self.task.text.pad, self.device, self.replica)

@@ -1,0 +1,89 @@
+"""Rollouts on disk: what the engines of a run sampled, written down, and read again in the place of engines.
+
+A file a replica and rollout batch, ``step-<step>-replica-<replica>.safetensors`` (see
+:mod:`megatron_rc.records.rollout`).
+A run may read them with another number of data-parallel ranks than the one that wrote them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
+
+_NAME = re.compile(r"step-(\d{7})-replica-(\d{4})\.safetensors")
+
+
+def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: int) -> None:
+    """Write one replica's share of the rollout batch of an optimizer step.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    save_rollouts(batch, Path(folder) / f"step-{step:07d}-replica-{replica:04d}.safetensors")
+
+
+def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
+    """The files of each rollout batch, in the order of steps and replicas.
+
+    Raises:
+        ValueError: there are none, or a batch lacks a replica that another one has.
+    """
+    found: Mapping[int, dict[int, Path]] = defaultdict(dict)
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found[int(match[1])][int(match[2])] = path
+    if not found:
+        raise ValueError(f"{folder} holds no rollouts (step-<step>-replica-<replica>.safetensors)")
+    replicas = range(max(map(len, found.values())))
+    for step, files in found.items():
+        if sorted(files) != list(replicas):
+            raise ValueError(f"{folder}: step {step} has the replicas {sorted(files)}, expected 0 to {replicas[-1]}")
+    return {step: [files[replica] for replica in replicas] for step, files in sorted(found.items())}
+
+
+class RecordedRollouts:
+    """Reads the rollout batches of a folder, one after the other.
+
+    Args:
+        folder: see :func:`find_rollouts`.
+        length: tokens of a sequence, ``--seq-length``.
+        sequences: of a whole rollout batch.
+        groups: prompts of it.
+    """
+
+    def __init__(self, folder: str | Path, length: int, sequences: int, groups: int) -> None:
+        self.files = list(find_rollouts(folder).values())
+        self.length, self.sequences, self.groups = length, sequences, groups
+
+    def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:
+        """One replica's share of the ``index``-th rollout batch: whole groups, in the order they were written.
+
+        Raises:
+            ValueError: a damaged file, or a batch of other sizes than the flags say.
+        """
+        paths = self.files[index]
+        batch = RolloutBatch.concatenate([load_rollouts(path) for path in paths])
+        if batch.num_sequences != self.sequences:
+            raise ValueError(
+                f"{paths[0].parent}: the batch of {paths[0].name} has {batch.num_sequences} sequences, the flags ask "
+                f"for {self.sequences}: give the --grpo-prompts-per-step and --grpo-group-size that wrote it"
+            )
+        # Numbers of prompts count on from batch to batch in some sources: here they say which ones belong together.
+        names, group_ids = batch.group_ids.unique(return_inverse=True)
+        if len(names) != self.groups or (group_ids.diff() < 0).any():
+            raise ValueError(
+                f"{paths[0].parent}: the batch of {paths[0].name} has {len(names)} prompts, not {self.groups} one "
+                "after the other: give the --grpo-prompts-per-step that wrote it"
+            )
+        try:
+            batch = dataclasses.replace(batch, group_ids=group_ids).at_length(self.length)
+        except ValueError as problem:
+            raise ValueError(f"{paths[0].parent}: --seq-length {self.length} is too short: {problem}") from None
+        share = self.sequences // replicas
+        return batch.rows(slice(replica * share, (replica + 1) * share))

@@ -1,0 +1,1 @@
+"""The trainer on Megatron-Core: model, micro-batches, steps, checkpoints and reports."""

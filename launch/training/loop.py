@@ -1,0 +1,179 @@
+"""The PPO loop: sync weights, sample, plan the correction, update; stop and save together."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.report import Reporter
+from megatron_rc.launch.training.sync_check import SyncCheck
+from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
+from megatron_rc.records.rollout import RolloutBatch
+
+
+class StopRequest:
+    """Set by SIGINT or SIGTERM; the loop looks at it between two optimizer steps."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        """Take note of the signal; it can arrive more than once."""
+        self.signal = signal.Signals(number).name
+
+    @contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        """Handle both signals inside the block, as before after it."""
+        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def train(args: argparse.Namespace, task: Task) -> None:
+    """Run ``--train-iters`` optimizer steps of PPO; process groups exist.
+
+    Raises:
+        AgreedError: on every rank alike: an engine, a reward, a record or the loss failed.
+        ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
+    """
+    groups = ParallelGroups.from_megatron()
+    trainer = Trainer(args, groups)
+    collector = RolloutCollector(args, task, groups)
+    reporter = Reporter(args, trainer.iteration) if dist.get_rank() == 0 else None
+    weight_sync = _WeightSync(args, trainer, collector, groups, reporter)
+    saved = trainer.iteration if args.load == args.save else -1
+    with StopRequest().installed() as request, closing(collector):
+        stop = False
+        while trainer.iteration < args.train_iters and not stop:
+            for row in _rollout_steps(args, trainer, collector, groups, weight_sync):
+                if reporter is not None:
+                    reporter.step(trainer.iteration, row)
+                stop = agree(args, stop=request.signal is not None)
+                if args.save and args.save_interval and trainer.iteration % args.save_interval == 0:
+                    trainer.save()
+                    saved = trainer.iteration
+                if stop or trainer.iteration >= args.train_iters:
+                    break
+        if args.save and saved != trainer.iteration:
+            trainer.save()
+        if weight_sync.is_wanted and not stop:
+            weight_sync()
+    if reporter is not None:
+        kept = f", saved to {args.save}" if args.save else ""
+        done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
+        reporter.close(f"{done} at step {trainer.iteration}{kept}")
+
+
+class _WeightSync:
+    """New weights for the engines, the check that they arrived, and the evaluations that are due.
+
+    Attributes:
+        metrics: of the last one.
+        evaluated: the step of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        trainer: Trainer,
+        collector: RolloutCollector,
+        groups: ParallelGroups,
+        reporter: Reporter | None,
+    ) -> None:
+        self.args, self.trainer, self.collector, self.reporter = args, trainer, collector, reporter
+        self.check = None if args.load_rollouts else SyncCheck(args, trainer, collector, groups)
+        self.metrics: dict[str, float] = {}
+        # What a resumed run goes on from was evaluated at its end.
+        self.evaluated = trainer.iteration or -1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an evaluation is due: an interval has ended since the last one, or the run has."""
+        interval, step = self.args.eval_interval, self.trainer.iteration
+        if interval is None or step == self.evaluated:
+            return False
+        return bool(step // interval > self.evaluated // interval or step >= self.args.train_iters)
+
+    def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
+        """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
+        step = self.trainer.iteration
+        self.collector.sync_weights(self.trainer.chunks, step)
+        self.metrics = {} if self.check is None else self.check()
+        lap("sync")
+        if self.is_wanted:
+            self.evaluated = step
+            metrics = self.collector.evaluate()
+            if self.reporter is not None:
+                self.reporter.evaluation(step, metrics)
+            lap("eval")
+
+
+def _rollout_steps(
+    args: argparse.Namespace,
+    trainer: Trainer,
+    collector: RolloutCollector,
+    groups: ParallelGroups,
+    weight_sync: _WeightSync,
+) -> Iterator[dict[str, float]]:
+    """One rollout batch, and the metrics of each of its optimizer steps."""
+    clock = time.monotonic()
+    begun = clock
+    times: dict[str, float] = {}
+    weight_sync.metrics = {}
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        now = time.monotonic()
+        times[f"perf/{name}_seconds"], clock = now - clock, now
+
+    batch = collector.next_batch(trainer.iteration, weight_sync, lap)
+    prepared = trainer.prepare(batch)
+    lap("plan")
+    common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | weight_sync.metrics
+    mini_batches = args.updates_per_rollout // args.grpo_iterations
+    for update in range(args.updates_per_rollout):
+        metrics = trainer.update(prepared, update % mini_batches)
+        lap("update")
+        if update == 0:
+            seconds = time.monotonic() - begun - times.get("perf/eval_seconds", 0.0)
+            times["perf/tokens_per_second"] = common["rollout/tokens"] / seconds
+        yield common | metrics | times
+
+
+def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> dict[str, float]:
+    """Rewards and lengths over all replicas, and how old the tokens are at a version: one SUM and one MAX over DP."""
+    rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
+    stopped = (batch.finish_reasons == 0).double()
+    ones = torch.ones_like(rewards)
+    ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
+    columns = torch.stack([ones, rewards, rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
+    maxima = torch.stack([rewards.max(), -rewards.min(), ages.max()])
+    highest, lowest, oldest = all_reduce_max(maxima, groups.dp).tolist()
+    mean = reward / count
+    staleness = {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
+    return {
+        "reward/mean": mean,
+        "reward/std": max(squared / count - mean**2, 0.0) ** 0.5,
+        "reward/max": highest,
+        "reward/min": -lowest,
+        "rollout/tokens": tokens,
+        "rollout/response_length": tokens / count,
+        "rollout/stopped_fraction": stops / count,
+        **(staleness if version is not None else {}),
+    }

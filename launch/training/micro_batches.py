@@ -1,0 +1,306 @@
+"""This rank's part of a rollout batch, cut into the micro-batches of its optimizer steps: padded rows, or packed.
+
+Padded: every micro-batch holds ``--micro-batch-size`` rows of ``--seq-length``. Packed: sequences lie one after the
+other, without the padding behind them, in micro-batches of equal length; their number is agreed on by all
+data-parallel ranks, and micro-batches without a sequence fill up where it is not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.records.rollout import RolloutBatch
+from megatron_rc.schedule import MicroBatch
+
+_PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTokens(MicroBatch):
+    """What the model and the loss need of some sequences on this rank, label-aligned.
+
+    Weights, mask, lengths and the other policies' log-probs are None until they are known.
+
+    Attributes:
+        tokens: input tokens, of the layout's local shape, like the next two.
+        positions: position of each token in its sequence.
+        labels: the next token.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+
+    def piece(self, cut: Cut) -> LocalTokens:
+        """The same of one micro-batch."""
+        present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        pieces: dict[str, Any] = {
+            name: value[cut.sequences if name in _PER_SEQUENCE else cut.tokens]
+            for name, value in present.items()
+            if isinstance(value, Tensor)
+        }
+        return LocalTokens(**{**pieces, "layout": cut.layout})
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One micro-batch: where its tokens and its sequences lie in the local batch, along the first dimension."""
+
+    tokens: slice
+    sequences: slice
+    layout: SequenceLayout
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """A rollout batch on this rank.
+
+    Attributes:
+        local: all tokens, in the order of the micro-batches.
+        rows: [n] int64 on the tokens' device: the row of the rollout batch of each sequence; -1 for padding.
+        mini_batch_ids: [n] int64 likewise.
+        cuts: for each mini-batch its micro-batches, equally many on every data-parallel rank.
+        total_tokens: for each mini-batch the tokens of all ranks, padding included.
+        rows_of_model: sequences that the model sees in a micro-batch: 1 where they are packed.
+        length_of_model: tokens of each of them, over all CP ranks.
+    """
+
+    local: LocalTokens
+    rows: Tensor
+    mini_batch_ids: Tensor
+    cuts: tuple[tuple[Cut, ...], ...]
+    total_tokens: tuple[int, ...]
+    rows_of_model: int
+    length_of_model: int
+
+    def sides(self, values: Tensor) -> Tensor:
+        """One value a row of the rollout batch, for each sequence; 0 for padding, which counts nowhere."""
+        return torch.where(self.rows >= 0, values[self.rows.clamp(min=0)], values.new_zeros(()))
+
+
+def cut_batch(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
+    """This rank's part of a rollout batch; the shift to label positions is made over whole sequences, before any cut.
+
+    Collectives: with packed sequences one SUM of [data-parallel ranks, rows] over ``dp``.
+    """
+    if args.rl_use_sequence_packing:
+        return _packed(batch, args, groups)
+    return _padded(batch, args, groups)
+
+
+def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
+    rows, length = batch.tokens.shape
+    size, device = args.micro_batch_size, batch.tokens.device
+    cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
+    labels, mask, rollout_log_probs = batch.label_aligned()
+    layout, micro = (
+        SequenceLayout.padded(number, length // cp_size, cp_rank=cp_rank, cp_size=cp_size) for number in (rows, size)
+    )
+    local = LocalTokens(
+        layout=layout,
+        tokens=layout.cut(batch.tokens),
+        positions=layout.positions().to(device),
+        labels=layout.cut(labels),
+        response_mask=layout.cut(mask),
+        rollout_log_probs=layout.cut(rollout_log_probs),
+        policy_versions=layout.cut(batch.label_versions()),
+        advantages=group_advantages(batch.rewards, batch.group_ids).float(),
+        sequence_ids=batch.sample_ids,
+    )
+    per_rank = args.global_batch_size // args.data_parallel_size
+    pieces = [slice(start, start + size) for start in range(0, rows, size)]
+    cuts = [Cut(piece, piece, micro) for piece in pieces]
+    each = per_rank // size
+    index = torch.arange(rows, device=device)
+    return LocalBatch(
+        local=local,
+        rows=index,
+        mini_batch_ids=index // per_rank,
+        cuts=tuple(tuple(cuts[start : start + each]) for start in range(0, len(cuts), each)),
+        total_tokens=(args.global_batch_size * length,) * (rows // per_rank),
+        rows_of_model=size,
+        length_of_model=length,
+    )
+
+
+def _packed(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
+    everywhere = _padded_lengths(batch, args, groups)
+    num_micro_batches = [_num_bins(lengths, args) for lengths in zip(*everywhere, strict=True)]
+    bins = [
+        [
+            fill_bins(lengths, number, args.rl_sequence_packing_bin_size)
+            for lengths, number in zip(rank, num_micro_batches, strict=True)
+        ]
+        for rank in everywhere
+    ]
+    widths = [_width(rank, lengths, args) for rank, lengths in zip(bins, everywhere, strict=True)]
+    here = group_rank(groups.dp)
+    micro_batches = []
+    for mini_batch, (some, lengths) in enumerate(zip(bins[here], everywhere[here], strict=True)):
+        first = mini_batch * len(lengths)
+        for one in some:
+            held = [(first + row, lengths[row]) for row in one]
+            micro_batches.append([*held, *_padding(widths[here] - sum(lengths[row] for row in one), args.seq_length)])
+    return _lay_out(batch, micro_batches, num_micro_batches, sum(widths), args, groups)
+
+
+def _padded_lengths(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> list[list[list[int]]]:
+    """For each data-parallel rank and mini-batch the tokens of every row up to the last trained label, padded for CP.
+
+    A row without any is 0. One host synchronisation.
+    """
+    rows, length = batch.tokens.shape
+    mask = batch.label_aligned()[1]
+    used = (mask * torch.arange(1, length + 1, device=mask.device)).amax(dim=1)
+    lengths = torch.zeros(group_size(groups.dp), rows, dtype=torch.int64, device=mask.device)
+    unit = sequence_unit(args)
+    lengths[group_rank(groups.dp)] = (used + unit - 1) // unit * unit
+    per_rank = args.global_batch_size // args.data_parallel_size
+    split: list[list[list[int]]] = all_reduce_sum(lengths, groups.dp).unflatten(1, (-1, per_rank)).tolist()
+    return split
+
+
+def sequence_unit(args: argparse.Namespace) -> int:
+    """What the length of a packed sequence must be a multiple of: two chunks for each CP rank."""
+    cp: int = args.context_parallel_size
+    return 2 * cp if cp > 1 else 1
+
+
+def bin_unit(args: argparse.Namespace) -> int:
+    """What the length of a packed micro-batch must be a multiple of: that, and whole slices under SP."""
+    slices = args.tensor_model_parallel_size * args.context_parallel_size if args.sequence_parallel else 1
+    return math.lcm(sequence_unit(args), slices)
+
+
+def _num_bins(ranks: Sequence[Sequence[int]], args: argparse.Namespace) -> int:
+    """Micro-batches of one mini-batch: what the fullest rank needs, a multiple of pp under virtual stages."""
+    number = max(1, *(_fewest_bins(lengths, args.rl_sequence_packing_bin_size) for lengths in ranks))
+    multiple = args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
+    return math.ceil(number / multiple) * multiple
+
+
+def _fewest_bins(lengths: Sequence[int], capacity: int) -> int:
+    number = max(1, math.ceil(sum(lengths) / capacity))
+    while _fullest(balance(lengths, number), lengths) > capacity:
+        number += 1
+    return number
+
+
+def fill_bins(lengths: Sequence[int], number: int, capacity: int) -> list[list[int]]:
+    """``number`` bins of at most ``capacity`` tokens, balanced; at least as many as :func:`balance` needs for that."""
+    bins = balance(lengths, number)
+    if _fullest(bins, lengths) > capacity:
+        # More bins can fill one of them higher; then some stay empty.
+        bins = balance(lengths, _fewest_bins(lengths, capacity))
+        bins += [[] for _ in range(number - len(bins))]
+    return bins
+
+
+def balance(lengths: Sequence[int], number: int) -> list[list[int]]:
+    """Indices of the lengths above 0 in ``number`` bins: the longest first, each into the emptiest bin.
+
+    Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT): the fullest bin is at most 4/3 of the best one.
+    """
+    bins: list[list[int]] = [[] for _ in range(number)]
+    heap = [(0, index) for index in range(number)]
+    for item in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]):
+        filled, index = heapq.heappop(heap)
+        bins[index].append(item)
+        heapq.heappush(heap, (filled + lengths[item], index))
+    return bins
+
+
+def _fullest(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
+    return max(sum(lengths[item] for item in one) for one in bins)
+
+
+def _width(bins: Sequence[Sequence[Sequence[int]]], lengths: Sequence[Sequence[int]], args: argparse.Namespace) -> int:
+    """Tokens of each of a rank's micro-batches: those of its fullest one."""
+    unit = bin_unit(args)
+    fullest = max(_fullest(some, each) for some, each in zip(bins, lengths, strict=True))
+    return max(1, math.ceil(fullest / unit)) * unit
+
+
+def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
+    """(-1, length) of sequences without a row, none longer than the model can take."""
+    return [(-1, min(longest, tokens - start)) for start in range(0, tokens, longest)]
+
+
+def _lay_out(
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[tuple[int, int]]],
+    num_micro_batches: Sequence[int],
+    tokens_of_ranks: int,
+    args: argparse.Namespace,
+    groups: ParallelGroups,
+) -> LocalBatch:
+    """The local tokens of micro-batches that are given as (row, length) of their sequences."""
+    device = batch.tokens.device
+    layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
+    layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
+    rows = torch.tensor([row for one in micro_batches for row, _ in one])
+    lengths = torch.tensor(layout.full_lengths)
+    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    row = rows.repeat_interleave(lengths)
+    index = layout.cut(row.clamp(min=0) * batch.tokens.shape[1] + position).to(device)
+    held = layout.cut(row >= 0).to(device)
+
+    def take(values: Tensor) -> Tensor:
+        return torch.where(held, values.flatten()[index], values.new_zeros(()))
+
+    labels, mask, rollout_log_probs = batch.label_aligned()
+    advantages = group_advantages(batch.rewards, batch.group_ids).float()
+    rows = rows.to(device)
+    local = LocalTokens(
+        layout=layout,
+        tokens=take(batch.tokens),
+        positions=layout.positions().to(device),
+        labels=take(labels),
+        response_mask=take(mask),
+        rollout_log_probs=take(rollout_log_probs),
+        policy_versions=take(batch.label_versions()),
+        advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
+        sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
+    )
+    ids = [index for index, number in enumerate(num_micro_batches) for _ in range(number)]
+    counts = torch.tensor([len(one) for one in micro_batches])
+    return LocalBatch(
+        local=local,
+        rows=rows,
+        mini_batch_ids=torch.tensor(ids).repeat_interleave(counts).to(device),
+        cuts=_consecutive(layouts, num_micro_batches),
+        total_tokens=tuple(number * tokens_of_ranks for number in num_micro_batches),
+        rows_of_model=1,
+        length_of_model=sum(layouts[0].full_lengths),
+    )
+
+
+def _packed_layout(lengths: Sequence[int], groups: ParallelGroups) -> SequenceLayout:
+    cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
+    bounds = accumulate([0, *(length // cp_size for length in lengths)])
+    return SequenceLayout.packed(list(bounds), cp_rank=cp_rank, cp_size=cp_size)
+
+
+def _consecutive(layouts: Sequence[SequenceLayout], num_micro_batches: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
+    """The cuts of micro-batches that lie one after the other, by mini-batch."""
+    cuts, token, sequence = [], 0, 0
+    for layout in layouts:
+        tokens, sequences = layout.shape[0], layout.num_sequences
+        cuts.append(Cut(slice(token, token + tokens), slice(sequence, sequence + sequences), layout))
+        token, sequence = token + tokens, sequence + sequences
+    ends = list(accumulate(num_micro_batches))
+    return tuple(tuple(cuts[end - number : end]) for end, number in zip(ends, num_micro_batches, strict=True))

@@ -1,0 +1,342 @@
+"""One rollout batch through Megatron's schedule: the forward-only pass, the plan, and the optimizer steps."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_rc.correction.api import RolloutCorrection
+from megatron_rc.correction.inputs import PlanInputs
+from megatron_rc.correction.result import BypassPlan, CorrectionResult
+from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rc.launch.training.local_modules import PackedTokens
+from megatron_rc.launch.training.micro_batches import Cut, LocalBatch, LocalTokens, cut_batch
+from megatron_rc.launch.training.model import (
+    build_chunks,
+    build_config,
+    build_optimizer,
+    has_auxiliary_losses,
+    unwrap,
+    wrap_chunks,
+)
+from megatron_rc.launch.weights.converter import load_model
+from megatron_rc.parallel import (
+    ParallelGroups,
+    linear_log_probs_and_entropy,
+    vocab_parallel_log_probs_and_entropy,
+)
+from megatron_rc.parallel.groups import group_size
+from megatron_rc.records.rollout import RolloutBatch
+from megatron_rc.schedule import LossScale, masked_loss, wrap_finalize
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A rollout batch that is ready for its optimizer steps."""
+
+    batch: LocalBatch
+    plan: CorrectionResult | BypassPlan
+
+
+class Trainer:
+    """The policy on this rank: model chunks, optimizer, reference, correction.
+
+    Args:
+        args: the validated flags.
+        groups: of this rank.
+
+    Attributes:
+        iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
+        skipped: steps among them that were not made because no token was accepted.
+    """
+
+    def __init__(self, args: argparse.Namespace, groups: ParallelGroups) -> None:
+        self.args, self.groups = args, groups
+        config = build_config(args)
+        chunks = build_chunks(args, config)
+        if args.load_hf:
+            self._start_from(args.load_hf, chunks)
+        self.model = wrap_chunks(args, chunks)
+        self.optimizer, self.scheduler = build_optimizer(args, self.model)
+        self.reference = self._build_reference() if args.loss.kl_coef else []
+        self.correction = RolloutCorrection(
+            args.correction, groups, loss=args.loss, has_auxiliary_losses=has_auxiliary_losses(config)
+        )
+        config.finalize_model_grads_func = wrap_finalize(self.correction)
+        self.device = next(chunks[0].parameters()).device
+        self.iteration, self.skipped, self._scored_at = 0, 0, -1
+        if args.load:
+            self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler, self.reference)
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """This rank's GPTModels, unwrapped."""
+        return [unwrap(chunk) for chunk in self.model]
+
+    def save(self) -> None:
+        """Write a checkpoint to ``--save``."""
+        save_checkpoint(self.args, self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
+
+    def score(self, batch: LocalBatch) -> Tensor | None:
+        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+        return self._log_probs(self.model, batch)
+
+    def prepare(self, batch: RolloutBatch) -> PreparedBatch:
+        """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
+
+        Decoupled mode makes a forward-only pass for log π_old, unless that is interpolated, bypass mode none; a KL
+        penalty makes one for log π_ref.
+
+        Raises:
+            ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
+        """
+        cut = cut_batch(batch, self.args, self.groups)
+        self._scored_at = self._steps
+        in_loss = self.args.correction.corrects_in_loss
+        old = None if in_loss else self.score(cut)
+        ref = self._log_probs(self.reference, cut) if self.reference else None
+        plan = self.correction.plan(
+            self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
+            num_mini_batches=len(cut.cuts),
+            num_groups=None if in_loss else self.args.grpo_prompts_per_step,
+            current_version=self.version,
+            max_staleness=self.args.rollout_staleness or 0,
+            device=self.device,
+        )
+        plan.check()
+        local = dataclasses.replace(cut.local, old_log_probs=old, ref_log_probs=ref)
+        if isinstance(plan, CorrectionResult):
+            if isinstance(plan.mask, list) or isinstance(plan.weights, list):
+                raise TypeError("the trainer corrects a whole rollout batch at once")
+            local = dataclasses.replace(local, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths)
+        return PreparedBatch(dataclasses.replace(cut, local=local), plan)
+
+    def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
+        """One optimizer step on one mini-batch of a rollout batch.
+
+        A mini-batch without an accepted token is skipped on all ranks alike: the optimizer is not touched.
+
+        Returns:
+            Metrics of the step, equal on all ranks.
+
+        Raises:
+            AgreedError: on every rank, if the loss is not finite; the weights are as before the step.
+            ValueError: in bypass mode, on every rank alike, if a log-prob at a trained position is unusable on any.
+        """
+        is_first = self._steps == self._scored_at
+        self.iteration += 1
+        metrics = self.accumulate(prepared, mini_batch)
+        if metrics is None:
+            self.skipped += 1
+            return self._step_metrics() | {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
+        if is_first and not self.args.correction.corrects_in_loss:
+            # Both passes had the same weights: what differs is how they compute.
+            metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
+        learning_rate = self._learning_rate()
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return metrics | {
+            "grad_norm": float(grad_norm),
+            "lr": learning_rate,
+            "skipped_steps": float(self.skipped),
+        }
+
+    def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
+        """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
+
+        Returns:
+            Metrics of the loss, in bypass mode those of the correction too, equal on all ranks. None where no token is
+            accepted: the step must not be made. The plan knows that before the schedule, bypass mode after it.
+
+        Raises:
+            AgreedError, ValueError: see :meth:`update`.
+        """
+        plan = prepared.plan
+        if isinstance(plan, CorrectionResult) and plan.denominators_on_host()[mini_batch][2] == 0:
+            return None
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        cuts = prepared.batch.cuts[mini_batch]
+        scale = self._scale(prepared, mini_batch) if self.groups.is_last_stage else None
+        self._run(self.model, prepared.batch, cuts, partial(self._loss, scale, mini_batch), forward_only=False)
+        if self.correction.step is not None:
+            self.correction.step.check()
+            if self.correction.step.denominators_on_host()[0][2] == 0:
+                return None
+        metrics = self.correction.loss_metrics()
+        if not math.isfinite(metrics["loss/total"]):
+            raise AgreedError(
+                f"the loss of step {self.iteration} is {metrics['loss/total']}: the step was not made; lower --lr, or "
+                "look at the rewards and log-probs of this batch"
+            )
+        return self._step_metrics() | self._asked_for(metrics)
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights, which rollouts are compared with; None where theirs count other steps."""
+        return self.iteration if self.args.knows_versions else None
+
+    @property
+    def _steps(self) -> int:
+        """Steps that changed the weights."""
+        return self.iteration - self.skipped
+
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _start_from(self, folder: str, chunks: Sequence[GPTModel]) -> None:
+        error = None
+        try:
+            load_model(chunks, self.args, self.groups, folder)
+        except ValueError as problem:
+            error = f"--load-hf: {problem}"
+        agree(self.args, error)
+
+    def _build_reference(self) -> list[torch.nn.Module]:
+        """A frozen copy of the initial policy."""
+        reference = build_chunks(self.args, self.chunks[0].config)
+        for frozen, chunk in zip(reference, self.chunks, strict=True):
+            frozen.load_state_dict(chunk.state_dict())
+            frozen.requires_grad_(False)
+        return reference
+
+    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> PlanInputs:
+        return PlanInputs(
+            train_log_probs=old,
+            rollout_log_probs=cut.local.rollout_log_probs,
+            response_mask=cut.local.response_mask,
+            layout=cut.local.layout,
+            advantages=cut.local.advantages,
+            rewards=cut.sides(batch.rewards),
+            group_ids=None if self.args.correction.corrects_in_loss else cut.sides(batch.group_ids),
+            sequence_ids=cut.local.sequence_ids,
+            policy_versions=cut.local.policy_versions if self.args.knows_versions else None,
+            mini_batch_ids=cut.mini_batch_ids,
+        )
+
+    def _step_metrics(self) -> dict[str, float]:
+        """Metrics of the correction that belong to one step: bypass mode's."""
+        return {} if self.correction.step is None else self.correction.step.metrics()
+
+    def _asked_for(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Without the metrics of what is not there."""
+        absent = set()
+        if self.args.loss.dual_clip is None:
+            absent.add("policy/dual_clip_fraction")
+        if not self.reference:
+            absent.add("policy/reference_kl")
+        return {name: value for name, value in metrics.items() if name not in absent}
+
+    def _log_probs(self, model: Sequence[torch.nn.Module], batch: LocalBatch) -> Tensor | None:
+        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+        cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
+        with torch.no_grad():
+            outputs = self._run(model, batch, cuts, self._score, forward_only=True)
+        return torch.cat(outputs) if outputs else None
+
+    def _run(
+        self,
+        model: Sequence[torch.nn.Module],
+        batch: LocalBatch,
+        cuts: Sequence[Cut],
+        function: Any,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over these micro-batches; what ``function`` returns for each of them."""
+        micro_batches = [batch.local.piece(cut) for cut in cuts]
+        schedule = get_forward_backward_func()
+        collected = schedule(
+            forward_step_func=partial(_forward_step, function),
+            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
+            model=list(model),
+            num_microbatches=len(micro_batches),
+            seq_length=batch.length_of_model,
+            micro_batch_size=batch.rows_of_model,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return list(collected) if self.groups.is_last_stage else []
+
+    def _policy(self, model: torch.nn.Module, output: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor]:
+        """Log-probs of the labels and entropy, like the tokens, from the model's logits or hidden states."""
+        rows = self._rows(local.labels), self._rows(local.response_mask)
+        if self.args.fused_linear_log_probs:
+            log_probs, entropy = self._from_hidden(unwrap(model), output, *rows)
+        else:
+            log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+                output, rows[0], self.groups.tp, mask=rows[1], **self._vocabulary
+            )
+        return log_probs.reshape(local.layout.shape), entropy.reshape(local.layout.shape)
+
+    def _from_hidden(self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, s/cp] each, without logits."""
+        tied = chunk.share_embeddings_and_output_weights
+        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        log_probs, entropy = linear_log_probs_and_entropy(
+            hidden.transpose(0, 1),
+            weight,
+            labels.t(),
+            self.groups.tp,
+            sequence_parallel=self.args.sequence_parallel,
+            gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
+            mask=mask.t(),
+            **self._vocabulary,
+        )
+        return log_probs.t(), entropy.t()
+
+    @property
+    def _vocabulary(self) -> dict[str, Any]:
+        return {"vocab_size": self.args.vocab_size, "temperature": self.args.rl_default_temperature}
+
+    @staticmethod
+    def _rows(values: Tensor) -> Tensor:
+        """As the model sees them: packed tokens are one row."""
+        return values if values.dim() == 2 else values.unsqueeze(0)
+
+    def _score(self, model: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
+        return self._policy(model, output, local)[0]
+
+    def _scale(self, prepared: PreparedBatch, mini_batch: int) -> LossScale:
+        cuts = prepared.batch.cuts[mini_batch]
+        return LossScale(
+            denominator=self.correction.loss_denominator(prepared.plan, mini_batch),
+            num_microbatches=len(cuts),
+            dp_cp_size=group_size(self.groups.dp_cp),
+            calculate_per_token_loss=self.args.calculate_per_token_loss,
+            local_tokens=math.prod(cuts[0].layout.shape),
+            total_tokens=prepared.batch.total_tokens[mini_batch],
+        )
+
+    def _loss(
+        self, scale: LossScale | None, mini_batch: int, model: torch.nn.Module, local: LocalTokens, output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Local arithmetic only: every global factor is in ``scale``."""
+        if scale is None:
+            raise RuntimeError("the loss is computed on the last stage only")
+        log_probs, entropy = self._policy(model, output, local)
+        return masked_loss(self.correction, local, log_probs, entropy, scale, mini_batch=mini_batch)
+
+
+def _forward_step(function: Any, data_iterator: Iterator[LocalTokens], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    local = next(data_iterator)
+    # Float16Module, which the reference policy has not, would make a float32 copy of all logits.
+    keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
+    tokens, positions = local.tokens, local.positions
+    if tokens.dim() == 1:
+        tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
+        keep["packed_seq_params"] = PackedTokens.of(local.layout, tokens.device)
+    output = model(tokens, positions, None, **keep)
+    return output, partial(function, model, local)

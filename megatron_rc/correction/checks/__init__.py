@@ -1,0 +1,1 @@
+"""What is wrong with the log-probs of a batch, found without waiting for the host."""

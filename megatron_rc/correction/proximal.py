@@ -1,0 +1,35 @@
+"""The proximal policy without a pass of its own: between the policy that sampled and the one that trains."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.token_pass.terms import is_log_prob
+
+
+def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor, updates: int) -> Tensor:
+    """The proximal policy's log-probs: linear between log π_θ and log π_rollout, by the distance of versions.
+
+    log π_prox = log π_rollout + (v_prox - v_rollout)/(v_θ - v_rollout) · (log π_θ - log π_rollout)
+
+    Li, Wu and Shen 2025, "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
+    Approximation", in the form that AReaL documents. There v_prox is v_θ - 1; here it is the version at the start of
+    the rollout batch, whose weights a forward-only pass would have used. So the first update is exact, π_prox = π_θ,
+    and a token of those same weights has π_prox = π_rollout in all later ones.
+
+    Args:
+        log_probs: log π_θ, any shape, nats.
+        rollout_log_probs: log π_rollout, alike.
+        staleness: int64, broadcasts against them: v_prox - v_rollout, at least 0.
+        updates: v_θ - v_prox, optimizer steps since, those that were skipped too.
+
+    Returns:
+        Like ``log_probs``. Where log π_rollout is unusable it is log π_θ, so that the former alone is found to be bad.
+    """
+    if not updates:
+        return log_probs.detach().clone()
+    # Of the policy that sampled; lerp is exact at both ends.
+    share = updates / (staleness + updates).to(log_probs.dtype)
+    between = torch.lerp(log_probs.detach(), rollout_log_probs.to(log_probs.dtype), share.expand_as(log_probs))
+    return torch.where(is_log_prob(rollout_log_probs), between, log_probs.detach())

@@ -1,0 +1,357 @@
+"""The correction as pure functions between collectives, on the local shard of one rank.
+
+    sequence_sums → reduce_sequences (cp) → [group_sums → reduce_groups (dp_cp)] → batch_sums → reduce_batch (dp_cp) →
+    finish
+
+Each ``reduce_*`` takes and returns one pair (sum, max) of float64 tensors, so that a controller with another transport
+can carry the pairs itself: add the sums, take the maxima.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.batch_sums import (
+    breakdown_totals,
+    mini_batch_counts,
+    sequence_log_weights,
+    sequence_totals,
+    side_totals,
+    token_staleness,
+)
+from megatron_rc.correction.checks.bad_tokens import first_bad_key
+from megatron_rc.correction.checks.shift import shift_sums
+from megatron_rc.correction.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
+from megatron_rc.correction.rejection import Verdicts, decide, local_group_sums, threshold_scale
+from megatron_rc.correction.result import CorrectionResult, HeaderShape
+from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
+from megatron_rc.correction.token_pass.blocks import BlockPass
+from megatron_rc.correction.token_pass.terms import BlockTokens, Columns, Sums, is_log_prob
+from megatron_rc.correction.weights import bounded_weights, normalization
+from megatron_rc.parallel.blocks import Block
+from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
+from megatron_rc.parallel.groups import Group, ParallelGroups
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+Pair = tuple[Tensor, Tensor]
+# Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
+# size, and no more than stays in a CPU's cache.
+MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
+
+
+@dataclass(frozen=True)
+class LocalSums:
+    """What this rank knows of its own tokens.
+
+    Attributes:
+        shards: the input.
+        config: what to correct.
+        sums: over the local parts of whole sequences, and over the local tokens.
+        weights: for each micro-batch, like its tokens: bounded at token level, else 1 where valid; None without
+            weights.
+        kept: for each micro-batch the valid tokens that the token-level criteria accept.
+    """
+
+    shards: Shards
+    config: RolloutCorrectionConfig
+    sums: ShardSums
+    weights: tuple[Tensor, ...] | None
+    kept: tuple[Tensor, ...]
+
+    @property
+    def pair(self) -> Pair:
+        """([sums, n], [maxima, n]) float64: what ``cp`` adds up."""
+        return self.sums.sequences, self.sums.sequence_max
+
+    def named(self, pair: Pair) -> Sums:
+        """What is known of whole sequences, [n] float64 by name, from the reduced pair; maxima as ``max_<name>``.
+
+        ``length`` is the number of valid tokens, at least 1, ``log_ratio`` the sum of log ρ over them and
+        ``mean_log_ratio`` its mean.
+        """
+        named = dict(zip(self.sums.names, [*pair[0].unbind(), *pair[1].unbind()], strict=True))
+        named["length"] = named["valid"].clamp(min=1)
+        named["log_ratio"] = named["train"] - named["rollout"]
+        named["mean_log_ratio"] = named["log_ratio"] / named["length"]
+        return named
+
+
+@dataclass(frozen=True)
+class BatchSums:
+    """What this rank adds to the whole batch, and what it keeps of its own tokens.
+
+    Attributes:
+        local: of the first pass; ``kept`` is by now the accepted mask m'.
+        verdicts: on whole sequences.
+        log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
+        scale: [n] float64, what the bounds of each sequence are multiplied by in nats; None: by nothing.
+        mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
+        sums: float64, in the header's order.
+        maxima: float64 likewise.
+    """
+
+    local: LocalSums
+    verdicts: Verdicts
+    log_weights: Tensor | None
+    scale: Tensor | None
+    mean_log_ratio: Tensor
+    sums: Columns
+    maxima: Columns
+
+    @property
+    def shape(self) -> HeaderShape:
+        """What lies where in the pair."""
+        return HeaderShape.of(self.sums, self.maxima)
+
+    @property
+    def pair(self) -> Pair:
+        """([sums], [maxima]): what ``dp_cp`` adds up."""
+        return torch.cat([value.flatten() for value in self.sums.values()]), torch.cat(list(self.maxima.values()))
+
+    def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
+        """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
+        local, verdicts = self.local, self.verdicts
+        if local.weights is not None:
+            _finish_weights(local, self.log_weights, self.scale, factor)
+        accepted = local.config.rejection_denominator == "accepted"
+        weights = None if local.weights is None else list(local.weights)
+        return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
+
+
+def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False) -> LocalSums:
+    """The pass over the local tokens. Collectives: none.
+
+    Args:
+        shards: the local tokens.
+        config: what to correct.
+        compile: run the pass over padded tokens through ``torch.compile``; not with a staleness scale.
+
+    Raises:
+        ValueError: a criterion needs advantages or group ids that are not there.
+    """
+    _check_needs(shards, config)
+    compile = compile and config.staleness_scale is None
+    weights: list[Tensor] | None = None
+    if config.rollout_is is not None:
+        weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
+    kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
+    total = Accumulator(shards, config)
+    values_of = BlockPass(shards, config, compile)
+    for index, part in enumerate(shards.parts):
+        for block in _blocks(part, compile):
+            tokens = BlockTokens(
+                *_log_probs(part, block, shards.dtype),
+                block.take(part.mask),
+                None if part.advantages is None else block.take(part.advantages) < 0,
+                None if weights is None else block.take(weights[index]),
+                block.take(kept[index]),
+                _levels(part, block, shards, config),
+            )
+            total.add(values_of(tokens, block), _rows(part, block))
+    return LocalSums(
+        shards=shards,
+        config=config,
+        sums=total.sums(),
+        weights=None if weights is None else tuple(weights),
+        kept=tuple(kept),
+    )
+
+
+def reduce_sequences(pair: Pair, groups: ParallelGroups) -> Pair:
+    """The pair over whole sequences. Collectives: one SUM over ``cp``, and one MAX where there are maxima."""
+    return _reduce(pair, groups.cp)
+
+
+def group_sums(local: LocalSums, sequences: Pair) -> Pair:
+    """([num_groups, k], [0]) float64 of this rank's responses, counted on the first CP rank. Collectives: none."""
+    sums = local_group_sums(local.named(sequences), local.shards, local.config)
+    return sums * local.shards.is_first_cp_rank, sums.new_empty(0)
+
+
+def reduce_groups(pair: Pair, groups: ParallelGroups) -> Pair:
+    """The pair over all responses of each prompt. Collectives: one SUM over ``dp_cp``."""
+    return _reduce(pair, groups.dp_cp)
+
+
+def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> BatchSums:
+    """Verdicts on whole sequences, the accepted mask, and the local part of the batch's sums. Collectives: none.
+
+    Args:
+        local: of this rank; its ``kept`` becomes the accepted mask.
+        sequences: reduced over ``cp``.
+        prompts: reduced over ``dp_cp``; needed with group criteria.
+    """
+    shards, config = local.shards, local.config
+    named = local.named(sequences)
+    verdicts = decide(named, shards, config, None if prompts is None else prompts[0])
+    sums, maxima = sequence_totals(named, verdicts, config)
+    sums |= breakdown_totals(named, verdicts, shards) | side_totals(named, shards)
+    sums["mini_batches"] = mini_batch_counts(verdicts, shards)
+    # Whole sequences are counted once: on the first CP rank.
+    if not shards.is_first_cp_rank:
+        sums = {name: torch.zeros_like(value) for name, value in sums.items()}
+    sums |= local.sums.batch | shift_sums(shards.parts)
+    for name, value in _apply(local, verdicts).items():
+        sums[name] = sums[name] + value
+    maxima |= local.sums.batch_max
+    maxima[("-bad_key",)] = -first_bad_key(shards, named["response"] - named["valid"])
+    log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
+    scale = threshold_scale(named, config)
+    return BatchSums(local, verdicts, log_weights, scale, named["mean_log_ratio"], sums, maxima)
+
+
+def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
+    """The pair over the whole batch. Collectives: one SUM and one MAX over ``dp_cp``."""
+    return _reduce(pair, groups.dp_cp)
+
+
+def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
+    """Normalise and lay out the weights, once: they are finished in place. Collectives: none.
+
+    Args:
+        batch: of this rank.
+        pair: reduced over ``dp_cp``.
+    """
+    config, header, factor = batch.local.config, torch.cat(pair), None
+    if config.rollout_is_batch_normalize:
+        sums, _ = batch.shape.unpack(header)
+        factor = normalization(sums["normalize_weight"], sums["normalize_count"])
+    weights, mask, lengths = batch.spread(factor)
+    is_list = batch.local.shards.is_list
+    return CorrectionResult(
+        config,
+        batch.shape,
+        header,
+        weights=weights if weights is None or is_list else weights[0],
+        mask=mask if is_list else mask[0],
+        sequence_lengths=lengths,
+    )
+
+
+def header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
+    """What lies where in the header of every rank, whatever its data: that of a batch without sequences."""
+    version = None if sizes.current_version is None else 0
+    return _header_shape(config, dataclasses.replace(sizes, current_version=version))
+
+
+@functools.lru_cache(maxsize=64)
+def _header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
+    nothing = torch.zeros(0, 0)
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    inputs = PlanInputs(nothing, nothing, nothing.bool(), advantages=torch.zeros(0))
+    if sizes.num_groups is not None:
+        inputs = dataclasses.replace(inputs, group_ids=no_ids)
+    if sizes.current_version is not None:
+        inputs = dataclasses.replace(inputs, policy_versions=no_ids)
+    local = sequence_sums(collect_shards(inputs, sizes, ParallelGroups()), config)
+    prompts = group_sums(local, local.pair) if config.needs_groups else None
+    return batch_sums(local, local.pair, prompts).shape
+
+
+def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
+    names = [criterion.name for criterion in config.criteria]
+    has_advantages = shards.advantages is not None or all(part.advantages is not None for part in shards.parts)
+    if "opsm" in names and not has_advantages:
+        raise ValueError("rollout_rs=opsm needs advantages: pass advantages=, one a sequence or one a token")
+    if config.needs_groups and shards.group_ids is None:
+        needed = ", ".join(criterion.name for criterion in config.criteria if criterion.needs_groups)
+        raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
+    check_version_given(config, shards.sizes)
+
+
+def check_version_given(config: RolloutCorrectionConfig, sizes: Sizes) -> None:
+    """Raise ValueError where the config looks at staleness and nobody knows it; sees what every stage can see."""
+    if sizes.current_version is not None:
+        return
+    for name in ("rollout_staleness_scale", "proximal_interpolation"):
+        if not getattr(config, name):
+            continue
+        raise ValueError(
+            f"{name}={getattr(config, name)!r} needs the versions of the weights: pass "
+            "policy_versions= and current_version="
+        )
+
+
+def _blocks(part: Part, compile: bool = False) -> list[Block]:
+    # A compiled pass has less scratch, and more to do for each call.
+    most = part.mask.numel() // (4 if compile else 6)
+    return part.layout.blocks(min(max(most, MIN_BLOCK), MAX_BLOCK * (4 if compile else 1)))
+
+
+def _apply(local: LocalSums, verdicts: Verdicts) -> Columns:
+    """Turn ``kept`` into the accepted mask, in place; what has to be added where tokens have their own side inputs."""
+    sums: Columns = {}
+    parts = local.shards.parts
+    has_sides = any(part.versions is not None or part.advantages is not None for part in parts)
+    if not local.config.rejects_sequences and not has_sides:
+        return sums
+    nothing = torch.zeros((), dtype=torch.float64, device=local.shards.device)
+    bad = dict.fromkeys(local.shards.bad, nothing)
+    for part, mask in zip(parts, local.kept, strict=True):
+        for block in _blocks(part):
+            kept, rows = block.take(mask), _rows(part, block)
+            kept &= block.expand(verdicts.accept[rows])
+            if part.advantages is not None:
+                advantages = block.take(part.advantages)
+                bad["bad_advantages"] = bad["bad_advantages"] + (block.take(part.mask) & ~advantages.isfinite()).sum()
+                if verdicts.accept_negative is not None:
+                    kept &= block.expand(verdicts.accept_negative[rows]) | ~(advantages < 0)
+            if part.versions is not None:
+                valid, log_ratio = _valid_log_ratio(part, block, local.shards.dtype)
+                table, newer = token_staleness(valid, log_ratio, kept, block.take(part.versions), local.shards)
+                sums["staleness"] = sums["staleness"] + table if "staleness" in sums else table
+                bad["bad_policy_versions"] = bad["bad_policy_versions"] + newer
+    return sums | {tuple(bad): torch.stack(list(bad.values()))} if has_sides else sums
+
+
+def _rows(part: Part, block: Block) -> slice:
+    """The sequences of a block among those of all micro-batches."""
+    return slice(part.first + block.first, part.first + block.first + block.rows)
+
+
+def _valid_log_ratio(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(valid tokens, log ρ, 0 elsewhere)."""
+    train, rollout = _log_probs(part, block, dtype)
+    valid = block.take(part.mask) & is_log_prob(train) & is_log_prob(rollout)
+    return valid, torch.where(valid, train - rollout, 0)
+
+
+def _log_probs(part: Part, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return block.take(part.train).to(dtype), block.take(part.rollout).to(dtype)
+
+
+def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionConfig) -> Tensor | None:
+    """int64, of the block's shape: which factor of the staleness scale is each token's."""
+    if config.staleness_scale is None:
+        return None
+    if part.versions is not None:
+        versions = block.take(part.versions)
+    elif shards.versions is not None:
+        versions = block.expand(shards.versions[_rows(part, block)]).expand(block.shape)
+    else:
+        raise ValueError("a staleness scale needs versions")
+    return config.staleness_scale.levels((shards.sizes.current_version or 0) - versions)
+
+
+def _finish_weights(local: LocalSums, log_weights: Tensor | None, scale: Tensor | None, factor: Tensor | None) -> None:
+    """Spread the weights of sequences over their tokens, and normalise, in place."""
+    per_sequence = None if log_weights is None else bounded_weights(log_weights, local.config, scale=scale)
+    if per_sequence is not None and factor is not None:
+        per_sequence = per_sequence * factor
+    for part, weights in zip(local.shards.parts, local.weights or (), strict=True):
+        if per_sequence is None:
+            if factor is not None:
+                weights *= factor
+            continue
+        for block in _blocks(part):
+            block.take(weights).mul_(block.expand(per_sequence[_rows(part, block)].to(weights.dtype)))
+
+
+def _reduce(pair: Pair, group: Group | None) -> Pair:
+    sums, maxima = pair
+    return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima

@@ -1,0 +1,1 @@
+"""Policy objectives, their aggregation and what is measured of them."""

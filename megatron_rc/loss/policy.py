@@ -1,0 +1,287 @@
+"""Policy objectives per token, the KL penalty, and what an objective is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.loss.aggregation import check_aggregation
+from megatron_rc.loss.metrics import LossStatistics
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.layout import SequenceLayout
+
+LOG_RATIO_LIMIT = 20.0
+ALGORITHMS = ("ppo_clip", "reinforce", "gspo", "cispo")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """What the objective is.
+
+    Attributes:
+        algorithm: ``ppo_clip``, ``reinforce``, ``gspo`` or ``cispo`` (see :func:`policy_loss`); None: ``ppo_clip``, or
+            in bypass mode what the correction's ``loss_type`` names.
+        clip_low: the ratio is clipped below 1 - this.
+        clip_high: the ratio is clipped above 1 + this.
+        dual_clip: c > 1: the loss of a token with A < 0 is at most c·|A|; None: no such cap.
+        aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
+            ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
+        loss_scale_factor: what ``token-sum`` and ``seq-mean-token-sum-norm`` divide by; needed there, and only there.
+        kl_coef: weight of the KL penalty to the reference policy, per token.
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (see :func:`kl_penalty`).
+        entropy_coef: weight of the entropy bonus, per token.
+
+    Raises:
+        ValueError: at construction: names the field and the value.
+    """
+
+    algorithm: str | None = None
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: str = "token-mean"
+    loss_scale_factor: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None:
+            _check_algorithm(self.algorithm)
+        check_aggregation(self.aggregation, self.loss_scale_factor)
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(f"clip_low={self.clip_low} (--grpo-clamp-eps-lower) must lie in [0, 1]")
+        if not 0 <= self.clip_high < torch.inf:
+            raise ValueError(f"clip_high={self.clip_high} (--grpo-clamp-eps-upper) must be 0 or more, and finite")
+        if self.dual_clip is not None and not 1 < self.dual_clip < torch.inf:
+            raise ValueError(f"dual_clip={self.dual_clip} (--ppo-dual-clip) must be above 1; leave it out for no cap")
+        if self.dual_clip is not None and self.algorithm in ("reinforce", "cispo"):
+            raise ValueError(
+                f"dual_clip={self.dual_clip} (--ppo-dual-clip) does nothing with algorithm={self.algorithm!r}: drop it"
+            )
+        if not 0 <= self.kl_coef < torch.inf:
+            raise ValueError(f"kl_coef={self.kl_coef} (--grpo-kl-beta) must be 0 or more, and finite")
+        if self.kl_estimator not in KL_ESTIMATORS:
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} (--kl-estimator) is unknown: use k1, k2 or k3")
+        if not 0 <= self.entropy_coef < torch.inf:
+            raise ValueError(f"entropy_coef={self.entropy_coef} (--grpo-entropy-term-weight) must be 0 or more")
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """``per_token`` is like the log-probs, 0 where masked; ``statistics`` merge over micro-batches and ranks."""
+
+    per_token: Tensor
+    statistics: LossStatistics
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What an objective is made of, per token: everything is 0 where masked."""
+
+    log_probs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """The loss per token, and which tokens were clipped below, above and by dual clip."""
+
+    loss: Tensor
+    low: Tensor
+    high: Tensor
+    dual: Tensor
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    algorithm: str = "ppo_clip",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+    sequence_log_ratio: Tensor | None = None,
+) -> PolicyLoss:
+    """The objective of every token, times its importance weight; r = π_θ / π_old, A the advantage.
+
+    - ``ppo_clip``: max(-A r, -A clip(r, 1 - low, 1 + high)); with ``dual_clip`` c at most -A c where A < 0. Schulman et
+      al. 2017, "Proximal Policy Optimization Algorithms"; Ye et al. 2020, "Mastering Complex Control in MOBA Games with
+      Deep Reinforcement Learning".
+    - ``gspo``: the same with the ratio of the whole sequence, log s_t = sg[mean of log r] + log π_θ - sg[log π_θ], the
+      mean over the tokens of the response mask (sg: no gradient). Zheng et al. 2025, "Group Sequence Policy
+      Optimization" (GSPO-token).
+    - ``cispo``: -A sg[clip(r, 1 - low, 1 + high)] log π_θ. MiniMax 2025, "MiniMax-M1".
+    - ``reinforce``: -A log π_θ; π_old is measured only. Williams 1992.
+
+    Args:
+        log_probs: log π_θ, of the layout's local shape, nats; differentiated.
+        old_log_probs: log π_old, of the same shape.
+        advantages: [n], one a sequence, or like ``log_probs``.
+        response_mask: bool, like ``log_probs``; what stands elsewhere changes no bit of the result or the gradient.
+        algorithm: see above.
+        clip_low: the ratio is clipped below 1 - this.
+        clip_high: the ratio is clipped above 1 + this.
+        dual_clip: c, or None; ``ppo_clip`` and ``gspo`` only.
+        weights: like ``log_probs``, detached; default 1.
+        layout: which tokens these are. Default: rows of ``log_probs`` are whole sequences or, with groups, slices.
+        groups: ``cp`` holds the other slices of the sequences; ``gspo`` alone looks at it.
+        sequence_log_ratio: [n], the mean of log r over each whole sequence, where it is known already (``gspo``).
+
+    Collectives: none; ``gspo`` without ``sequence_log_ratio`` makes one SUM of [2, n] over ``cp``.
+
+    Raises:
+        ValueError: an unknown algorithm, or shapes that do not fit.
+    """
+    _check_algorithm(algorithm)
+    if dual_clip is not None and algorithm in ("reinforce", "cispo"):
+        raise ValueError(f"dual_clip={dual_clip} does nothing with algorithm={algorithm!r}: drop it")
+    for name, value in (("old_log_probs", old_log_probs), ("response_mask", response_mask), ("weights", weights)):
+        if value is not None and value.shape != log_probs.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
+    layout = layout or _rows(log_probs)
+    zero = log_probs.new_zeros(())
+    log_probs = torch.where(response_mask, log_probs, zero)
+    log_ratio = log_probs - torch.where(response_mask, old_log_probs.detach(), zero)
+    measured = log_ratio.detach()
+    if algorithm == "gspo":
+        mean = _sequence_mean(measured, response_mask, layout, groups, sequence_log_ratio)
+        log_ratio = mean + (log_probs - log_probs.detach())
+    advantages = torch.where(response_mask, _per_token(advantages, layout), zero)
+    terms = _Terms(log_probs, log_ratio, advantages, clip_low, clip_high, dual_clip)
+    objective = _OBJECTIVES[algorithm](terms)
+    loss = objective.loss
+    if weights is not None:
+        loss = loss * torch.where(response_mask, weights.detach(), zero)
+    return PolicyLoss(torch.where(response_mask, loss, zero), _measure(measured, response_mask, objective))
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
+    """Per-token estimate of KL(π_θ ‖ π_ref): with d = log π_θ - log π_ref, k1 d, k2 d²/2, k3 exp(-d) - 1 + d.
+
+    Schulman 2020, "Approximating KL Divergence". The argument of exp is clamped at 20.
+
+    Args:
+        log_probs: log π_θ, any shape; differentiated.
+        ref_log_probs: log π_ref, of the same shape, detached.
+        estimator: ``k1``, ``k2`` or ``k3``.
+
+    Raises:
+        ValueError: another estimator.
+    """
+    difference = log_probs - ref_log_probs.detach()
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        return torch.expm1((-difference).clamp(max=LOG_RATIO_LIMIT)) + difference
+    raise ValueError(f"estimator={estimator!r} is unknown: use k1, k2 or k3")
+
+
+def _check_algorithm(algorithm: str) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} (--policy-loss) is unknown: use one of {', '.join(ALGORITHMS)}")
+
+
+def _ppo_clip(terms: _Terms) -> _Objective:
+    ratio, clipped = _ratios(terms)
+    free_loss, clipped_loss = -terms.advantages * ratio, -terms.advantages * clipped
+    loss = torch.maximum(free_loss, clipped_loss)
+    is_clipped = clipped_loss > free_loss
+    dual = torch.zeros_like(is_clipped)
+    if terms.dual_clip is not None:
+        negative, cap = terms.advantages < 0, -terms.advantages * terms.dual_clip
+        dual = negative & (loss > cap)
+        loss = torch.where(negative, torch.minimum(loss, cap), loss)
+    return _Objective(loss, is_clipped & (ratio < clipped), is_clipped & (ratio > clipped), dual)
+
+
+def _cispo(terms: _Terms) -> _Objective:
+    ratio, clipped = _ratios(terms)
+    loss = -terms.advantages * clipped.detach() * terms.log_probs
+    return _Objective(loss, ratio < clipped, ratio > clipped, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+def _reinforce(terms: _Terms) -> _Objective:
+    none = torch.zeros_like(terms.log_probs, dtype=torch.bool)
+    return _Objective(-terms.advantages * terms.log_probs, none, none, none)
+
+
+_OBJECTIVES: dict[str, Callable[[_Terms], _Objective]] = {
+    "ppo_clip": _ppo_clip,
+    "gspo": _ppo_clip,
+    "cispo": _cispo,
+    "reinforce": _reinforce,
+}
+
+
+def _ratios(terms: _Terms) -> tuple[Tensor, Tensor]:
+    """(r, clip(r)); the argument of exp is clamped, with no gradient outside."""
+    ratio = terms.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return ratio, ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
+
+
+def _sequence_mean(
+    log_ratio: Tensor,
+    mask: Tensor,
+    layout: SequenceLayout,
+    groups: ParallelGroups | None,
+    known: Tensor | None,
+) -> Tensor:
+    """The mean of log r over each whole sequence, at its tokens; 0 without a token."""
+    if known is None:
+        sums = torch.stack([layout.sum_sequences(log_ratio), layout.sum_sequences(mask)])
+        total, tokens = all_reduce_sum(sums, None if groups is None else groups.cp).unbind()
+        known = total / tokens.clamp(min=1)
+    return layout.expand(known.to(log_ratio.dtype))
+
+
+def _measure(log_ratio: Tensor, mask: Tensor, objective: _Objective) -> LossStatistics:
+    sums = {
+        "tokens": mask.sum(),
+        "log_ratio": log_ratio.double().sum(),
+        "abs_log_ratio": log_ratio.abs().double().sum(),
+        "clipped_low": (mask & objective.low).sum(),
+        "clipped_high": (mask & objective.high).sum(),
+        "dual_clipped": (mask & objective.dual).sum(),
+    }
+    lowest = torch.full_like(log_ratio, -torch.inf)
+    # A shard may be empty, and amax has no value for that.
+    some = log_ratio.new_full((1,), -torch.inf)
+    maxima = {
+        name: torch.cat([torch.where(mask, value, lowest).flatten(), some]).amax()
+        for name, value in (("log_ratio", log_ratio), ("-log_ratio", -log_ratio))
+    }
+    return LossStatistics.of(sums, maxima)
+
+
+def _rows(log_probs: Tensor) -> SequenceLayout:
+    if log_probs.dim() != 2:
+        raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}: without a layout they must be [b, s]")
+    return SequenceLayout.padded(*log_probs.shape)
+
+
+def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
+    if tuple(advantages.shape) == layout.shape:
+        return advantages
+    if tuple(advantages.shape) != (layout.num_sequences,):
+        raise ValueError(
+            f"advantages have shape {tuple(advantages.shape)}: expected one for each of {layout.num_sequences} "
+            f"sequences, or one a token {layout.shape}"
+        )
+    return layout.expand(advantages)

@@ -1,0 +1,56 @@
+"""The list of public names, which ``megatron_rc`` hands out: what a user imports from it, and nothing else."""
+
+from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
+from megatron_rc.correction.inputs import PlanInputs, Sizes, collect_shards
+from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.correction.stages import (
+    batch_sums,
+    finish,
+    group_sums,
+    reduce_batch,
+    reduce_groups,
+    reduce_sequences,
+    sequence_sums,
+)
+from megatron_rc.loss.aggregation import aggregate_loss
+from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
+from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.flags import (
+    add_rollout_correction_args,
+    policy_loss_config_from_args,
+    rollout_correction_config_from_args,
+)
+
+__all__ = [
+    "CorrectionResult",
+    "LossScale",
+    "MicroBatch",
+    "PlanInputs",
+    "PolicyLossConfig",
+    "RolloutBatch",
+    "RolloutCorrection",
+    "RolloutCorrectionConfig",
+    "SamplingParams",
+    "Sizes",
+    "add_rollout_correction_args",
+    "aggregate_loss",
+    "batch_sums",
+    "collect_shards",
+    "correct_rollouts",
+    "finish",
+    "group_sums",
+    "kl_penalty",
+    "load_rollouts",
+    "masked_loss",
+    "policy_loss",
+    "policy_loss_config_from_args",
+    "reduce_batch",
+    "reduce_groups",
+    "reduce_sequences",
+    "rollout_correction_config_from_args",
+    "save_rollouts",
+    "sequence_sums",
+    "wrap_finalize",
+]

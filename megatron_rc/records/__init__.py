@@ -1,0 +1,1 @@
+"""Rollouts as records: their fields, checks and files."""

@@ -1,0 +1,1 @@
+"""Rollouts as other programs write them."""

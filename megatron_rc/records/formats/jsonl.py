@@ -1,0 +1,230 @@
+"""Rollouts as JSON lines, one record a line: what any program can write and read, without us and without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.records.formats.rows import one_sequence, spans, tensor_of
+from megatron_rc.records.rollout import (
+    FINISH_REASONS,
+    SCHEMA_VERSION,
+    RolloutBatch,
+    SamplingParams,
+    check_schema_version,
+)
+from megatron_rc.records.storage import existing, replacing
+
+_REQUIRED = {
+    "schema_version",
+    "sample_id",
+    "group_id",
+    "reward",
+    "finish_reason",
+    "sampling",
+    "tokens",
+    "response_mask",
+    "rollout_log_probs",
+    "policy_versions",
+}
+
+
+def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -> int:
+    """Write one line a sequence, batch by batch; the file appears under its name when it is complete.
+
+    Args:
+        batches: the records, of any lengths and sampling parameters; only one of them is held at a time.
+        path: of the file; one that is there is replaced. Its folder must exist.
+
+    Returns:
+        The number of lines.
+
+    Raises:
+        OSError: the file cannot be written; what stood there before is untouched.
+        ValueError: a sampled token's log-prob or a reward is not finite.
+    """
+    number = 0
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        for batch in batches:
+            for line in to_lines(batch):
+                file.write(line + "\n")
+                number += 1
+    return number
+
+
+def read_jsonl(path: str | os.PathLike[str], batch_size: int) -> Iterator[RolloutBatch]:
+    """The records of a file of :func:`write_jsonl`, in its order; see :func:`from_lines`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is no record; the file and the line are named.
+    """
+    return _read(existing(path), _checked(batch_size))
+
+
+def to_lines(batch: RolloutBatch) -> Iterator[str]:
+    """One line a sequence, without its end, up to the last sampled token.
+
+    Raises:
+        ValueError: a sampled token's log-prob or a reward is not finite.
+    """
+    end = spans(batch)[1].tolist()
+    for row in range(batch.num_sequences):
+        try:
+            yield json.dumps(_record(batch, row, end[row]), allow_nan=False)
+        except ValueError:
+            sample = int(batch.sample_ids[row])
+            raise ValueError(
+                f"sample {sample} has a log-prob or a reward that is not finite, which JSON cannot say: "
+                "megatron_rc.records.rollout.save keeps every bit"
+            ) from None
+
+
+def from_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBatch]:
+    """Batches of consecutive records, each padded to its longest; not validated.
+
+    Args:
+        lines: one record each.
+        batch_size: sequences of a batch. It ends early where the sampling parameters or the routed experts' shape
+            change, and with the last line.
+
+    Raises:
+        ValueError: a line is no record; the line is named.
+    """
+    held: list[RolloutBatch] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            sequence = _sequence(_parse(line))
+        except ValueError as problem:
+            raise ValueError(f"line {number}: {problem}") from None
+        if held and (len(held) == _checked(batch_size) or _kind(held[0]) != _kind(sequence)):
+            yield RolloutBatch.concatenate(held)
+            held = []
+        held.append(sequence)
+    if held:
+        yield RolloutBatch.concatenate(held)
+
+
+def _read(path: Path, batch_size: int) -> Iterator[RolloutBatch]:
+    with path.open(encoding="utf-8", newline="\n") as file:
+        try:
+            yield from from_lines(file, batch_size)
+        except ValueError as problem:
+            raise ValueError(f"{path}: {problem}") from None
+
+
+def _checked(batch_size: int) -> int:
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected at least 1")
+    return batch_size
+
+
+def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any]:
+    """What the sequences of one batch have in common."""
+    experts = sequence.routed_experts
+    return sequence.sampling, None if experts is None else experts.shape[2:]
+
+
+def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
+    mask = batch.response_mask[row, :end].tolist()
+
+    def sampled(values: Tensor) -> list[Any]:
+        return [value if here else None for value, here in zip(values[row, :end].tolist(), mask, strict=True)]
+
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "sample_id": int(batch.sample_ids[row]),
+        "group_id": int(batch.group_ids[row]),
+        "reward": float(batch.rewards[row]),
+        "finish_reason": FINISH_REASONS[int(batch.finish_reasons[row])],
+        "sampling": asdict(batch.sampling),
+        "tokens": batch.tokens[row, :end].tolist(),
+        "response_mask": [int(here) for here in mask],
+        "rollout_log_probs": sampled(batch.rollout_log_probs),
+        "policy_versions": sampled(batch.policy_versions),
+    }
+    if batch.routed_experts is not None:
+        record["routed_experts"] = batch.routed_experts[row, :end].tolist()
+    return record
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"no JSON ({problem}): the file is cut off or damaged") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}: expected an object")
+    check_schema_version(record)
+    odd = (_REQUIRED ^ set(record)) - {"routed_experts"}
+    if odd:
+        raise ValueError(f"fields unknown or missing: {', '.join(sorted(odd))}")
+    return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON: a position that was not sampled has null, any other a finite number")
+
+
+def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
+    tokens = tensor_of({"tokens": _numbers(record, "tokens", int)}, "tokens", (None,), integers=True).long()
+    length = len(tokens)
+    mask = _numbers(record, "response_mask", int)
+    if len(mask) != length or not set(mask) <= {0, 1}:
+        raise ValueError(f"response_mask: expected 0 or 1 for each of {length} tokens")
+    reason = record["finish_reason"]
+    if reason not in FINISH_REASONS:
+        raise ValueError(f"finish_reason is {reason!r}: expected one of {', '.join(FINISH_REASONS)}")
+    experts = record.get("routed_experts")
+    if experts is not None:
+        experts = tensor_of(record, "routed_experts", (length, None, None), integers=True)
+    return one_sequence(
+        tokens,
+        torch.tensor(mask, dtype=torch.bool),
+        torch.tensor(_at_sampled(record, "rollout_log_probs", mask, float), dtype=torch.float32),
+        policy_versions=torch.tensor(_at_sampled(record, "policy_versions", mask, int), dtype=torch.int64),
+        sample_id=_number(record, "sample_id", int),
+        group_id=_number(record, "group_id", int),
+        reward=_number(record, "reward", float),
+        finish_reason=FINISH_REASONS.index(reason),
+        sampling=SamplingParams.from_dict(record["sampling"]),
+        routed_experts=experts,
+    )
+
+
+def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int], kind: type) -> list[Any]:
+    """A number for each token, 0 where null stands at one that was not sampled."""
+    values = record[name]
+    if not isinstance(values, list) or len(values) != len(mask):
+        raise ValueError(f"{name}: expected a list of {len(mask)}, one for each token")
+    for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
+        if (value is None and sampled) or not (value is None or _is(value, kind)):
+            raise ValueError(f"{name} has {value!r} at token {position}: expected a number, or null if not sampled")
+    return [0 if value is None else value for value in values]
+
+
+def _numbers(record: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    values = record[name]
+    if not isinstance(values, list) or not all(_is(value, kind) for value in values):
+        raise ValueError(f"{name}: expected a list of integers")
+    return values
+
+
+def _number(record: Mapping[str, Any], name: str, kind: type) -> Any:
+    if not _is(record[name], kind):
+        raise ValueError(f"{name} is {record[name]!r}: expected {'an integer' if kind is int else 'a number'}")
+    return record[name]
+
+
+def _is(value: Any, kind: type) -> bool:
+    """JSON writes whole floats with or without a point; integers must come without, and fit int64."""
+    if type(value) is int:
+        return abs(value) < 2**63
+    return kind is float and type(value) is float

@@ -1,0 +1,174 @@
+"""Between a rollout batch and one sequence at a time, as other programs' records have it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+
+
+def one_sequence(
+    tokens: Tensor,
+    response_mask: Tensor,
+    rollout_log_probs: Tensor,
+    *,
+    policy_versions: Tensor | int,
+    sample_id: int,
+    group_id: int,
+    reward: float,
+    finish_reason: int,
+    sampling: SamplingParams,
+    routed_experts: Tensor | None = None,
+) -> RolloutBatch:
+    """A batch of one sequence without padding.
+
+    Args:
+        tokens: [l]; like the next three, in token positions.
+        response_mask: [l], anything but 0 where a token was sampled.
+        rollout_log_probs: [l].
+        policy_versions: [l], or one for all tokens.
+        sample_id: see :class:`RolloutBatch`, as for the rest.
+        group_id: likewise.
+        reward: likewise.
+        finish_reason: likewise.
+        sampling: likewise.
+        routed_experts: [l, layers, top_k].
+    """
+    if not isinstance(policy_versions, Tensor):
+        policy_versions = torch.full_like(tokens, policy_versions)
+    return RolloutBatch(
+        tokens=tokens.long().unsqueeze(0),
+        response_mask=(response_mask != 0).unsqueeze(0),
+        rollout_log_probs=rollout_log_probs.unsqueeze(0),
+        policy_versions=as_int32("policy_versions", policy_versions).unsqueeze(0),
+        sample_ids=tokens.new_tensor([sample_id], dtype=torch.int64),
+        group_ids=tokens.new_tensor([group_id], dtype=torch.int64),
+        rewards=tokens.new_tensor([reward], dtype=torch.float32),
+        finish_reasons=tokens.new_tensor([finish_reason], dtype=torch.int64),
+        sampling=sampling,
+        routed_experts=None if routed_experts is None else as_int32("routed_experts", routed_experts).unsqueeze(0),
+    )
+
+
+def as_int32(name: str, values: Tensor) -> Tensor:
+    """The same integers in four bytes.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    limits = torch.iinfo(torch.int32)
+    if ((values < limits.min) | (values > limits.max)).any():
+        raise ValueError(f"{name} has numbers beyond 32 bits, up to {int(values.abs().max())}: expected int32")
+    return values.int()
+
+
+def spans(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """First sampled token of every row, and the end behind the last one, each [n] int64.
+
+    A row without a sampled token is all prompt, with whatever stands in its padding: both are the length.
+    """
+    length = batch.tokens.shape[1]
+    position = torch.arange(length, device=batch.tokens.device)
+    nowhere = ~batch.response_mask
+    first = torch.nn.functional.pad(torch.where(nowhere, length, position), (0, 1), value=length).amin(dim=1)
+    end = torch.nn.functional.pad(torch.where(nowhere, 0, position + 1), (0, 1)).amax(dim=1)
+    return first, torch.where(end == 0, length, end)
+
+
+def shifted(values: Tensor, offset: Tensor, keep: Tensor, filler: float) -> Tensor:
+    """Every row moved by its own distance: out[i, t] = values[i, t + offset[i]] where ``keep``, else the filler.
+
+    Args:
+        values: [n, s, ...].
+        offset: [n] int64.
+        keep: [n, width] bool; where it is True, t + offset[i] lies in [0, s).
+        filler: for the rest.
+
+    Returns:
+        [n, width, ...], the dtype of ``values``.
+    """
+    column = torch.arange(keep.shape[1], device=values.device) + offset.unsqueeze(1)
+    row = torch.arange(len(values), device=values.device).unsqueeze(1)
+    out = values.new_full((*keep.shape, *values.shape[2:]), filler)
+    out[keep] = values[row.expand_as(column)[keep], column[keep]]
+    return out
+
+
+def sampled_log_probs(batch: RolloutBatch) -> Tensor:
+    """[n, s], 0.0 where no token was sampled."""
+    return torch.where(batch.response_mask, batch.rollout_log_probs, 0.0)
+
+
+def versions_of(batch: RolloutBatch) -> list[list[int]]:
+    """The different versions that sampled each sequence, ascending; none where no token was sampled."""
+    rows = zip(batch.policy_versions.tolist(), batch.response_mask.tolist(), strict=True)
+    return [
+        sorted({version for version, sampled in zip(versions, mask, strict=True) if sampled}) for versions, mask in rows
+    ]
+
+
+def numbered(keys: Iterable[Hashable]) -> list[int]:
+    """0 for the first key and those equal to it, 1 for the next that differs, and so on."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def tensor_of(
+    fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "", *, integers: bool = False
+) -> Tensor:
+    """A tensor, or nested lists as one, whose shape is checked.
+
+    Args:
+        fields: another program's record.
+        name: of its field.
+        shape: None for dimensions that may be anything.
+        remedy: what to do where it is missing.
+        integers: refuse anything else; an empty list passes.
+
+    Raises:
+        ValueError: it is missing, no tensor, of another shape, or not of integers.
+    """
+    if fields.get(name) is None:
+        raise ValueError(f"{name} is missing" + (f": {remedy}" if remedy else ""))
+    try:
+        value = torch.as_tensor(fields[name])
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise ValueError(f"{name} is no tensor of shape {describe(shape)}: {problem}") from None
+    fits = len(value.shape) == len(shape) and all(
+        want in (None, got) for want, got in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {describe(shape)}")
+    if integers and (value.is_floating_point() or value.is_complex()) and value.numel():
+        raise ValueError(f"{name} is {value.dtype}: expected integers")
+    return value
+
+
+def describe(shape: Sequence[int | None]) -> str:
+    """A shape in words, ``any`` for dimensions that are free."""
+    words = ["any" if size is None else str(size) for size in shape]
+    return f"({words[0]},)" if len(words) == 1 else f"({', '.join(words)})"
+
+
+def version_of(policy_version: int | None, found: Iterable[Any], sample: int) -> int:
+    """The version of a sequence: what the caller says, or the oldest that its record names.
+
+    Args:
+        policy_version: what the caller says.
+        found: the record's versions, as numbers or as text.
+        sample: the sequence, for the message.
+
+    Raises:
+        ValueError: nobody says it, or what the record says is no number.
+    """
+    if policy_version is not None:
+        return policy_version
+    found = list(found)
+    try:
+        return min(int(version) for version in found)
+    except (TypeError, ValueError):
+        raise ValueError(f"sequence {sample} has the weight versions {found!r}: pass policy_version instead") from None

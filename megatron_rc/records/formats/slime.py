@@ -1,0 +1,161 @@
+"""Rollouts as slime's samples have them, as dicts (``Sample.to_dict()``). The tables are in docs/rollouts.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.records.formats.rows import (
+    as_int32,
+    one_sequence,
+    sampled_log_probs,
+    spans,
+    tensor_of,
+    version_of,
+    versions_of,
+)
+from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
+
+_STATUS = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
+_OWN_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+
+
+def from_slime(
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    sampling: SamplingParams,
+    policy_version: int | None = None,
+    reward_key: str | None = None,
+) -> RolloutBatch:
+    """The records of samples that were generated and scored.
+
+    slime's log-probs have one entry for each token of the response, the last ``response_length`` of ``tokens``.
+
+    Args:
+        samples: tokens, response_length, rollout_log_probs, reward, status, index, group_index; loss_mask,
+            remove_sample, weight_versions and rollout_routed_experts where there are any. Whatever else they have is
+            not read.
+        sampling: how the tokens were sampled, which a sample does not say.
+        policy_version: of the weights that sampled; needed unless ``weight_versions`` names numbers.
+        reward_key: which one to take where a reward is a dict.
+
+    Returns:
+        The records. Not validated.
+
+    Raises:
+        ValueError: names the sample and the field.
+    """
+    sequences = []
+    for row, sample in enumerate(samples):
+        try:
+            sequences.append(_sequence(sample, row, sampling, policy_version, reward_key))
+        except (KeyError, TypeError, ValueError) as problem:
+            words = f"{problem} is missing" if isinstance(problem, KeyError) else problem
+            raise ValueError(f"sample {row} of the list: {words}") from None
+    return RolloutBatch.concatenate(sequences)
+
+
+def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
+    """One dict a sequence, with the fields that slime's trainer reads; ``Sample.from_dict`` takes it.
+
+    The response is what stands between the first sampled token and the last one.
+    """
+    log_probs = sampled_log_probs(batch)
+    first, end = (values.tolist() for values in spans(batch))
+    samples = [_sample(batch, row, log_probs[row], first[row], end[row]) for row in range(batch.num_sequences)]
+    for sample, versions in zip(samples, versions_of(batch), strict=True):
+        sample["weight_versions"] = [str(version) for version in versions]
+    return samples
+
+
+def _sequence(
+    sample: Mapping[str, Any],
+    row: int,
+    sampling: SamplingParams,
+    policy_version: int | None,
+    reward_key: str | None,
+) -> RolloutBatch:
+    tokens = tensor_of(sample, "tokens", (None,), integers=True).long()
+    length, response = len(tokens), sample["response_length"]
+    if not isinstance(response, int) or not 0 <= response <= length:
+        raise ValueError(f"response_length is {response!r}: expected 0 to {length}, the number of tokens")
+    log_probs = torch.zeros(length)
+    remedy = "the engine was not asked for log-probs"
+    if response:
+        log_probs[length - response :] = tensor_of(sample, "rollout_log_probs", (response,), remedy)
+    mask = torch.zeros(length, dtype=torch.bool)
+    if not sample.get("remove_sample"):
+        mask[length - response :] = _loss_mask(sample, response)
+    return one_sequence(
+        tokens,
+        mask,
+        log_probs,
+        policy_versions=version_of(policy_version, sample.get("weight_versions") or (), row),
+        sample_id=_index(sample, "index"),
+        group_id=_index(sample, "group_index"),
+        reward=_reward(sample, reward_key),
+        finish_reason=FINISH_REASONS.index(_finish_reason(sample)),
+        sampling=sampling,
+        routed_experts=_experts(sample, length),
+    )
+
+
+def _sample(batch: RolloutBatch, row: int, log_probs: Tensor, first: int, end: int) -> dict[str, Any]:
+    mask = batch.response_mask[row, first:end]
+    experts = None if batch.routed_experts is None else batch.routed_experts[row, : max(end - 1, 0)].clone()
+    return {
+        "index": int(batch.sample_ids[row]),
+        "group_index": int(batch.group_ids[row]),
+        "tokens": batch.tokens[row, :end].tolist(),
+        "response_length": end - first,
+        "loss_mask": mask.int().tolist(),
+        "rollout_log_probs": log_probs[first:end].tolist(),
+        "reward": float(batch.rewards[row]),
+        "status": _OWN_STATUS[FINISH_REASONS[int(batch.finish_reasons[row])]],
+        "rollout_routed_experts": experts,
+    }
+
+
+def _loss_mask(sample: Mapping[str, Any], response: int) -> Tensor:
+    """[response]; where there is none, slime trains on every token of the response."""
+    if sample.get("loss_mask") is None:
+        return torch.ones(response, dtype=torch.bool)
+    return tensor_of(sample, "loss_mask", (response,)) != 0
+
+
+def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
+    """[length, layers, top_k]: SGLang has no route for the last token, which nothing follows."""
+    if sample.get("rollout_routed_experts") is None:
+        return None
+    experts = tensor_of(sample, "rollout_routed_experts", (length - 1, None, None), integers=True)
+    experts = as_int32("rollout_routed_experts", experts)
+    return torch.cat([experts, experts.new_full((1, *experts.shape[1:]), NO_EXPERT)])
+
+
+def _finish_reason(sample: Mapping[str, Any]) -> str:
+    status = sample["status"]
+    status = getattr(status, "value", status)
+    if status not in _STATUS:
+        raise ValueError(f"status is {status!r}: expected one of {', '.join(_STATUS)}")
+    return _STATUS[status]
+
+
+def _reward(sample: Mapping[str, Any], key: str | None) -> float:
+    reward = sample["reward"]
+    if isinstance(reward, Mapping):
+        if key not in reward:
+            raise ValueError(f"reward has {', '.join(map(str, reward))}: pass one of them as reward_key")
+        reward = reward[key]
+    if reward is None:
+        raise ValueError("reward is None: score the responses first")
+    return float(reward)
+
+
+def _index(sample: Mapping[str, Any], name: str) -> int:
+    index = sample[name]
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise ValueError(f"{name} is {index!r}: expected an integer")
+    return index

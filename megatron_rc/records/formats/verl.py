@@ -1,0 +1,196 @@
+"""Rollouts as verl's DataProto has them: ``batch`` and ``non_tensor_batch``. The tables are in docs/rollouts.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.records.formats.rows import (
+    as_int32,
+    numbered,
+    sampled_log_probs,
+    shifted,
+    spans,
+    tensor_of,
+    version_of,
+    versions_of,
+)
+from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
+
+_STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
+_SCORES = ("token_level_scores", "rm_scores")
+
+
+def from_verl(
+    tensors: Mapping[str, Any],
+    non_tensors: Mapping[str, Sequence[Any]],
+    *,
+    sampling: SamplingParams,
+    policy_version: int | None = None,
+) -> RolloutBatch:
+    """The records of a ``DataProto``: its ``batch`` and its ``non_tensor_batch``.
+
+    verl's log-probs have one column for each column of ``responses`` and speak of that very token.
+
+    Args:
+        tensors: prompts [n, p], responses [n, r], attention_mask [n, p + r], rollout_log_probs [n, r],
+            token_level_scores or rm_scores [n, r]; response_mask [n, r], input_ids [n, p + r] and routed_experts
+            [n, p + r, layers, top_k] where there are any. Whatever else it has is not read.
+        non_tensors: uid, one a sequence; param_version_start where there is one.
+        sampling: how the tokens were sampled, which a DataProto does not say.
+        policy_version: of the weights that sampled; needed unless ``non_tensors`` says it.
+
+    Returns:
+        The records; sample ids count from 0. Not validated.
+
+    Raises:
+        ValueError: names the field that is missing, of another shape, or padded on the wrong side.
+    """
+    tensors = dict(tensors.items())  # a TensorDict has no `in`
+    tokens, attention, width = _tokens(tensors)
+    responses = (len(tokens), tokens.shape[1] - width)
+    mask = _response_mask(tensors, attention[:, width:])
+    remedy = "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"
+    log_probs = tensor_of(tensors, "rollout_log_probs", responses, remedy)
+    start, length = width - attention[:, :width].sum(dim=1), attention.sum(dim=1)
+    keep = torch.arange(int(length.max()) if len(length) else 0, device=tokens.device) < length.unsqueeze(1)
+    versions = _versions(non_tensors, policy_version, len(tokens)).to(tokens.device)
+    experts = tensors.get("routed_experts")
+    if experts is not None:
+        experts = tensor_of(tensors, "routed_experts", (*tokens.shape, None, None), integers=True)
+        experts = shifted(as_int32("routed_experts", experts), start, keep, NO_EXPERT)
+    return RolloutBatch(
+        tokens=shifted(tokens, start, keep, 0),
+        response_mask=shifted(_after_prompt(mask, width), start, keep, 0),
+        rollout_log_probs=shifted(_after_prompt(log_probs, width), start, keep, 0),
+        policy_versions=versions.unsqueeze(1).expand_as(keep).contiguous(),
+        sample_ids=torch.arange(len(tokens), device=tokens.device),
+        group_ids=torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), device=tokens.device).long(),
+        rewards=_scores(tensors, responses),
+        finish_reasons=torch.where(attention[:, width:].all(dim=1), _LENGTH, _STOP),
+        sampling=sampling,
+        routed_experts=experts,
+    )
+
+
+def to_verl(
+    batch: RolloutBatch, *, pad_token_id: int, prompt_length: int | None = None, response_length: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """The ``batch`` and the ``non_tensor_batch`` of a ``DataProto``.
+
+    The prompt is what stands before the first sampled token, the response what follows, up to the last one.
+
+    Args:
+        batch: the records.
+        pad_token_id: fills prompts on the left and responses on the right.
+        prompt_length: columns for prompts; default: what the longest needs.
+        response_length: columns for responses; likewise, at least 1.
+
+    Returns:
+        Tensors, and lists that verl wants as ``numpy.array(..., dtype=object)``.
+
+    Raises:
+        ValueError: a prompt or a response does not fit.
+    """
+    first, end = spans(batch)
+    width = _width(first, prompt_length, "prompt")
+    long = _width(end - first, response_length, "response")
+    offset = first - width
+    source = torch.arange(width + long, device=first.device) + offset.unsqueeze(1)
+    keep = (source >= 0) & (source < end.unsqueeze(1))
+    input_ids = shifted(batch.tokens, offset, keep, pad_token_id)
+    last = (source[:, width:] == (end - 1).unsqueeze(1)) & keep[:, width:]
+    last[:, 0] |= ~last.any(dim=1)  # a sequence without a response keeps its reward
+    tensors = {
+        "prompts": input_ids[:, :width].clone(),
+        "responses": input_ids[:, width:].clone(),
+        "response_mask": shifted(batch.response_mask.long(), offset, keep, 0)[:, width:].clone(),
+        "input_ids": input_ids,
+        "attention_mask": keep.long(),
+        "position_ids": (keep.cumsum(dim=1) - 1).clamp(min=0),
+        "rollout_log_probs": shifted(sampled_log_probs(batch), offset, keep, 0)[:, width:].clone(),
+        "rm_scores": torch.where(last, batch.rewards.unsqueeze(1), 0.0),
+    }
+    if batch.routed_experts is not None:
+        tensors["routed_experts"] = shifted(batch.routed_experts, offset, keep, NO_EXPERT)
+    return tensors, _non_tensors(batch)
+
+
+def _tokens(tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Tokens and attention mask, each [n, p + r], and p."""
+    prompts = tensor_of(tensors, "prompts", (None, None))
+    rows, width = prompts.shape
+    tokens = torch.cat([prompts, tensor_of(tensors, "responses", (rows, None))], dim=1)
+    attention = tensor_of(tensors, "attention_mask", tuple(tokens.shape)) != 0
+    prompt, response = attention[:, :width], attention[:, width:]
+    for name, wrong in (
+        ("prompts padded on the left", prompt[:, :-1] & ~prompt[:, 1:]),
+        ("responses padded on the right", ~response[:, :-1] & response[:, 1:]),
+    ):
+        if wrong.any():
+            raise ValueError(f"attention_mask of sequence {int(wrong.nonzero()[0, 0])} is not that of {name}")
+    if tensors.get("input_ids") is not None:
+        other = (tensor_of(tensors, "input_ids", tuple(tokens.shape)) != tokens) & attention
+        if other.any():
+            row, column = (int(index) for index in other.nonzero()[0])
+            raise ValueError(f"input_ids of sequence {row}, column {column} is not what prompts and responses have")
+    return tokens, attention, width
+
+
+def _response_mask(tensors: Mapping[str, Any], attention: Tensor) -> Tensor:
+    """[n, r]; where there is none, verl trains on every token of the response."""
+    if tensors.get("response_mask") is None:
+        return attention
+    mask = tensor_of(tensors, "response_mask", tuple(attention.shape)) != 0
+    if (mask & ~attention).any():
+        row = int((mask & ~attention).nonzero()[0, 0])
+        raise ValueError(f"response_mask of sequence {row} has padding marked as sampled: expected 0 there")
+    return mask
+
+
+def _scores(tensors: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """[n]: verl's score of a sequence is the sum over its tokens."""
+    name = next((name for name in _SCORES if tensors.get(name) is not None), None)
+    if name is None:
+        raise ValueError(f"{' and '.join(_SCORES)} are missing: score the responses first")
+    return tensor_of(tensors, name, shape).double().sum(dim=1).float()
+
+
+def _versions(non_tensors: Mapping[str, Sequence[Any]], policy_version: int | None, rows: int) -> Tensor:
+    """[n] int32: of a response that several versions wrote, the oldest."""
+    name = "param_version_start"
+    found = _of_each(non_tensors, name, rows) if policy_version is None and name in non_tensors else None
+    each = [version_of(policy_version, [] if found is None else [found[row]], row) for row in range(rows)]
+    return as_int32(name, torch.tensor(each, dtype=torch.int64))
+
+
+def _non_tensors(batch: RolloutBatch) -> dict[str, list[Any]]:
+    versions = [found or [0] for found in versions_of(batch)]
+    return {
+        "uid": [str(group) for group in batch.group_ids.tolist()],
+        "param_version_start": [found[0] for found in versions],
+        "param_version_end": [found[-1] for found in versions],
+    }
+
+
+def _of_each(non_tensors: Mapping[str, Sequence[Any]], name: str, rows: int) -> Sequence[Any]:
+    if name not in non_tensors:
+        raise ValueError(f"{name} is missing in non_tensors: verl's trainer sets it, equal for one prompt's responses")
+    if len(non_tensors[name]) != rows:
+        raise ValueError(f"{name} has {len(non_tensors[name])} entries: expected {rows}, one a sequence")
+    return non_tensors[name]
+
+
+def _after_prompt(values: Tensor, width: int) -> Tensor:
+    """[n, r] to [n, p + r]."""
+    return torch.nn.functional.pad(values, (width, 0))
+
+
+def _width(lengths: Tensor, wanted: int | None, name: str) -> int:
+    longest = max([*lengths.tolist(), int(name == "response")], default=0)
+    if wanted is not None and longest > wanted:
+        raise ValueError(f"{name}_length={wanted}: the longest {name} needs {longest}, make it at least that")
+    return longest if wanted is None else wanted

@@ -1,0 +1,272 @@
+"""What a rollout is: the record that an engine hands to the trainer, its checks and its storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.records.checks import FIELDS, FINISH_REASONS, check_sampling, check_structure, check_values
+from megatron_rc.records.storage import read_file, write_file
+
+__all__ = ["FINISH_REASONS", "SCHEMA_VERSION", "RolloutBatch", "SamplingParams", "load_rollouts", "save_rollouts"]
+
+SCHEMA_VERSION = 1  # of the fields below, in files and in JSON lines; another meaning of a field is another version
+NO_EXPERT = -1  # in routed_experts: the route is not known
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens were sampled.
+
+    Attributes:
+        temperature: of the distribution, > 0.
+        top_p: nucleus; 1 samples from all tokens.
+        top_k: number of tokens sampled from; 0 means all.
+        log_probs_mode: ``processed``: log-probs of the distribution that was sampled from; ``raw``: before temperature.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    log_probs_mode: str = "processed"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Of the fields by name, none missing.
+
+        Raises:
+            ValueError: an unknown or a missing name.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, Mapping):
+            raise ValueError(f"sampling parameters are {values!r}: expected {', '.join(sorted(names))} by name")
+        if set(values) != names:
+            odd = ", ".join(sorted(set(values) ^ names))
+            raise ValueError(f"sampling parameters: {odd} unknown or missing, expected {', '.join(sorted(names))}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """Responses with all that the trainer needs of them, whole sequences, padded on the right.
+
+    Any integer dtype and float64 are accepted too; those below are what the engines of this project write. What stands
+    behind the last sampled token of a row is padding: nothing that is trained depends on it.
+
+    Attributes:
+        tokens: [n, s] int64: prompt, response, padding. Never text: a tokenizer need not find the same tokens again.
+        response_mask: [n, s] bool, True at sampled tokens (in token positions, not yet in label positions).
+        rollout_log_probs: [n, s] float32, log π_rollout of the sampled tokens in nats; anything elsewhere.
+        policy_versions: [n, s] int32, version of the weights that sampled each token; anything elsewhere.
+        sample_ids: [n] int64, unique over all replicas, below 2²¹.
+        group_ids: [n] int64, equal for the responses to one prompt.
+        rewards: [n] float32.
+        finish_reasons: [n] int64, index into ``FINISH_REASONS``.
+        sampling: how the tokens were sampled.
+        routed_experts: [n, s, layers, top_k] int32, for models with experts; None otherwise. Position t has the experts
+            that read token t, which predict token t + 1; -1 where they are not known.
+    """
+
+    tokens: Tensor
+    response_mask: Tensor
+    rollout_log_probs: Tensor
+    policy_versions: Tensor
+    sample_ids: Tensor
+    group_ids: Tensor
+    rewards: Tensor
+    finish_reasons: Tensor
+    sampling: SamplingParams
+    routed_experts: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many rows there are."""
+        return len(self.tokens)
+
+    def validate(self, *, allow_truncated_sampling: bool = False, vocab_size: int | None = None) -> None:
+        """Check what can be checked on one host, before the records travel.
+
+        Args:
+            allow_truncated_sampling: accept top_p < 1 or top_k > 0, where the sampled distribution is not the policy.
+            vocab_size: token ids must lie below it; None: not checked.
+
+        Raises:
+            TypeError: a field is no tensor.
+            ValueError: names the field, the sample and the position.
+        """
+        check_structure(self)
+        check_sampling(self.sampling, allow_truncated_sampling)
+        check_values(self, vocab_size)
+
+    def label_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(labels, response_mask, rollout_log_probs), each [n, s]: position t speaks of token t + 1.
+
+        The shift is made over whole sequences, before any sharding; the last position is never counted. Routed experts
+        need no shift: what reads token t predicts label t.
+        """
+        return tuple(map(_to_labels, (self.tokens, self.response_mask, self.rollout_log_probs)))  # type: ignore[return-value]
+
+    def label_versions(self) -> Tensor:
+        """``policy_versions`` aligned in the same way, [n, s] int64."""
+        return _to_labels(self.policy_versions).long()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name, without ``routed_experts`` where there are none."""
+        return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
+
+    def rows(self, index: Tensor | slice | Sequence[int]) -> RolloutBatch:
+        """Some of the sequences: a slice, indices in any order, or a mask [n] bool."""
+        if not isinstance(index, (slice, Tensor)):
+            index = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
+        return self._each(lambda value: value[index])
+
+    def at_length(self, length: int, pad_token_id: int = 0) -> RolloutBatch:
+        """The same sequences in ``length`` columns: padding is added, or cut off.
+
+        Raises:
+            ValueError: a sampled token would be cut off; names the sample.
+        """
+        beyond = self.response_mask[:, length:].any(dim=1)
+        if beyond.any():
+            sample = int(self.sample_ids[beyond][0])
+            raise ValueError(f"sample {sample} has sampled tokens behind its first {length}: give it more room")
+        fillers = {"tokens": pad_token_id, "routed_experts": NO_EXPERT}
+        changed: dict[str, Any] = {
+            name: _pad(value[:, :length], length, fillers.get(name, 0))
+            for name, value in self.tensors().items()
+            if FIELDS[name].per_token
+        }
+        return replace(self, **changed)
+
+    def to(self, device: torch.device | str) -> RolloutBatch:
+        """The same on another device."""
+        return self._each(lambda value: value.to(device))
+
+    def identical(self, other: RolloutBatch) -> bool:
+        """Whether all fields have the same dtypes, shapes and bits, NaN included; where they lie does not matter."""
+        mine, theirs = self.tensors(), other.tensors()
+        return (
+            self.sampling == other.sampling
+            and mine.keys() == theirs.keys()
+            and all(_same_bits(value, theirs[name]) for name, value in mine.items())
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RolloutBatch:
+        changed: dict[str, Any] = {name: change(value) for name, value in self.tensors().items()}
+        return replace(self, **changed)
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[RolloutBatch], pad_token_id: int = 0) -> RolloutBatch:
+        """The sequences of several batches, padded to the longest.
+
+        Args:
+            batches: at least one, alike in their sampling parameters and in whether they have routed experts.
+            pad_token_id: what the shorter ones are filled up with.
+
+        Raises:
+            ValueError: there are none, or they do not go together.
+        """
+        if not batches:
+            raise ValueError("batches is empty: expected at least one rollout batch")
+        first = batches[0]
+        for batch in batches:
+            _check_alike(first, batch)
+        length = max(batch.tokens.shape[1] for batch in batches)
+        padded = [batch.at_length(length, pad_token_id) for batch in batches]
+        joined: dict[str, Any] = {name: torch.cat([getattr(one, name) for one in padded]) for name in first.tensors()}
+        return replace(first, **joined)
+
+
+def save_rollouts(batch: RolloutBatch, path: str | os.PathLike[str]) -> None:
+    """Write a batch to one safetensors file, with the schema's version and the sampling parameters in its header.
+
+    Every bit is kept, and so are values that ``validate`` refuses. The file appears under its name when it is complete.
+
+    Args:
+        batch: the records, on any device.
+        path: of the file; one that is there is replaced. Its folder must exist.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        OSError: the file cannot be written; what stood there before is untouched.
+        ValueError: shapes or dtypes are not those of the record.
+    """
+    check_structure(batch)
+    tensors = batch.tensors()
+    shapes = {name: list(value.shape) for name, value in tensors.items()}
+    write_file(path, tensors, {"schema_version": SCHEMA_VERSION, "sampling": asdict(batch.sampling), "shapes": shapes})
+
+
+def load_rollouts(path: str | os.PathLike[str]) -> RolloutBatch:
+    """The batch of a file of :func:`save_rollouts`, on the host. Call ``validate`` before training on it.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        FileNotFoundError: there is no such file.
+        ValueError: it is cut off or damaged, of another schema, or its tensors are not those of the record.
+    """
+    tensors, header = read_file(path)
+    try:
+        return _assemble(tensors, header)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{path}: {problem}") from None
+
+
+def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatch:
+    check_schema_version(header)
+    if set(header) != {"schema_version", "sampling", "shapes"}:
+        raise ValueError(f"the header has {', '.join(sorted(header))}: expected schema_version, sampling, shapes")
+    odd = (set(tensors) - set(FIELDS)) | (set(FIELDS) - {"routed_experts"} - set(tensors))
+    if odd:
+        raise ValueError(f"tensors unknown or missing: {', '.join(sorted(odd))}")
+    if header["shapes"] != {name: list(value.shape) for name, value in tensors.items()}:
+        raise ValueError("the tensors do not have the shapes that the header names: the file is damaged")
+    batch = RolloutBatch(**tensors, sampling=SamplingParams.from_dict(header["sampling"]))
+    check_structure(batch)
+    return batch
+
+
+def check_schema_version(header: Mapping[str, Any]) -> None:
+    """Whether what a file or a line says of itself is a schema that is read here.
+
+    Raises:
+        ValueError: another version, or none.
+    """
+    version = header.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ValueError(f"schema_version is {version!r}: this release reads version {SCHEMA_VERSION}")
+
+
+def _check_alike(first: RolloutBatch, other: RolloutBatch) -> None:
+    if other.sampling != first.sampling:
+        raise ValueError(f"batches were sampled differently, {first.sampling} and {other.sampling}: keep them apart")
+    shapes = [None if batch.routed_experts is None else batch.routed_experts.shape[2:] for batch in (first, other)]
+    if shapes[0] != shapes[1]:
+        words = ["none" if shape is None else f"[.., {shape[0]}, {shape[1]}]" for shape in shapes]
+        raise ValueError(f"batches have different routed_experts, {words[0]} and {words[1]}: keep them apart")
+    for name, value in other.tensors().items():
+        mine = getattr(first, name)
+        if (value.dtype, value.device) != (mine.dtype, mine.device):
+            kinds = f"{mine.dtype} on {mine.device} and {value.dtype} on {value.device}"
+            raise ValueError(f"batches have different {name}, {kinds}: convert one of them")
+
+
+def _to_labels(value: Tensor) -> Tensor:
+    return torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+
+
+def _pad(value: Tensor, length: int, filler: int) -> Tensor:
+    """[n, s, ...] to [n, length, ...]."""
+    missing = value.new_full((len(value), length - value.shape[1], *value.shape[2:]), filler)
+    return torch.cat([value, missing], dim=1)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(value.cpu().contiguous().flatten().view(torch.uint8) for value in (one, other)))

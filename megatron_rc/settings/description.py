@@ -1,0 +1,121 @@
+"""A config in words and as flags."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import TYPE_CHECKING
+
+from megatron_rc.settings.criteria import GROUP_ANY, OPSM, Criterion
+from megatron_rc.settings.dialects.others import UNTRUNCATED
+
+if TYPE_CHECKING:
+    from megatron_rc.settings.config import RolloutCorrectionConfig
+
+_WEIGHTS = {
+    "token": "token weights w_t = ρ_t",
+    "sequence": "sequence weights w = Π ρ_t",
+    "geometric": "sequence weights w = (Π ρ_t)^(1/n), the geometric mean",
+}
+_STATISTICS = {
+    ("token", "k1"): "tokens whose ρ_t",
+    ("seq_sum", "k1"): "sequences whose Π ρ_t",
+    ("seq_mean", "k1"): "sequences whose geometric mean ρ",
+    ("group_mean", "k1"): "all responses of a prompt whose geometric mean ρ over their tokens",
+    ("token", ""): "tokens whose {}",
+    ("seq_sum", ""): "sequences whose sum of {}",
+    ("seq_mean", ""): "sequences whose mean {}",
+    ("seq_max", ""): "sequences whose largest {}",
+    ("group_mean", ""): "all responses of a prompt whose mean {} over their tokens",
+}
+_DIVERGENCES = {"k2": "k2 = ½(log ρ)²", "k3": "k3 = ρ - 1 - log ρ"}
+_LOSSES = {
+    "ppo_clip": "PPO clips ρ itself",
+    "gspo": "GSPO clips the geometric mean of a sequence's ρ",
+    "cispo": "CISPO weighs each token by its clipped ρ",
+    "reinforce": "REINFORCE, without clipping",
+}
+_BAD = {
+    "error": "an error",
+    "reject_token": "the token is rejected and counted",
+    "reject_sequence": "its sequence is rejected and counted",
+}
+
+
+def describe(config: RolloutCorrectionConfig) -> str:
+    """The config in words, one fact a line; then the flags that make it, and what a translation did."""
+    lines = [_mode(config), *_weights(config), *(f"rejects {_rejects(criterion)}" for criterion in config.criteria)]
+    if config.rollout_token_veto_threshold is not None:
+        lines.append(
+            f"rejects sequences with a token whose ρ_t is below {config.rollout_token_veto_threshold:.10g} (veto)"
+        )
+    if config.staleness_scale is not None:
+        scale = zip(config.staleness_scale.steps, config.staleness_scale.factors[1:], strict=True)
+        steps = ", ".join(f"times {factor:.10g} from a staleness of {step} on" for step, factor in scale)
+        lines.append(f"bounds of weights and rejection, in nats: {steps}")
+    if not config.criteria and config.rollout_token_veto_threshold is None:
+        lines.append("no rejection by divergence")
+    which = (
+        "the accepted tokens" if config.rejection_denominator == "accepted" else "all trained tokens, rejected ones too"
+    )
+    lines.append(f"the loss is averaged over {which}")
+    lines.append(f"a NaN, infinite or positive log-prob at a trained position: {_BAD[config.bad_log_probs]}")
+    lines += [f"metrics are named {config.metric_prefix}…", f"flags: {shlex.join(_flags(config))}"]
+    return "\n".join([*lines, *(f"note: {note}" for note in config.notes)])
+
+
+def _mode(config: RolloutCorrectionConfig) -> str:
+    if config.proximal_interpolation:
+        return (
+            "decoupled without a forward-only pass: log π_old lies between log π_rollout and log π_θ by version, "
+            "ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
+        )
+    if not config.bypass_mode:
+        return "decoupled: π_old is computed, ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
+    return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {_LOSSES[config.loss_type]}"
+
+
+def _weights(config: RolloutCorrectionConfig) -> list[str]:
+    if config.rollout_is is None:
+        return ["no importance weights"]
+    low, high = config.is_bounds
+    bounded = {
+        "truncate": "not truncated" if high >= UNTRUNCATED else f"truncated at {high:.10g}",
+        "clamp": f"clamped to [{low:.10g}, {high:.10g}]",
+        "mask": f"0 outside [{low:.10g}, {high:.10g}]",
+    }[config.is_mode]
+    lines = [f"{_WEIGHTS[config.rollout_is]}, {bounded}"]
+    if config.rollout_is_batch_normalize:
+        what = "tokens" if config.rollout_is == "token" else "sequences"
+        which = "valid" if config.rollout_is_batch_normalize_scope == "all" else "accepted"
+        lines.append(f"the weights are divided by their mean over the {which} {what} of the global batch")
+    if not config.applies_weights:
+        lines.append("the weights are measured, not applied: the ratio of the loss is the correction")
+    return lines
+
+
+def _rejects(criterion: Criterion) -> str:
+    if criterion.aggregation == GROUP_ANY:
+        return "all responses of a prompt of which one is rejected as a whole (group_any)"
+    if criterion.aggregation == OPSM:
+        return f"sequences with A < 0 whose mean of -log ρ is above {0.0 - criterion.lower:.10g} nats (opsm)"
+    if criterion.divergence == "k1":
+        low, high = math.exp(criterion.lower), math.exp(criterion.upper)
+        return f"{_STATISTICS[criterion.aggregation, 'k1']} is outside [{low:.10g}, {high:.10g}] ({criterion.name})"
+    what = _STATISTICS[criterion.aggregation, ""].format(_DIVERGENCES[criterion.divergence])
+    return f"{what} is above {criterion.upper:.10g} nats ({criterion.name})"
+
+
+def _flags(config: RolloutCorrectionConfig) -> list[str]:
+    """The flags without which this would be another config, ``--rollout-is`` always among them."""
+    default = type(config)().to_dict()
+    words: list[str] = []
+    for name, value in config.to_dict().items():
+        if value == default[name] and name != "rollout_is":
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={'none' if value is None else value}")
+    return words

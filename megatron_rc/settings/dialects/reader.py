@@ -1,0 +1,155 @@
+"""Reading another program's settings: every key is known or an error, and what is dropped is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rc.settings.criteria import one_of
+
+# As good as no lower bound: below every ratio of two float64 log-probs that still has a weight.
+NO_LOWER_BOUND = 1e-300
+
+
+class Settings:
+    """The settings of one foreign configuration, and the notes that its translation leaves.
+
+    Args:
+        given: as the user wrote them.
+        defaults: every known key with the value that the foreign program gives it.
+
+    Attributes:
+        notes: one line for each thing that was dropped or means something else here.
+
+    Raises:
+        ValueError: an unknown key.
+    """
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        for name in given:
+            if name not in defaults:
+                raise ValueError(f"unknown setting {name!r}: known are {', '.join(defaults)}")
+        self._values = {**defaults, **given}
+        self._defaults = defaults
+        self.given = frozenset(given)
+        self.notes: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def boolean(self, name: str) -> bool:
+        """A switch.
+
+        Raises:
+            ValueError: another value than true or false.
+        """
+        value = self._values[name]
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be true or false")
+        return value
+
+    def choice(self, name: str, allowed: tuple[str | None, ...]) -> str | None:
+        """One of several words.
+
+        Raises:
+            ValueError: another word.
+        """
+        one_of(name, self._values[name], allowed)
+        value: str | None = self._values[name]
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A finite number, or None; a text that spells one is one.
+
+        Raises:
+            ValueError: something else.
+        """
+        value = self._values[name]
+        return None if value is None else finite(name, value)
+
+    def positive(self, name: str) -> float:
+        """A finite number above 0.
+
+        Raises:
+            ValueError: something else, or nothing.
+        """
+        value = self.number(name)
+        if value is None or value <= 0:
+            raise ValueError(f"{name}={value!r} must be a finite positive number")
+        return value
+
+    def bounds(self, lower: str, upper: str, default: float | None = None) -> tuple[float, float]:
+        """The bounds on ρ that two settings make; an absent lower one is 1 / upper, one of 0 or less is none.
+
+        Args:
+            lower: the setting of the lower bound.
+            upper: the setting of the upper bound.
+            default: taken, with a note, where there is no upper bound.
+
+        Raises:
+            ValueError: no upper bound, or bounds that leave nothing between them.
+        """
+        if self._values[upper] is None and default is not None:
+            self.notes.append(f"{upper} is absent: {default}")
+            self._values[upper] = default
+        high, low = self.positive(upper), self.number(lower)
+        return self.interval(1 / high if low is None else low, high, lower, upper)
+
+    def interval(self, low: float, high: float, lower: str, upper: str) -> tuple[float, float]:
+        """The bounds as they can be written; ``lower`` and ``upper`` say in notes and errors where they come from.
+
+        Raises:
+            ValueError: nothing lies between them.
+        """
+        if low <= 0:
+            self.notes.append(f"{lower}={low:g} is no bound: written as {NO_LOWER_BOUND:g}")
+            low = NO_LOWER_BOUND
+        if not low < high:
+            raise ValueError(f"{lower}={low:g} must lie below {upper}={high:g}")
+        return low, high
+
+    def bounds_text(self, lower: str, upper: str, default: float | None = None) -> str:
+        """``bounds`` as a text: one number u where [1/u, u] is meant, else ``"lo_hi"``."""
+        low, high = self.bounds(lower, upper, default)
+        return repr(high) if self._values[lower] is None else pair(low, high)
+
+    def drop(self, *names: str, because: str) -> None:
+        """Leave settings out, with a note for each that differs from its default."""
+        for name in names:
+            value = self._values[name]
+            if name in self.given and value is not None and value != self._defaults[name]:
+                self.notes.append(f"{name}={value!r} dropped: {because}")
+
+
+def finite(name: str, value: object) -> float:
+    """A number, also one spelt as a text (YAML 1.1 reads 1e-4 as a text).
+
+    Raises:
+        ValueError: anything else, NaN and infinity among it.
+    """
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)) or "_" in str(value):
+            raise ValueError
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} must be a number") from None
+    if number - number != 0:
+        raise ValueError(f"{name}={value!r} must be finite")
+    return number
+
+
+def pair(lower: float, upper: float) -> str:
+    """Bounds as the text ``"lo_hi"``, which gives back the very same numbers."""
+    return f"{lower!r}_{upper!r}"
+
+
+def rejection(criteria: list[tuple[str, str]]) -> dict[str, Any]:
+    """The fields of a chain of (criterion, bound); nothing for an empty one."""
+    if not criteria:
+        return {}
+    bounds = ",".join(bound for _, bound in criteria)
+    lone = len(criteria) == 1 and "_" not in bounds
+    return {
+        "rollout_rs": ",".join(name for name, _ in criteria),
+        "rollout_rs_threshold": float(bounds) if lone else bounds,
+    }

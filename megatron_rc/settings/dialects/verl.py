@@ -1,0 +1,186 @@
+"""verl's three generations of the correction, in our fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rc.settings.criteria import ALIASES, TABLE, criterion_names, ratio_bounds
+from megatron_rc.settings.dialects.reader import Settings, pair, rejection
+
+_CORRECTION: dict[str, Any] = {
+    "rollout_is": "sequence",
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
+_CORRECTION_2025_11: dict[str, Any] = {
+    **_CORRECTION,
+    "rollout_rs_threshold_lower": None,
+    "rollout_token_veto_threshold": None,
+    "bypass_mode": None,
+    "bypass_old_logprob_for_rollout": None,
+    "loss_type": None,
+    "use_policy_gradient": None,
+    "use_pure_rollout_correction": None,
+}
+_CORRECTION_2025_10: dict[str, Any] = {
+    "rollout_is": False,
+    "rollout_is_level": "token",
+    "rollout_is_mode": "truncate",
+    "rollout_is_threshold": None,
+    "rollout_is_threshold_lower": None,
+    "rollout_is_veto_threshold": 1e-4,
+}
+DEFAULTS = {"verl": _CORRECTION, "verl-2025-11": _CORRECTION_2025_11, "verl-2025-10": _CORRECTION_2025_10}
+_CRITERIA = tuple(f"{first}_{second}" for first, kinds in TABLE.items() if first != "group_mean" for second in kinds)
+
+
+def verl(settings: Settings) -> dict[str, Any]:
+    """The newest form. Bounds of k1 criteria apply to 1/ρ there."""
+    own = _weights(settings, pairs=True)
+    own.update(_rejection(settings))
+    loss = settings.choice("loss_type", ("ppo_clip", "reinforce"))
+    own.update(_mode(settings, settings.boolean("bypass_mode"), loss == "reinforce"))
+    return _without_unused_normalization(settings, own)
+
+
+def verl_2025_11(settings: Settings) -> dict[str, Any]:
+    """November and December 2025: bounds on ρ, a veto, and two spellings of the mode."""
+    own = _weights(settings, pairs=False)
+    bypass = _agreed(settings, "bypass_mode", "bypass_old_logprob_for_rollout")
+    reinforce = _agreed(settings, "loss_type", "use_policy_gradient", "use_pure_rollout_correction")
+    rejecting = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
+    if bypass and not reinforce and settings["loss_type"] is None:
+        settings.drop(
+            *rejecting,
+            because="PPO in bypass mode rejected nothing in 2025-11; to keep it, say loss_type: ppo_clip as in 2025-12",
+        )
+    else:
+        own.update(_rejection_2025_11(settings))
+    own.update(_mode(settings, bypass, reinforce))
+    return _without_unused_normalization(settings, own)
+
+
+def verl_2025_10(settings: Settings) -> dict[str, Any]:
+    """October 2025, flat: rejection is a weight of 0, so everything stays in the denominators."""
+    own: dict[str, Any] = {"rollout_is": None, "metric_prefix": "mismatch/", "rejection_denominator": "original"}
+    level = settings.choice("rollout_is_level", ("token", "sequence", "geometric"))
+    mode = settings.choice("rollout_is_mode", ("truncate", "mask", "clip"))
+    rest = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
+    applied = settings.boolean("rollout_is")
+    if settings["rollout_is_threshold"] is None:
+        settings.drop("rollout_is", *rest, because="without a rollout_is_threshold everything is off there")
+        return own
+    upper = settings.positive("rollout_is_threshold")
+    if not applied:
+        settings.notes.append(f"rollout_is_threshold={upper!r} dropped: with rollout_is off, weights are only measured")
+        settings.drop(*rest, because="with rollout_is off, weights are only measured there")
+        return own
+    return {**own, "rollout_is": level, **_bounds_2025_10(settings, upper, truncate=mode == "truncate")}
+
+
+def _bounds_2025_10(settings: Settings, upper: float, *, truncate: bool) -> dict[str, Any]:
+    own: dict[str, Any] = {"rollout_is_threshold": upper}
+    if truncate:
+        settings.drop("rollout_is_threshold_lower", because="truncation has no lower bound; only metrics read it there")
+    else:
+        own["rollout_is_mode"] = "mask"
+        if settings["rollout_is_threshold_lower"] is not None:
+            own["rollout_is_threshold"] = pair(*settings.bounds("rollout_is_threshold_lower", "rollout_is_threshold"))
+    if settings["rollout_is_veto_threshold"] is not None:
+        own["rollout_token_veto_threshold"] = settings.positive("rollout_is_veto_threshold")
+    return own
+
+
+def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:
+    level = settings.choice("rollout_is", (None, "token", "sequence"))
+    normalize = settings.boolean("rollout_is_batch_normalize")
+    if "rollout_is" not in settings.given:
+        settings.notes.append("rollout_is is absent: 'sequence', verl's default in Python (its YAML file says null)")
+    off = "there are no weights without rollout_is"
+    if level is not None and settings["rollout_is_threshold"] is None:
+        settings.notes.append(f"rollout_is={level!r} dropped: without a rollout_is_threshold verl makes no weights")
+        level, off = None, "there are no weights without rollout_is_threshold"
+    if level is None:
+        settings.drop("rollout_is_threshold", "rollout_is_batch_normalize", because=off)
+        return {"rollout_is": None}
+    if not pairs:
+        settings.positive("rollout_is_threshold")
+    bounds = ratio_bounds("rollout_is_threshold", settings["rollout_is_threshold"])
+    own = {"rollout_is": level, "rollout_is_threshold": pair(*bounds) if isinstance(bounds, tuple) else bounds}
+    return {**own, "rollout_is_batch_normalize": True} if normalize else own
+
+
+def _rejection(settings: Settings) -> dict[str, Any]:
+    names, given = criterion_names(settings["rollout_rs"]), settings["rollout_rs_threshold"]
+    if not names:
+        settings.drop("rollout_rs_threshold", because="there is no criterion in rollout_rs")
+        return {}
+    for name in str(settings["rollout_rs"]).split(","):
+        if name.strip() and name.strip() not in _CRITERIA:
+            raise ValueError(f"rollout_rs={name.strip()!r} is unknown to verl: use {', '.join(_CRITERIA)}")
+    if given is None or isinstance(given, bool) or not isinstance(given, (int, float, str)):
+        raise ValueError(
+            f"rollout_rs_threshold={given!r}: rollout_rs={settings['rollout_rs']!r} needs a bound or several"
+        )
+    bounds = [bound.strip() for bound in str(given).split(",") if bound.strip()]
+    if len(bounds) not in (1, len(names)):
+        raise ValueError(
+            f"rollout_rs_threshold={given!r} has {len(bounds)} bounds for {len(names)} criteria: give one each"
+        )
+    bounds = bounds if len(bounds) == len(names) else bounds * len(names)
+    return rejection([(name, _on_rho(settings, name, bound)) for name, bound in zip(names, bounds, strict=True)])
+
+
+def _on_rho(settings: Settings, name: str, bound: str) -> str:
+    """The bound on ρ: verl tests -log ρ of a k1 criterion between log lo and log hi, which is 1/hi <= ρ <= 1/lo."""
+    bounds = ratio_bounds("rollout_rs_threshold", bound)
+    if not name.endswith("k1") or not isinstance(bounds, tuple):
+        return bound
+    inverse = pair(1 / bounds[1], 1 / bounds[0])
+    if inverse == pair(*bounds):
+        return inverse
+    settings.notes.append(f"{name}: verl's bounds {bound} apply to 1/ρ, so they are {inverse} on ρ")
+    return inverse
+
+
+def _rejection_2025_11(settings: Settings) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    level = settings.choice("rollout_rs", (None, *ALIASES))
+    if level is None:
+        settings.drop("rollout_rs_threshold", "rollout_rs_threshold_lower", because="there is no rollout_rs")
+    else:
+        bounds = settings.bounds_text("rollout_rs_threshold_lower", "rollout_rs_threshold", default=2.0)
+        own = rejection([(ALIASES[level], bounds)])
+    if settings["rollout_token_veto_threshold"] is not None:
+        own["rollout_token_veto_threshold"] = settings.positive("rollout_token_veto_threshold")
+    return own
+
+
+def _mode(settings: Settings, bypass: bool, reinforce: bool) -> dict[str, Any]:
+    if bypass:
+        return {"bypass_mode": True, "loss_type": "reinforce" if reinforce else "ppo_clip"}
+    if reinforce:
+        settings.notes.append("the policy-gradient loss dropped: it is an objective of bypass mode, which is off")
+    return {}
+
+
+def _agreed(settings: Settings, *names: str) -> bool:
+    """The one answer of settings that say the same thing in several releases' words; none is no."""
+    found: dict[str, bool] = {}
+    for name in names:
+        if settings[name] is not None:
+            words = name == "loss_type" and settings.choice(name, ("ppo_clip", "reinforce")) == "reinforce"
+            found[name] = words if name == "loss_type" else settings.boolean(name)
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{' and '.join(f'{name}={settings[name]!r}' for name in found)} contradict: keep one of them")
+    return any(found.values())
+
+
+def _without_unused_normalization(settings: Settings, own: dict[str, Any]) -> dict[str, Any]:
+    if own.get("bypass_mode") and own["loss_type"] == "ppo_clip" and own.pop("rollout_is_batch_normalize", False):
+        settings.notes.append("rollout_is_batch_normalize=True dropped: PPO in bypass mode applies no weights")
+    return own

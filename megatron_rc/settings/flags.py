@@ -1,0 +1,208 @@
+"""The correction and the objective as command-line flags, in the shape of Megatron's ``extra_args_provider``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.dialects.others import UNTRUNCATED
+from megatron_rc.settings.presets import PRESETS, RELEASES
+
+_HELP = {
+    "rollout_is": "level of the importance weights: token, sequence or geometric; none: no weights",
+    "rollout_is_threshold": "bound on the weights: one number, or lo_hi",
+    "rollout_is_mode": "truncate the weights, clamp them to the bounds, or mask them to 0 outside (IcePop)",
+    "rollout_is_threshold_lower": "lower bound, where the threshold is one number and the mode is clamp or mask",
+    "rollout_is_batch_normalize": "divide the weights by their mean over the global batch",
+    "rollout_is_batch_normalize_scope": "that mean runs over all valid tokens (all) or the accepted ones (accepted)",
+    "rollout_rs": "comma list of rejection criteria, for example token_k1,seq_mean_k3; none: no rejection",
+    "rollout_rs_threshold": "one bound, or a comma list with one for each criterion; lo_hi bounds the ratio of k1",
+    "rollout_rs_threshold_lower": "lower bounds of the k1 criteria that were given one number",
+    "rollout_token_veto_threshold": "reject a sequence with any token whose ratio is below this",
+    "rollout_staleness_scale": "multiply the bounds, in nats, from a staleness on, for example 1:1.5,4:2",
+    "rejection_denominator": "average the loss over accepted tokens (accepted) or over all (original)",
+    "bad_log_probs": "a NaN, infinite or positive log-prob: error, reject_token or reject_sequence",
+    "metric_prefix": "in front of every metric's name",
+    "proximal_interpolation": "no forward-only pass: log π_old between the rollout's and the current one, by version",
+    "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
+    "loss_type": "objective in bypass mode: ppo_clip, reinforce, gspo or cispo",
+}
+_SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_batch_normalize")
+_PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
+_MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
+_OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize")
+
+
+def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add one long option for each field of the config, ``--rollout-correction-preset`` and ``-config``.
+
+    Megatron-LM's two options for importance sampling are added too. An option that the parser already has is left
+    alone. Every default is None, "not given". Abbreviations are switched off, which would hide a misspelt flag. Returns
+    the parser.
+    """
+    parser.allow_abbrev = False
+    group = parser.add_argument_group("rollout correction")
+    presets = f"{', '.join(PRESETS)}; NAME@{RELEASES[1]} for the numbers of that release; the fields below override it"
+    _add(parser, group, _PRESET, metavar="NAME", help=f"one of {presets}")
+    _add(parser, group, _FILE, metavar="FILE", help="YAML file of the fields below, which override it")
+    for field in FIELDS:
+        if field in _SWITCHES:
+            _add(parser, group, _flag(field), action=argparse.BooleanOptionalAction, help=_HELP[field])
+        else:
+            _add(parser, group, _flag(field), help=_HELP[field])
+    text = "weigh each token by its ratio, as Megatron-LM does; short for --rollout-is token"
+    _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
+    _add(parser, group, _MEGATRON_LIMIT, type=float, help=f"truncate the weights of {_MEGATRON_SWITCH} at this")
+    return parser
+
+
+def rollout_correction_config_from_args(args: argparse.Namespace) -> RolloutCorrectionConfig:
+    """The config that the flags describe: the preset or the file, overridden by every flag that was given.
+
+    Settings of the preset or file that a flag makes meaningless are dropped: those of the weights after
+    ``--rollout-is none``, the bounds of other criteria after ``--rollout-rs``, a lower bound beside a new pair, the
+    objective after ``--no-bypass-mode``, normalisation where no weights are applied, bounds by staleness where
+    nothing has bounds, the interpolation in bypass mode. A flag that would itself do nothing is an error. An attribute
+    that the namespace lacks was not given.
+
+    Raises:
+        ValueError: flags that contradict each other, a file that cannot be read, or a field that is wrong; the flag is
+            named.
+    """
+    given = {field: _parsed(field, args) for field in FIELDS if getattr(args, field, None) is not None}
+    base = _base(args, given)
+    if not given:
+        return base
+    fields = {**base.to_dict(), **given}
+    if isinstance(given.get("rollout_is_threshold"), float) and fields["rollout_is"] and base.is_mode == "mask":
+        # IcePop with another bound stays IcePop, though only the pair before it said so.
+        fields["rollout_is_mode"] = given.get("rollout_is_mode", "mask")
+    default = RolloutCorrectionConfig().to_dict()
+    for field in _leftovers(base.to_dict(), fields) - given.keys():
+        fields[field] = default[field]
+    return _named(lambda: RolloutCorrectionConfig.from_dict(fields), _flag_of_error)
+
+
+def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
+    """The objective that Megatron-LM's ``--grpo-*`` flags and ours beside them describe; absent ones: the default.
+
+    Raises:
+        ValueError: a value that the objective cannot have; the flag is named.
+    """
+    fields = {
+        "algorithm": "policy_loss",
+        "clip_low": "grpo_clamp_eps_lower",
+        "clip_high": "grpo_clamp_eps_upper",
+        "dual_clip": "ppo_dual_clip",
+        "aggregation": "loss_aggregation",
+        "loss_scale_factor": "loss_scale_factor",
+        "kl_coef": "grpo_kl_beta",
+        "kl_estimator": "kl_estimator",
+        "entropy_coef": "grpo_entropy_term_weight",
+    }
+    given = {field: getattr(args, name, None) for field, name in fields.items()}
+    return PolicyLossConfig(**{field: value for field, value in given.items() if value is not None})
+
+
+def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option: str, **how: Any) -> None:
+    known = {text for action in parser._actions for text in action.option_strings}
+    if not known & {option, f"--no-{option[2:]}"}:
+        group.add_argument(option, default=None, **how)
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _parsed(field: str, args: argparse.Namespace) -> Any:
+    """The value of a field as it was typed: ``none`` is None, what reads as one number is one."""
+    value = getattr(args, field)
+    if not isinstance(value, str) or field == "metric_prefix":
+        return value
+    if value.lower() in ("none", "null"):
+        return None
+    try:
+        # float() would take 0.5_2 for 0.52.
+        return value if "_" in value else float(value)
+    except ValueError:
+        return value
+
+
+def _base(args: argparse.Namespace, given: dict[str, Any]) -> RolloutCorrectionConfig:
+    """What the flags override: the preset, the file, Megatron-LM's options, or the defaults."""
+    name, path = getattr(args, _name(_PRESET), None), getattr(args, _name(_FILE), None)
+    if name is not None and path is not None:
+        raise ValueError(f"{_PRESET} {name} and {_FILE} {path} contradict: give one of them")
+    weights = _megatron_weights(args)
+    if weights is not None:
+        others = [_PRESET] * (name is not None) + [_FILE] * (path is not None)
+        others += [_flag(field) for field in ("rollout_is", *_OF_WEIGHTS[:3]) if field in given]
+        if others:
+            raise ValueError(f"{_MEGATRON_SWITCH} and {others[0]} contradict: give one of them")
+        return weights
+    if name is not None:
+        parts = name.split("@", 1)
+        return _named(lambda: preset(*parts), lambda _: f"{_PRESET} {name}")
+    if path is None:
+        return RolloutCorrectionConfig()
+    try:
+        return _named(lambda: RolloutCorrectionConfig.from_yaml(path), lambda _: f"{_FILE} {path}")
+    except OSError as error:
+        raise ValueError(f"{_FILE} {path} cannot be read: {error.strerror}") from error
+
+
+def _megatron_weights(args: argparse.Namespace) -> RolloutCorrectionConfig | None:
+    limit = getattr(args, _name(_MEGATRON_LIMIT), None)
+    if not getattr(args, _name(_MEGATRON_SWITCH), None):
+        if limit is not None:
+            raise ValueError(
+                f"{_MEGATRON_LIMIT} {limit} does nothing without {_MEGATRON_SWITCH}: give both, or neither"
+            )
+        return None
+    bound = UNTRUNCATED if limit is None else limit
+    make = RolloutCorrectionConfig.decoupled_token_is
+    return _named(lambda: make(bound), lambda _: f"{_MEGATRON_LIMIT} {limit}")
+
+
+def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """Settings that mean nothing among the others of now; of the base, where no flag has asked for them."""
+    left: set[str] = set()
+    if now["rollout_is"] is None:
+        left.update(_OF_WEIGHTS)
+    if now["rollout_is_mode"] in (None, "truncate") or "_" in str(now["rollout_is_threshold"]):
+        left.add("rollout_is_threshold_lower")
+    if now["rollout_rs"] != base["rollout_rs"]:
+        left.update(("rollout_rs_threshold", "rollout_rs_threshold_lower"))
+    if now["rollout_is"] is None and not now["rollout_rs"]:
+        left.add("rollout_staleness_scale")
+    if "_" in str(now["rollout_rs_threshold"]):
+        left.add("rollout_rs_threshold_lower")
+    if now["bypass_mode"]:
+        left.add("proximal_interpolation")
+    if not now["bypass_mode"]:
+        left.add("loss_type")
+    elif now["loss_type"] != "reinforce":
+        left.add("rollout_is_batch_normalize")
+    if "rollout_is_batch_normalize" in left or not now["rollout_is_batch_normalize"]:
+        left.add("rollout_is_batch_normalize_scope")
+    return left
+
+
+def _name(option: str) -> str:
+    return option[2:].replace("-", "_")
+
+
+def _named(make: Callable[[], RolloutCorrectionConfig], flag: Callable[[str], str]) -> RolloutCorrectionConfig:
+    """The config, or its error with the flag in front that it is about."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{flag(str(error))}: {error}") from error
+
+
+def _flag_of_error(message: str) -> str:
+    """The flag of the field that a message begins with."""
+    return next((_flag(field) for field in FIELDS if message.startswith(f"{field}=")), "rollout correction")

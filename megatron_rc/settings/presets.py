@@ -1,0 +1,337 @@
+"""Presets: published corrections by name, each with its numbers and the paper it comes from.
+
+Every name of every release of verl works here. ρ = π_train / π_rollout; every bound is on ρ.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_rc.settings.criteria import one_of
+
+NEWEST = "2026-08"
+RELEASES = (NEWEST, "2025-11")
+Bound = float | str
+
+C = TypeVar("C", bound="Presets")
+
+
+class Presets:
+    """The presets as constructors of the config.
+
+    ``release`` chooses between numbers where releases of verl gave one name different ones: ``"2026-08"``, the newest
+    and the default, or ``"2025-11"``.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None: ...
+
+    # Decoupled mode: π_old is computed, ρ = π_old / π_rollout, and PPO clips π_θ / π_old.
+
+    @classmethod
+    def decoupled_token_is(cls: type[C], threshold: float = 2.0) -> C:
+        """Token-level truncated importance sampling: w_t = min(ρ_t, threshold). Low variance, biased; the first to try.
+
+        Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+        """
+        return cls(**_weights("token", threshold))
+
+    @classmethod
+    def token_is(cls: type[C], threshold: float = 2.0) -> C:
+        """Alias of ``decoupled_token_is``, from the first release that had presets."""
+        return cls.decoupled_token_is(threshold)
+
+    @classmethod
+    def token_tis(cls: type[C], threshold: float = 2.0) -> C:
+        """Alias of ``decoupled_token_is``: token-level TIS."""
+        return cls.decoupled_token_is(threshold)
+
+    @classmethod
+    def decoupled_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
+        """Tokens whose ratio is out of bounds get weight 0, the others ρ_t (IcePop). For mixtures of experts.
+
+        A token that gets 0 still counts in the denominators of the loss. ``threshold`` is "lo_hi", or the upper bound
+        alone: then the lower one is ``threshold_lower`` or 0.5.
+
+        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
+        """
+        return cls(**_icepop(threshold, threshold_lower))
+
+    @classmethod
+    def decoupled_seq_is(cls: type[C], threshold: float = 2.0) -> C:
+        """Sequence-level truncated importance sampling: w = min(Π ρ_t, threshold). Unbiased but for the truncation.
+
+        For short responses: the variance of the product grows with the length.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("sequence", threshold))
+
+    @classmethod
+    def seq_is(cls: type[C], threshold: float = 2.0) -> C:
+        """Alias of ``decoupled_seq_is``, from the first release that had presets."""
+        return cls.decoupled_seq_is(threshold)
+
+    @classmethod
+    def decoupled_seq_is_rs(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.5_2.0") -> C:
+        """Sequence weights, and sequences whose product of ratios is out of bounds are rejected (Seq-MIS).
+
+        For a large mismatch, where the tail of the weights is noise rather than signal.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("sequence", is_threshold), rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def seq_is_rs(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.5_2.0") -> C:
+        """Alias of ``decoupled_seq_is_rs``, from the first release that had presets."""
+        return cls.decoupled_seq_is_rs(is_threshold, rs_threshold)
+
+    @classmethod
+    def seq_mis(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
+        """Alias of ``decoupled_seq_is_rs`` with one number for the weights and for the rejection: Π ρ_t in [1/u, u].
+
+        ``release="2025-11"`` has no lower bound: long sequences that the trainer finds unlikely stay in.
+        """
+        lower = 1 / threshold if _is_newest(release) else 1e-300
+        return cls.decoupled_seq_is_rs(threshold, f"{lower!r}_{threshold!r}")
+
+    @classmethod
+    def decoupled_geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+        """Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought.
+
+        The mean takes the length out of the test, which a product of ratios cannot. ``rs_threshold``: "0.999_1.001";
+        ``release="2025-11"``: 1.001, so [1/1.001, 1.001], with a veto at 1e-4.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(rollout_is=None, **_geometric(rs_threshold, release))
+
+    @classmethod
+    def geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+        """Alias of ``decoupled_geo_rs``, from the first release that had presets."""
+        return cls.decoupled_geo_rs(rs_threshold, release=release)
+
+    @classmethod
+    def geo_mis(cls: type[C], rs_threshold: Bound = "0.999_1.001", *, release: str = NEWEST) -> C:
+        """Alias of ``decoupled_geo_rs`` whose bounds are "0.999_1.001" in both releases (2025-11: with the veto)."""
+        return cls.decoupled_geo_rs(rs_threshold, release=release)
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
+    ) -> C:
+        """``decoupled_geo_rs`` and ``decoupled_seq_is`` together: filter by length-free ratio, weigh what stays.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("sequence", is_threshold), **_geometric(rs_threshold, release))
+
+    @classmethod
+    def geo_rs_seq_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
+    ) -> C:
+        """Alias of ``decoupled_geo_rs_seq_tis``, as verl spelt it at the end of 2025."""
+        return cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold, release=release)
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
+        """``decoupled_geo_rs`` and ``decoupled_token_is`` together: the filter, with weights of low variance.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold, NEWEST))
+
+    @classmethod
+    def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
+        """Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound, in nats; no weights.
+
+        Steadier than the geometric mean where the mismatch is small: ratios on both sides of 1 cannot cancel.
+
+        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
+        Reinforcement Learning".
+        """
+        return cls(rollout_is=None, **_k3(rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01) -> C:
+        """``decoupled_k3_rs`` and ``decoupled_seq_is`` together.
+
+        Schulman 2020, "Approximating KL Divergence"; Liu et al. 2025, "When Speed Kills Stability: Demystifying RL
+        Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("sequence", is_threshold), **_k3(rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: float = 0.01) -> C:
+        """``decoupled_k3_rs`` and ``decoupled_token_is`` together.
+
+        Schulman 2020, "Approximating KL Divergence"; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+        Off-Policy RL Training".
+        """
+        return cls(**_weights("token", is_threshold), **_k3(rs_threshold))
+
+    @classmethod
+    def trust_region_masking(cls: type[C], mean_threshold: float = 0.01, max_threshold: float = 2.5) -> C:
+        """Reject whole sequences that leave the trust region on average (mean k3) or at any token (max k2); no weights.
+
+        For long horizons, where a single token's divergence decides whether the surrogate can be trusted. The paper's
+        theory bounds the exact divergence; of single samples it takes k3 for the mean, which is unbiased, and |log ρ|
+        for the maximum, which is symmetric (k2 is half its square). Choose the bounds for your own mismatch: the
+        defaults are verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2.
+
+        Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
+        """
+        bounds = f"{mean_threshold!r},{max_threshold!r}"
+        return cls(rollout_is=None, rollout_rs="seq_mean_k3,seq_max_k2", rollout_rs_threshold=bounds)
+
+    # Bypass mode: π_old := π_rollout, no extra forward pass, ρ = π_θ / π_rollout.
+
+    @classmethod
+    def bypass_ppo_clip(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
+        """PPO clips π_θ / π_rollout itself, which is the correction; no weights. The fastest, for a small mismatch.
+
+        ``release="2025-11"`` also measures token weights truncated at ``threshold`` (2.0), which it does not apply.
+
+        Schulman et al. 2017, "Proximal Policy Optimization Algorithms".
+        """
+        if not _is_newest(release):
+            return cls(**_weights("token", 2.0 if threshold is None else threshold), bypass_mode=True)
+        if threshold is not None:
+            raise ValueError(
+                f"threshold={threshold!r} does nothing: release {NEWEST!r} of this preset has no weights; drop it, or "
+                'use release="2025-11"'
+            )
+        return cls(rollout_is=None, bypass_mode=True)
+
+    @classmethod
+    def ppo_is_bypass(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
+        """Alias of ``bypass_ppo_clip``: its name in the first releases."""
+        return cls.bypass_ppo_clip(threshold, release=release)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+        """``bypass_ppo_clip``, and sequences whose geometric mean ratio is out of bounds are rejected.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(rollout_is=None, bypass_mode=True, **_geometric(rs_threshold, release))
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
+        """``bypass_ppo_clip``, and sequences whose mean k3 is above a bound are rejected.
+
+        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
+        Reinforcement Learning".
+        """
+        return cls(rollout_is=None, bypass_mode=True, **_k3(rs_threshold))
+
+    @classmethod
+    def bypass_pg_is(cls: type[C], threshold: float = 2.0) -> C:
+        """REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ. Where PPO's clipping is not wanted.
+
+        Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; Liu
+        et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("sequence", threshold), **_REINFORCE)
+
+    @classmethod
+    def pg_is(cls: type[C], threshold: float = 2.0) -> C:
+        """Alias of ``bypass_pg_is``: its name in release 2025-11."""
+        return cls.bypass_pg_is(threshold)
+
+    @classmethod
+    def pure_is(cls: type[C], threshold: float = 2.0) -> C:
+        """Alias of ``bypass_pg_is``: its name in the first release that had presets."""
+        return cls.bypass_pg_is(threshold)
+
+    @classmethod
+    def bypass_pg_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
+        """REINFORCE with token weights that are 0 out of bounds (IcePop). Bounds as in ``decoupled_token_icepop``.
+
+        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
+        """
+        return cls(**_icepop(threshold, threshold_lower), **_REINFORCE)
+
+    @classmethod
+    def bypass_pg_geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+        """REINFORCE without weights on sequences whose geometric mean ratio is within bounds. For long responses.
+
+        Bounds and releases as in ``decoupled_geo_rs``.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(rollout_is=None, **_geometric(rs_threshold, release), **_REINFORCE)
+
+    @classmethod
+    def pg_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+        """Alias of ``bypass_pg_geo_rs``: its name in release 2025-11."""
+        return cls.bypass_pg_geo_rs(rs_threshold, release=release)
+
+    @classmethod
+    def bypass_pg_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+        """Alias of ``bypass_pg_geo_rs``, as verl spelt it at the end of 2025."""
+        return cls.bypass_pg_geo_rs(rs_threshold, release=release)
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
+    ) -> C:
+        """``bypass_pg_geo_rs`` and ``bypass_pg_is`` together: the filter and sequence weights.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("sequence", is_threshold), **_geometric(rs_threshold, release), **_REINFORCE)
+
+    @classmethod
+    def pg_geo_rs_seq_tis(
+        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
+    ) -> C:
+        """Alias of ``bypass_pg_geo_rs_seq_tis``, as verl spelt it at the end of 2025."""
+        return cls.bypass_pg_geo_rs_seq_tis(is_threshold, rs_threshold, release=release)
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
+        """``bypass_pg_geo_rs`` with token weights: less variance than sequence weights, more bias.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """
+        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold, NEWEST), **_REINFORCE)
+
+    @classmethod
+    def disabled(cls: type[C]) -> C:
+        """Nothing is corrected, everything is measured. The first run to make: it shows how large the mismatch is."""
+        return cls(rollout_is=None)
+
+
+PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
+
+_REINFORCE: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
+
+
+def _is_newest(release: str) -> bool:
+    one_of("release", release, RELEASES)
+    return release == NEWEST
+
+
+def _weights(level: str, threshold: Bound) -> dict[str, Any]:
+    return {"rollout_is": level, "rollout_is_threshold": threshold}
+
+
+def _icepop(threshold: Bound, lower: float | None) -> dict[str, Any]:
+    if "_" in str(threshold):
+        return {**_weights("token", threshold), "rollout_is_threshold_lower": lower}
+    return _weights("token", f"{0.5 if lower is None else lower}_{threshold}")
+
+
+def _geometric(rs_threshold: Bound | None, release: str) -> dict[str, Any]:
+    if _is_newest(release):
+        bound: Bound = "0.999_1.001" if rs_threshold is None else rs_threshold
+        return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": bound}
+    bound = 1.001 if rs_threshold is None else rs_threshold
+    return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": bound, "rollout_token_veto_threshold": 1e-4}
+
+
+def _k3(rs_threshold: float) -> dict[str, Any]:
+    return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": rs_threshold}

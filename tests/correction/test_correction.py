@@ -1,0 +1,309 @@
+"""Weights, masks, denominators and metrics of one process against the float64 oracle."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction import stages as pipeline
+from megatron_rc.correction.token_pass import blocks as block_pass
+from megatron_rc.parallel import SequenceLayout
+from tests.support import correction_oracle as oracle
+from tests.support.corrections import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
+
+SIGNS = {"positive": "reward_positive", "negative": "reward_negative", "zero": "reward_zero"}
+
+
+def config_of(name):
+    return RolloutCorrectionConfig.from_dict(CASES[name].fields)
+
+
+def correct(name, batch, **more):
+    return correct_rollouts(
+        batch.train, batch.rollout, batch.mask, config_of(name), **batch.sides, **sizes(batch), **more
+    )
+
+
+def use_blocks(monkeypatch, num_tokens):
+    """Cut all shards into blocks of this size."""
+    monkeypatch.setattr(pipeline, "MIN_BLOCK", num_tokens)
+    monkeypatch.setattr(pipeline, "MAX_BLOCK", num_tokens)
+
+
+def expected_metrics(found):
+    """All that the oracle has, under the names of the library."""
+    metrics = {name: value for name, value in found.metrics.items() if not name.startswith("log_ratio_p")}
+    for bucket, row in found.breakdowns["length"].items():
+        metrics[f"rollout_rs_masked_fraction_length_{2**bucket}_{2 ** (bucket + 1) - 1}"] = row["masked_fraction"]
+    for sign, row in found.breakdowns.get("reward", {}).items():
+        metrics[f"rollout_rs_masked_fraction_{SIGNS[sign]}"] = row["masked_fraction"]
+    for bucket, row in found.breakdowns.get("staleness", {}).items():
+        metrics[f"rollout_rs_masked_fraction_staleness_{bucket}"] = row["masked_fraction"]
+        metrics[f"staleness_{bucket}_token_fraction"] = row["token_fraction"]
+        metrics[f"staleness_{bucket}_kl"] = row["kl"]
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def assert_metrics(got, found, rel):
+    expected = expected_metrics(found)
+    wrong = {
+        name: (got.get(name), value)
+        for name, value in expected.items()
+        if got.get(name) != pytest.approx(value, rel=rel, abs=rel)
+    }
+    assert not wrong
+    extra = {name for name in got if name not in expected and "log_ratio_p" not in name and "bad_log_probs" not in name}
+    extra.discard("rollout_corr/rollout_is_batch_norm_skipped")
+    assert not extra
+
+
+def assert_same(result, found, rows=slice(None), columns=slice(None), rel=1e-9):
+    """The local part of a result is the oracle's."""
+    if found.weights is None:
+        assert result.weights is None
+    else:
+        want = torch.tensor(found.weights, dtype=torch.float64)[rows][:, columns]
+        torch.testing.assert_close(result.weights.double(), want, rtol=rel, atol=1e-12)
+    assert torch.equal(result.mask, torch.tensor(found.mask)[rows][:, columns])
+    assert result.denominators.tolist() == found.denominators
+    assert result.skip.tolist() == found.skip
+    assert result.sequence_lengths.tolist() == torch.tensor(found.sequence_lengths)[rows].tolist()
+    assert_metrics(result.metrics(), found, rel)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_matches_the_oracle(name):
+    batch, found = clear_batch(name)
+    result = correct(name, batch)
+    result.check()
+    assert_same(result, found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_is_as_near_as_float32_can_be(name):
+    batch, found = clear_batch(name)
+    batch = dataclasses.replace(batch, train=batch.train.float(), rollout=batch.rollout.float())
+    result = correct(name, batch)
+    assert result.weights is None or result.weights.dtype == torch.float32
+    assert_same(result, found, rel=2e-6)
+
+
+@pytest.mark.parametrize("filler", [0.0, math.inf, -math.inf, -1e10, 5.0])
+@pytest.mark.parametrize("name", ["token", "token clamp", "sequence icepop", "maxima and veto"])
+def test_what_stands_at_masked_positions_changes_no_bit(name, filler):
+    seed = 3
+    result, other = (correct(name, make_batch(CASES[name], seed, value)) for value in (math.nan, filler))
+    assert result.weights is None or torch.equal(result.weights, other.weights)
+    assert torch.equal(result.mask, other.mask)
+    assert torch.equal(result.header, other.header)
+
+
+def test_extreme_ratios_stay_finite():
+    train = torch.tensor([[-1e4, -1.0, -1.0], [-1.0, -1e4, -1e4]])
+    rollout = torch.tensor([[-1.0, -1e4, -1.0], [-1e4, -1.0, -2e4]])
+    for name in CASES:
+        fields = {key: value for key, value in CASES[name].fields.items() if not key.startswith("rollout_rs")}
+        config, versions = RolloutCorrectionConfig(**fields), torch.tensor([3, 7])
+        mask = torch.ones(2, 3, dtype=torch.bool)
+        result = correct_rollouts(train, rollout, mask, config, policy_versions=versions, current_version=7)
+        assert result.weights is None or result.weights.isfinite().all(), name
+        assert all(math.isfinite(value) for value in result.metrics().values()), name
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_sums_over_long_sequences_are_exact(split, monkeypatch):
+    """32k tokens, in one block and in blocks of a part of the row."""
+    use_blocks(monkeypatch, 2**15 // split)
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(2, 2**15, generator=generator)
+    train = (rollout + 1e-4 * torch.randn(2, 2**15, generator=generator)).clamp(max=0)
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1e6, metric_prefix="")
+    result = correct_rollouts(train, rollout, torch.ones(2, 2**15, dtype=torch.bool), config)
+    want = [math.fsum(a) - math.fsum(b) for a, b in zip(train.tolist(), rollout.tolist(), strict=True)]
+    metrics = result.metrics()
+    assert metrics["kl"] == pytest.approx(-sum(want) / 2**16, rel=1e-9)
+    assert metrics["rollout_is_raw_max"] == pytest.approx(math.exp(max(want)), rel=1e-9)
+    # In float32 they are not: the naive sum is what this guards against.
+    naive = [float((a - b).sum()) for a, b in zip(train, rollout, strict=True)]
+    assert abs(naive[0] - want[0]) > 1e-9 * abs(want[0])
+
+
+def test_mini_batches_have_their_own_denominators_and_skip_flags():
+    batch, _ = clear_batch("token")
+    mask = batch.mask.clone()
+    mask[4:6] = False
+    ids = torch.arange(12) // 2
+    config = config_of("token")
+    result = correct_rollouts(batch.train, batch.rollout, mask, config, mini_batch_ids=ids, num_mini_batches=6)
+    for index in range(6):
+        part = correct_rollouts(batch.train[ids == index], batch.rollout[ids == index], mask[ids == index], config)
+        assert torch.equal(result.denominators[index], part.denominators[0])
+        assert bool(result.skip[index]) == bool(part.skip[0])
+    assert bool(result.skip[2])
+    assert result.denominators_on_host() == result.denominators.tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(3, 16), (0, 16), (3, 0)])
+def test_a_batch_without_tokens_is_skipped_without_nan(name, shape):
+    case = CASES[name]
+    batch = make_batch(case, 0)
+    sides = {key: value[: shape[0], ...] for key, value in batch.sides.items()}
+    sides = {key: value[:, : shape[1]] if value.dim() == 2 else value for key, value in sides.items()}
+    nothing = torch.full(shape, math.nan)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    result = correct_rollouts(nothing, nothing, mask, config_of(name), **sides, **sizes(batch))
+    result.check()
+    assert result.skip.tolist() == [True] * 3
+    assert result.mask.shape == shape
+    metrics = result.metrics()
+    assert {value for key, value in metrics.items() if "batch_norm" not in key} == {0.0}
+
+
+def test_effective_sample_size_is_of_the_whole_batch():
+    """[1] * 4 and [2] * 4: 0.9, whoever holds which."""
+    train, rollout = torch.full((2, 4), -1.0, dtype=torch.float64), torch.full((2, 4), -1.0, dtype=torch.float64)
+    rollout[1] -= math.log(2)
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=10)
+    metrics = correct_rollouts(train, rollout, torch.ones(2, 4, dtype=torch.bool), config).metrics()
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.9, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_weights_have_the_dtype_of_the_log_probs_but_at_least_float32(dtype):
+    batch, _ = clear_batch("token")
+    result = correct_rollouts(batch.train.to(dtype), batch.rollout.to(dtype), batch.mask, config_of("token"))
+    assert result.weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_the_callers_tensors_are_not_written_to():
+    batch, _ = clear_batch("bad tokens")
+    before = [tensor.clone() for tensor in (batch.train, batch.rollout, batch.mask, *batch.sides.values())]
+    correct("bad tokens", batch).metrics()
+    for tensor, copy in zip((batch.train, batch.rollout, batch.mask, *batch.sides.values()), before, strict=True):
+        torch.testing.assert_close(tensor, copy, equal_nan=True, rtol=0, atol=0)
+
+
+def test_rejection_does_not_change_unnormalised_weights():
+    batch, _ = clear_batch("token")
+    free = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.5)
+    with_rejection = correct_rollouts(batch.train, batch.rollout, batch.mask, config_of("token"))
+    without = correct_rollouts(batch.train, batch.rollout, batch.mask, free)
+    assert torch.equal(with_rejection.weights, without.weights)
+    assert torch.equal(without.mask, batch.mask)
+
+
+def as_parts(batch, pieces):
+    """The rows of a batch as lists of micro-batches."""
+    rows = torch.arange(ROWS).split(pieces)
+    parts = [batch.rows(index) for index in rows]
+    sides = {name: [part.sides[name] for part in parts] for name in batch.sides}
+    return [part.train for part in parts], [part.rollout for part in parts], [part.mask for part in parts], sides
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("pieces", [[ROWS], [5, 0, 1, 6], [1] * ROWS], ids=str)
+def test_lists_of_micro_batches_are_one_batch(name, pieces):
+    batch, found = clear_batch(name)
+    train, rollout, mask, sides = as_parts(batch, pieces)
+    result = correct_rollouts(train, rollout, mask, config_of(name), **sides, **sizes(batch))
+    assert [part.shape[0] for part in result.mask] == pieces
+    result.mask = torch.cat(result.mask)
+    result.weights = None if result.weights is None else torch.cat(result.weights)
+    assert_same(result, found)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_tokens", [5, 16, 37])
+def test_the_size_of_a_block_changes_nothing(name, num_tokens, monkeypatch):
+    use_blocks(monkeypatch, num_tokens)
+    batch, found = clear_batch(name)
+    assert_same(correct(name, batch), found)
+
+
+@pytest.mark.parametrize(
+    "name", ["token", "token accepted scope", "sequence icepop", "maxima and veto", "token by staleness"]
+)
+@pytest.mark.parametrize("num_tokens", [2 * WIDTH, 5 * WIDTH])
+def test_a_compiled_pass_gives_the_same(name, num_tokens, monkeypatch):
+    """One graph, traced and run without a C++ compiler; the last block may have another shape and runs as it is."""
+    calls = trace_blocks(monkeypatch)
+    use_blocks(monkeypatch, num_tokens)
+    batch, found = clear_batch(name)
+    assert_same(correct(name, batch, compile=True), found)
+    assert bool(calls) == (name != "token by staleness"), "bounds by staleness run as they are"
+
+
+def trace_blocks(monkeypatch):
+    """Compiled blocks without the time that generating code takes; nothing may be left out of the graph."""
+    torch._dynamo.reset()
+    calls, right = [], torch.compile
+
+    def traced(function, *, dynamic, options):
+        calls.append(function)
+        with torch._inductor.config.patch(options or {}):  # names that the compiler does not know are an error
+            return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(block_pass, "_compiled_terms", functools.cache(block_pass._compiled_terms.__wrapped__))
+    return calls
+
+
+@pytest.mark.parametrize("bounds", ["1.5_3", "0.3_0.9"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_invalid_tokens_count_nowhere_when_the_bounds_exclude_one(bounds, compiled, monkeypatch):
+    """They have the ratio 1 inside: the same sums as where there are none."""
+    calls = trace_blocks(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    train, rollout = (-torch.rand(4, 24, generator=generator) - 0.1 for _ in range(2))
+    fields = {"rollout_is": "token", "rollout_is_mode": "clamp", "rollout_is_threshold": bounds, "metric_prefix": ""}
+    config = RolloutCorrectionConfig(**fields, rollout_rs="token_k1", rollout_rs_threshold=bounds)
+    mask = (torch.arange(24) < 16).expand(4, 24)
+    got = correct_rollouts(train, rollout, mask, config, compile=compiled).metrics()
+    want = correct_rollouts(*(values[:, :16].contiguous() for values in (train, rollout, mask)), config).metrics()
+    assert got == pytest.approx(want, rel=1e-6)
+    assert bool(calls) == compiled
+
+
+def test_a_response_of_bad_tokens_alone_is_a_lost_one():
+    fields = {"rollout_rs": "group_any", "bad_log_probs": "reject_token", "rejection_denominator": "original"}
+    rollout = torch.tensor([[math.nan, math.nan], [-1.0, -1.0], [-1.0, -1.0], [math.nan, -1.0]])
+    train, mask = torch.full((4, 2), -1.0), torch.ones(4, 2, dtype=torch.bool)
+    ids = torch.tensor([0, 0, 1, 1])
+    config = RolloutCorrectionConfig(rollout_is=None, **fields)
+    result = correct_rollouts(train, rollout, mask, config, group_ids=ids, num_groups=2)
+    settings = {"bad": "reject_token", "denominator": "original", "criteria": (("group_any", -math.inf, math.inf),)}
+    want = oracle.correct(train.tolist(), rollout.tolist(), mask.tolist(), settings, group_ids=ids.tolist())
+    assert result.mask.tolist() == want.mask == [[False] * 2, [False] * 2, [True] * 2, [False, True]]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_tokens", [7, 10**6])
+def test_packed_tokens_give_the_same(name, num_tokens, monkeypatch):
+    """Rows cut to different lengths, none at all among them, one after the other."""
+    use_blocks(monkeypatch, num_tokens)
+    batch, found = clear_batch(name)
+    lengths = [WIDTH if batch.mask[row].any() else 0 for row in range(ROWS)]
+    keep = [int(batch.mask[row].nonzero().max()) + 1 if length else 0 for row, length in enumerate(lengths)]
+    layout = SequenceLayout.packed([0, *torch.tensor(keep).cumsum(0).tolist()])
+
+    def pack(tensor):
+        return torch.cat([tensor[row, :length] for row, length in enumerate(keep)])
+
+    sides = {key: pack(value) if value.dim() == 2 else value for key, value in batch.sides.items()}
+    result = correct_rollouts(
+        pack(batch.train), pack(batch.rollout), pack(batch.mask), config_of(name), layout, **sides, **sizes(batch)
+    )
+    dense = torch.zeros(ROWS, WIDTH, dtype=torch.bool)
+    weights = None if result.weights is None else torch.zeros(ROWS, WIDTH, dtype=result.weights.dtype)
+    for row, (mask, weight) in enumerate(
+        zip(result.mask.split(keep), (result.mask if weights is None else result.weights).split(keep), strict=True)
+    ):
+        dense[row, : len(mask)] = mask
+        if weights is not None:
+            weights[row, : len(mask)] = weight
+    result.mask, result.weights = dense, weights
+    assert_same(result, found)

@@ -1,0 +1,271 @@
+"""What the correction is given: what is refused at once, what is reported by check(), and what it asks of the host."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction import stages as pipeline
+from megatron_rc.correction.checks.bad_tokens import describe_bad_token
+from megatron_rc.correction.inputs import Sizes
+from megatron_rc.correction.token_pass import accumulator
+from megatron_rc.parallel import SequenceLayout
+from tests.correction.test_correction import config_of
+from tests.support.corrections import CASES, clear_batch, make_batch, sizes
+
+INTS = torch.zeros(12, dtype=torch.int64)
+NAMES = ("train_log_probs", "rollout_log_probs", "response_mask")
+
+
+def arguments(name="token"):
+    batch = make_batch(CASES[name], 0, filler=0.0)
+    return dict(zip(NAMES, (batch.train, batch.rollout, batch.mask), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout_log_probs": torch.zeros(12, 15)}, r"rollout_log_probs has shape \(12, 15\)"),
+        ({"response_mask": torch.ones(12, 16)}, "response_mask is torch.float32: expected bool"),
+        (
+            {"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)},
+            "train_log_probs is torch.int64: expected a float",
+        ),
+        ({"train_log_probs": None}, "train_log_probs are missing"),
+        ({"rollout_log_probs": None}, "rollout_log_probs are missing"),
+        ({"train_log_probs": [torch.zeros(12, 16)]}, "train_log_probs is a list: give one tensor for everything"),
+        ({"mini_batch_ids": INTS[:7]}, r"mini_batch_ids is torch.int64 \(7,\): expected int64, one for each of 12"),
+        ({"sequence_ids": torch.zeros(12)}, "sequence_ids is torch.float32"),
+        ({"rewards": INTS}, "rewards is torch.int64"),
+        ({"advantages": torch.zeros(11)}, r"advantages is torch.float32 \(11,\): expected float, one a sequence"),
+        ({"policy_versions": torch.zeros(12), "current_version": 1}, "policy_versions is torch.float32"),
+        ({"num_mini_batches": 0}, "num_mini_batches=0 must be at least 1"),
+        ({"num_groups": 0, "group_ids": INTS}, "num_groups=0 must be at least 1"),
+        ({"group_ids": INTS}, "group_ids and num_groups come together"),
+        ({"num_groups": 3}, "group_ids and num_groups come together"),
+        ({"policy_versions": INTS}, "policy_versions and current_version come together"),
+        ({"current_version": 3}, "policy_versions and current_version come together"),
+        ({"max_staleness": 2}, "max_staleness=2 does nothing"),
+        ({"policy_versions": INTS, "current_version": 1, "max_staleness": -1}, "max_staleness=-1 must be 0 or more"),
+        ({"layout": SequenceLayout.padded(12, 8)}, "the layout's local shape is"),
+        (
+            {"layout": SequenceLayout.padded(12, 16, cp_size=2)},
+            "is that of rank 0 of 2 context-parallel ranks, this is rank 0 of 1",
+        ),
+        (
+            {name: torch.zeros(5) for name in NAMES[:2]} | {"response_mask": torch.zeros(5).bool()},
+            r"it must be \[b, s\]",
+        ),
+        ({name: [] for name in NAMES}, "an empty list"),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_errors_at_once(change, message):
+    with pytest.raises(ValueError, match=message):
+        correct_rollouts(**(arguments() | change), config=config_of("token"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("groups", "needs the prompt of each sequence: pass group_ids"), ("sequence icepop", "opsm needs advantages")],
+)
+def test_criteria_name_the_input_that_they_lack(name, message):
+    with pytest.raises(ValueError, match=message):
+        correct_rollouts(**arguments(name), config=config_of(name))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"mini_batch_ids": INTS + 2, "num_mini_batches": 2},
+            r"mini_batch_ids: 11 values .* lie in \[0, num_mini_batches",
+        ),
+        ({"mini_batch_ids": INTS - 1}, "mini_batch_ids: 11 values"),
+        ({"group_ids": torch.arange(12), "num_groups": 11}, r"group_ids: 1 values .* lie in \[0, num_groups"),
+        ({"sequence_ids": torch.arange(12) - 1}, "sequence_ids: 1 values"),
+        ({"sequence_ids": torch.arange(12) + 2**21 - 11}, "sequence_ids: 1 values"),
+        (
+            {"policy_versions": torch.arange(12), "current_version": 9},
+            "policy_versions: 2 values .* at most current_version",
+        ),
+        ({"rewards": torch.full((12,), math.nan)}, "rewards: 11 values .* finite"),
+        ({"advantages": torch.full((12,), math.inf)}, "advantages: 11 values .* finite"),
+        ({"advantages": torch.full((12, 16), math.nan)}, "advantages: [0-9]+ values .* finite"),
+    ],
+)
+def test_values_out_of_range_are_reported_by_check(change, message):
+    """Only one rank may see them, so that nothing is raised before the reductions."""
+    result = correct_rollouts(**(arguments() | change), config=config_of("token"))
+    result.metrics()
+    with pytest.raises(ValueError, match=message):
+        result.check()
+
+
+def test_versions_of_tokens_are_checked_too():
+    versions = torch.zeros(12, 16, dtype=torch.int64)
+    versions[3, 0] = 5
+    result = correct_rollouts(**arguments(), config=config_of("token"), policy_versions=versions, current_version=4)
+    with pytest.raises(ValueError, match="policy_versions: 1 values"):
+        result.check()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e-4])
+@pytest.mark.parametrize("policy", ["train_log_probs", "rollout_log_probs"])
+def test_the_lowest_bad_token_is_named(policy, value):
+    given = arguments()
+    for row, column in ((1, 5), (1, 9), (9, 0)):
+        given["response_mask"][row, column] = True
+        given[policy][row, column] = value
+    ids = torch.arange(12).flip(0)
+    result = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
+    name = "training" if policy[0] == "t" else "rollout"
+    with pytest.raises(
+        ValueError, match=rf"the {name} log-prob of sample 2, position 0 .* \(3 such tokens in the batch\)"
+    ):
+        result.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_tensors_changes_nothing(dtype):
+    sound, given, ids = arguments(), arguments(), torch.arange(12) + 10**6
+    given["train_log_probs"][7, 3] = math.nan
+    given["response_mask"][7, 3] = True
+    want = correct_rollouts(**sound, config=config_of("token"))
+    accumulator._term_names.cache_clear()
+    pipeline._header_shape.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = correct_rollouts(**sound, config=config_of("token"))
+        bad = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
+        shape = pipeline.header_shape(config_of("token"), Sizes())
+    finally:
+        torch.set_default_dtype(before)
+    assert got.metrics() == want.metrics()
+    assert shape == want.shape
+    assert torch.equal(got.weights, want.weights)
+    with pytest.raises(ValueError, match="sample 1000007, position 3"):
+        bad.check()
+
+
+@pytest.mark.parametrize("policy", ["training", "rollout"])
+def test_a_bad_token_far_from_the_start_is_named_exactly(policy):
+    """At odd positions above 2²³, whose keys float32 could not tell apart."""
+    train, rollout = torch.full((1, 2**24), -1.0), torch.full((1, 2**24), -1.0)
+    (train if policy == "training" else rollout)[0, 2**24 - 3 :] = math.nan
+    result = correct_rollouts(train, rollout, torch.ones(1, 2**24, dtype=torch.bool), config_of("token"))
+    with pytest.raises(ValueError, match=rf"the {policy} log-prob of sample 0 .*, position {2**24 - 3} is NaN"):
+        result.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_limit_that_rounds_is_still_named(dtype):
+    train = torch.tensor([[-1.0, 1.01e-4, -1.0]]).to(dtype)
+    result = correct_rollouts(train, train.clamp(max=-0.1), torch.ones(1, 3, dtype=torch.bool), config_of("token"))
+    with pytest.raises(ValueError, match=r"sample 0 of data-parallel rank 0 .*, position 1"):
+        result.check()
+
+
+def test_what_a_masked_sequence_says_is_no_error():
+    """Dummies that fill a batch carry anything."""
+    given = arguments()
+    given["response_mask"][4] = False
+    sides = {"rewards": torch.zeros(12), "policy_versions": INTS.clone(), "sequence_ids": torch.arange(12)}
+    sides["rewards"][4], sides["policy_versions"][4], sides["sequence_ids"][4] = math.nan, 99, -7
+    correct_rollouts(**given, config=config_of("token"), **sides, current_version=1).check()
+
+
+def test_rounding_above_zero_is_no_error():
+    given = arguments()
+    given["train_log_probs"] = torch.full((12, 16), 9e-5)
+    correct_rollouts(**given, config=config_of("token")).check()
+
+
+@pytest.mark.parametrize("policy", ["reject_token", "reject_sequence"])
+def test_bad_tokens_are_counted_where_they_are_rejected(policy):
+    given = arguments()
+    given["rollout_log_probs"][1, :2], given["response_mask"][1, :2] = math.nan, True
+    result = correct_rollouts(**given, config=RolloutCorrectionConfig(rollout_is="token", bad_log_probs=policy))
+    result.check()
+    assert result.metrics()["rollout_corr/bad_log_probs"] == 2
+    assert not result.mask[1, :2].any()
+    assert bool(result.mask[1].any()) == (policy == "reject_token")
+
+
+class Synchronisations(TorchDispatchMode):
+    """Counts the operations that wait for a device, and the reads of whole tensors."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.seen = []
+        for name in ("tolist", "numpy", "cpu", "item", "__bool__"):
+            original = getattr(torch.Tensor, name)
+            monkeypatch.setattr(torch.Tensor, name, self._counted(name, original))
+
+    def _counted(self, name, original):
+        def counted(tensor, *args, **more):
+            self.seen.append(name)
+            return original(tensor, *args, **more)
+
+        return counted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.WAIT:
+            self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_once(name, monkeypatch):
+    batch, _ = clear_batch(name)
+    config, more = config_of(name), sizes(batch)
+    correct_rollouts(batch.train, batch.rollout, batch.mask, config, **batch.sides, **more)
+    with Synchronisations(monkeypatch) as counter:
+        result = correct_rollouts(batch.train, batch.rollout, batch.mask, config, **batch.sides, **more)
+        assert counter.seen == []
+        result.check()
+        result.metrics()
+        result.denominators_on_host()
+    assert counter.seen == ["tolist"]
+    # The counter sees what it should.
+    with Synchronisations(monkeypatch) as counter:
+        float(batch.train[0, 0]), batch.mask.nonzero()
+    assert counter.seen == ["_local_scalar_dense", "nonzero"]
+
+
+def test_gradients_are_neither_needed_nor_kept():
+    given = arguments()
+    given["train_log_probs"].requires_grad_()
+    result = correct_rollouts(**given, config=config_of("token"))
+    assert not result.weights.requires_grad
+    result.check()
+
+
+def test_views_and_mixed_dtypes_are_read_as_they_are():
+    given = arguments()
+    config = config_of("token")
+    want = correct_rollouts(**given, config=config)
+    wide = {name: torch.cat([value, value[:, :3]], dim=1)[:, :16] for name, value in given.items()}
+    turned = {name: value.T.contiguous().T for name, value in given.items()}
+    for views in (wide, turned):
+        got = correct_rollouts(**views, config=config)
+        assert torch.equal(got.weights, want.weights)
+        assert torch.equal(got.header, want.header)
+    mixed = given | {"rollout_log_probs": given["rollout_log_probs"].float()}
+    assert correct_rollouts(**mixed, config=config).weights.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        (2**11 + 5, "sample 5 of data-parallel rank 1 (no sequence_ids given), position 3"),
+        (2**11 - 1, "sample 2047 or a later one of data-parallel rank 0 (give sequence_ids"),
+        (2**21 - 1, "a sample of data-parallel rank 1023 or a later one (give sequence_ids"),
+    ],
+)
+def test_a_key_that_several_samples_share_says_so(sample, words):
+    assert words in describe_bad_token(sample * 2.0**32 + 6, 1, default_ids=True)

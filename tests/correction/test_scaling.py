@@ -1,0 +1,170 @@
+"""On thousands of ranks, simulated: which collectives are made, how large they are, and that docs/scaling.md says so.
+
+Fake process groups stay out of the test session: the traces come from a process of their own, which is this file run as
+a program.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from benchmarks import scaling
+from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
+from tests.support.paths import ROOT
+
+SMALL, LARGE = LAYOUTS[2], LAYOUTS[3]
+LONG, OTHER = OTHERS[0], OTHERS[2]
+BATCHES = (BASE, LONG, OTHER)
+PLAN, MICRO, STEP = PHASES
+FIRST_STAGE, FIRST, LAST = "first stage", "last stage, first rank", "last stage, last rank"
+GATHERING = "token IS, tokens gathered"
+
+
+class Traced(NamedTuple):
+    """What was traced: the ranks of the layout, which of them, the configuration, the batch."""
+
+    world: int
+    place: str
+    name: str
+    batch: int
+
+
+# Which batches, by their index, are traced where.
+CHOSEN = (
+    (LARGE, FIRST_STAGE, (0, 1, 2)),
+    (LARGE, FIRST, (1,)),
+    (LARGE, LAST, (0,)),
+    (SMALL, LAST, (0, 2)),
+)
+
+
+def rank_of(layout, place):
+    """One of the layout's corners: the first of all, or the first or the last of the last pipeline stage."""
+    corners = layout.corners()
+    return {FIRST_STAGE: corners[0], FIRST: layout.first_of_last_stage, LAST: corners[-1]}[place]
+
+
+def trace_all():
+    """(key, calls) of everything that the tests look at."""
+    for layout, place, batches in CHOSEN:
+        with scaling.fake_groups(layout, rank_of(layout, place)) as (groups, _):
+            for (name, case), index in itertools.product(CASES.items(), batches):
+                yield Traced(layout.world, place, name, index), scaling.trace(case, BATCHES[index], layout, groups)
+            for index in (0, 1) if (layout, place) == (LARGE, LAST) else ():
+                yield Traced(layout.world, place, GATHERING, index), trace_gathering(BATCHES[index], layout, groups)
+
+
+def trace_gathering(batch, layout, groups):
+    """As other systems do it: the whole sequences are put together on every rank of the CP group."""
+    import torch
+    import torch.distributed as dist
+
+    right = scaling.policy_loss
+
+    def wrong(log_probs, *args, **kwargs):
+        dist.all_gather([torch.empty_like(log_probs) for _ in range(layout.cp)], log_probs, group=groups.cp)
+        return right(log_probs, *args, **kwargs)
+
+    with mock.patch.object(scaling, "policy_loss", wrong):
+        return scaling.trace(CASES["token IS"], batch, layout, groups)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.correction.test_scaling"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return {Traced(*key): [Call(*call) for call in calls] for key, calls in json.loads(done.stdout)}
+
+
+@pytest.fixture(scope="module")
+def document():
+    return (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def budget(name):
+    """The collectives that the design allows, by phase, on the last pipeline stage."""
+    case = CASES[name]
+    criteria = case.fields.get("rollout_rs", "")
+    maximum = [("MAX", "cp")] if "seq_max" in criteria else []
+    prompts = [("SUM", "dp_cp")] if "group" in criteria else []
+    header = [("SUM", "dp_cp"), ("MAX", "dp_cp"), ("BROADCAST", "pp")]
+    if case.fields.get("bypass_mode"):
+        return {PLAN: [("SUM", "cp"), ("SUM", "dp_cp")], MICRO: [("SUM", "cp"), *maximum], STEP: header}
+    in_loss = [("SUM", "cp")] if case.algorithm == "gspo" else []
+    return {PLAN: [("SUM", "cp"), *maximum, *prompts, *header], MICRO: in_loss, STEP: header}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_collectives_are_those_of_the_design(traces, name):
+    for key, calls in traces.items():
+        if key.name != name:
+            continue
+        batch, allowed = BATCHES[key.batch], budget(name)
+        wanted = [(PLAN, *call) for call in allowed[PLAN]]
+        for _ in range(batch.mini_batches):
+            wanted += [(MICRO, *call) for call in allowed[MICRO]] * batch.micro_batches
+            wanted += [(STEP, *call) for call in allowed[STEP]]
+        if key.place == FIRST_STAGE:
+            wanted = [call for call in wanted if call[2] == "pp"]
+        assert [call[:3] for call in calls] == wanted, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_ranks_change_nothing(traces, name):
+    base = traces[Traced(LARGE.world, LAST, name, 0)]
+    assert LARGE.world == 8 * SMALL.world
+    assert traces[Traced(SMALL.world, LAST, name, 0)] == base
+    assert LONG.length == 8 * BASE.length
+    assert traces[Traced(LARGE.world, FIRST, name, 1)] == base, "on another rank, too"
+    for index in (0, 1):
+        assert traces[Traced(LARGE.world, FIRST_STAGE, name, index)] == [call for call in base if call.group == "pp"]
+
+
+def test_gathered_tokens_would_be_seen(traces):
+    """The deliberate mistake: calls that grow with the tokens."""
+    found = []
+    for index in range(2):
+        calls = traces[Traced(LARGE.world, LAST, GATHERING, index)]
+        assert calls != traces[Traced(LARGE.world, LAST, "token IS", 0)]
+        found.append([call.elements for call in calls if call.kind == "allgather_"])
+    assert len(found[0]) == BASE.micro_batches * BASE.mini_batches
+    assert found[1] == [8 * elements for elements in found[0]]
+
+
+def test_the_document_has_the_formulas_of_every_trace(traces, document):
+    formulas = scaling.read_formulas(document)
+    assert list(formulas) == list(CASES)
+    table = scaling.table_of_formulas(formulas)
+    assert table in document, "the table of the formulas: python benchmarks/scaling.py --formulas"
+    layouts = {layout.world: layout for layout in (SMALL, LARGE)}
+    for key, calls in traces.items():
+        if key.name != GATHERING:
+            layout, batch = layouts[key.world], BATCHES[key.batch]
+            wanted = scaling.expected(formulas[key.name], batch, layout, key.place != FIRST_STAGE)
+            assert calls == wanted, f"{key}: print the formulas with python benchmarks/scaling.py --formulas"
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_document_has_the_bytes_that_follow(document, name):
+    table = scaling.table_of_bytes(scaling.read_formulas(document), name, LAYOUTS)
+    assert table in document, "the tables of bytes: python benchmarks/scaling.py"
+
+
+def test_no_collective_in_a_group_of_one(document):
+    formulas = scaling.read_formulas(document)["token IS, seq_max"]
+    alone = scaling.Layout(tp=8, cp=1, pp=1, dp=4)
+    assert {call.group for call in scaling.expected(formulas, BASE, alone, True)} == {"dp_cp"}
+    assert scaling.expected(formulas, BASE, scaling.Layout(tp=8, cp=1, pp=1, dp=1), True) == []
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.disable(logging.WARNING)
+    sys.stdout.write(json.dumps(list(trace_all())))

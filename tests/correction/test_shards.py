@@ -1,0 +1,308 @@
+"""From shards: the oracle's numbers on every rank, the budget of collectives, and errors alike everywhere."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.correction.test_correction import assert_metrics, config_of
+from tests.support.corrections import CASES, ROWS, WIDTH, clear_batch, sizes
+from tests.support.ranks import Layout
+
+LAYOUTS = [Layout(cp=2), Layout(cp=4), Layout(dp=2), Layout(dp=4), Layout(cp=2, dp=2)]
+# Rows of each replica: uneven, and with replicas that hold none.
+SPLITS = {1: [[12]], 2: [[7, 5], [0, 12]], 4: [[4, 1, 5, 2], [0, 6, 0, 6]]}
+
+
+def my_rows(split):
+    """The rows of this rank's replica."""
+    return torch.arange(ROWS).split(split)[group_rank(ParallelGroups.from_megatron().dp)]
+
+
+def row_lengths(batch, form):
+    """Tokens of each row that are kept: all, or packed only up to the last valid one, in multiples of 8."""
+    if form != "packed":
+        return [WIDTH] * len(batch.mask)
+    return [8 * math.ceil((int(row.nonzero().max()) + 1) / 8) if row.any() else 0 for row in batch.mask]
+
+
+def my_layout(lengths, form):
+    """How this rank's slice of some rows is cut."""
+    cp = ParallelGroups.from_megatron().cp
+    where = {"cp_rank": group_rank(cp), "cp_size": group_size(cp)}
+    if form == "packed":
+        local = [length // where["cp_size"] for length in lengths]
+        return SequenceLayout.packed([sum(local[:index]) for index in range(len(local) + 1)], **where)
+    split = "contiguous" if form == "contiguous" else "zigzag"
+    return SequenceLayout.padded(len(lengths), WIDTH // where["cp_size"], split=split, **where)
+
+
+def my_part(batch, form):
+    """(layout, tensors, sides) of these rows on this rank."""
+    lengths = row_lengths(batch, form)
+    layout = my_layout(lengths, form)
+
+    def cut(tensor):
+        rows = [row[:length] for row, length in zip(tensor, lengths, strict=True)]
+        return layout.cut(torch.cat([*rows, tensor.new_empty(0)]) if form == "packed" else tensor)
+
+    sides = {name: cut(value) if value.dim() == 2 else value for name, value in batch.sides.items()}
+    return layout, [cut(tensor) for tensor in (batch.train, batch.rollout, batch.mask)], sides
+
+
+def my_places(rows, layout):
+    """(row, position) of each local token in the whole batch, flat."""
+    return rows[layout.sequence_index], layout.positions().reshape(-1)
+
+
+def correct_shards(batches, split, form):
+    """For each case on one rank: (rows, positions, weights, mask, the result's numbers)."""
+    groups, rows = ParallelGroups.from_megatron(), my_rows(split)
+    found = {}
+    for name, batch in batches.items():
+        pieces = list(rows.split(3)) or [rows] if form == "lists" else [rows]
+        parts = [my_part(batch.rows(piece), form) for piece in pieces]
+        tensors = [[part[1][index] for part in parts] for index in range(3)]
+        sides = {key: [part[2][key] for part in parts] for key in batch.sides}
+        layouts = [part[0] for part in parts]
+        if form != "lists":
+            tensors, layouts = [values[0] for values in tensors], layouts[0]
+            sides = {key: values[0] for key, values in sides.items()}
+        result = correct_rollouts(*tensors, config_of(name), layouts, groups, **sides, **sizes(batch))
+        result.check()
+        mask = torch.cat([part.reshape(-1) for part in (result.mask if form == "lists" else [result.mask])])
+        weights = result.weights
+        if weights is not None:
+            weights = torch.cat([part.reshape(-1) for part in (weights if form == "lists" else [weights])])
+        numbers = (result.denominators, result.skip, result.sequence_lengths, result.metrics())
+        places = my_places(rows, my_layout(row_lengths(batch.rows(rows), form), form))
+        found[name] = (rows, places, weights, mask, numbers)
+    return found
+
+
+FORMS = ("padded", "contiguous", "packed", "lists")
+# Without CP there is one way to cut.
+LAYOUTS_AND_FORMS = [(layout, form) for layout in LAYOUTS for form in FORMS if layout.cp > 1 or form != "contiguous"]
+
+
+@pytest.mark.parametrize(("layout", "form"), LAYOUTS_AND_FORMS, ids=lambda value: str(value))
+def test_shards_match_the_oracle(ranks, layout, form):
+    clear = {name: clear_batch(name) for name in CASES}
+    batches = {name: batch for name, (batch, _) in clear.items()}
+    for split in SPLITS[layout.dp]:
+        everywhere = ranks.run(correct_shards, layout, batches, split, form)
+        for name, (_, expected) in clear.items():
+            for rank in everywhere:
+                rows, place, weights, mask, numbers = rank[name]
+                denominators, skip, lengths, metrics = numbers
+                assert torch.equal(mask, torch.tensor(expected.mask)[place])
+                if weights is not None:
+                    want = torch.tensor(expected.weights, dtype=torch.float64)[place]
+                    torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-12)
+                assert denominators.tolist() == expected.denominators
+                assert skip.tolist() == expected.skip
+                assert lengths.tolist() == torch.tensor(expected.sequence_lengths)[rows].tolist()
+                assert_metrics(metrics, expected, 1e-9)
+                assert metrics == everywhere[0][name][4][3]
+
+
+def correct_wrongly(batches, variant):
+    """As ``correct_shards``, with one deliberate mistake in a reduction."""
+    from megatron_rc.correction import api as correction
+
+    right = ParallelGroups.from_megatron()
+    wrong = {
+        "no sum over cp": ("reduce_sequences", ParallelGroups()),
+        "sum over dp_cp for cp": ("reduce_sequences", ParallelGroups(cp=right.dp_cp)),
+        "sum over cp for dp_cp": ("reduce_batch", ParallelGroups(dp_cp=right.cp)),
+        "sum over dp for dp_cp": ("reduce_batch", ParallelGroups(dp_cp=right.dp)),
+        "no sum over prompts": ("reduce_groups", ParallelGroups()),
+        "prompts over cp": ("reduce_groups", ParallelGroups(dp_cp=right.cp)),
+    }
+    name, groups = wrong[variant]
+    original = getattr(correction, name)
+    setattr(correction, name, lambda pair, _: original(pair, groups))
+    try:
+        return correct_shards(batches, [6, 6], "padded")
+    finally:
+        setattr(correction, name, original)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("no sum over cp", "sum over dp_cp for cp", "sum over cp for dp_cp", "sum over dp for dp_cp"),
+        *("no sum over prompts", "prompts over cp"),
+    ],
+)
+def test_a_wrong_reduction_is_noticed(ranks, variant):
+    batch, expected = clear_batch("groups")
+    noticed = False
+    for rank in ranks.run(correct_wrongly, Layout(cp=2, dp=2), {"groups": batch}, variant):
+        _, place, _, mask, (denominators, *_) = rank["groups"]
+        same = torch.equal(mask, torch.tensor(expected.mask)[place])
+        noticed |= not (same and denominators.tolist() == expected.denominators)
+    assert noticed
+
+
+def test_effective_sample_size_over_ranks(ranks):
+    for metrics in ranks.run(two_weights, Layout(dp=2)):
+        assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.9, rel=1e-12)
+
+
+def two_weights():
+    """[1] * 4 on one rank, [2] * 4 on the other."""
+    groups = ParallelGroups.from_megatron()
+    train = torch.full((1, 4), -1.0, dtype=torch.float64)
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=10)
+    rollout = train - group_rank(groups.dp) * math.log(2)
+    return correct_rollouts(train, rollout, torch.ones(1, 4, dtype=torch.bool), config, groups=groups).metrics()
+
+
+class Recorder:
+    """Kinds, group sizes and lengths of the collectives while it is active."""
+
+    def __enter__(self):
+        self.seen, self.original = [], (dist.all_reduce, dist.broadcast)
+
+        def all_reduce(tensor, op, group):
+            self.seen.append((str(op).split(".")[-1], group_size(group), tensor.numel()))
+            return self.original[0](tensor, op=op, group=group)
+
+        def broadcast(tensor, src, group):
+            self.seen.append(("BROADCAST", group_size(group), tensor.numel()))
+            return self.original[1](tensor, src=src, group=group)
+
+        dist.all_reduce, dist.broadcast = all_reduce, broadcast
+        return self.seen
+
+    def __exit__(self, *_):
+        dist.all_reduce, dist.broadcast = self.original
+
+
+def count_collectives(names, length):
+    """The collectives of each case; ranks hold differently many valid tokens, one of them none."""
+    groups, found = ParallelGroups.from_megatron(), {}
+    where = {"cp_rank": group_rank(groups.cp), "cp_size": group_size(groups.cp)}
+    layout = SequenceLayout.padded(2, length // where["cp_size"], **where)
+    for name in names:
+        train = torch.full(layout.shape, -1.0)
+        mask = torch.rand(layout.shape) < dist.get_rank() / 4
+        sides = {"group_ids": torch.zeros(2, dtype=torch.int64), "advantages": torch.ones(2)}
+        if "token_advantages" in CASES[name].sides:
+            sides["advantages"] = torch.ones(layout.shape)
+        if "rollout_staleness_scale" in CASES[name].fields:
+            sides |= {"policy_versions": torch.randint(4, layout.shape), "current_version": 4}
+        with Recorder() as seen:
+            result = correct_rollouts(train, train - 0.1, mask, config_of(name), layout, groups, num_groups=2, **sides)
+            result.check()
+            result.metrics()
+        found[name] = seen
+    return found
+
+
+def budget(name, layout):
+    """The kinds and group sizes of the collectives that one correction may make."""
+    criteria = config_of(name).criteria
+    calls = [("SUM", layout.cp)]
+    if any(criterion.aggregation == "seq_max" for criterion in criteria):
+        calls.append(("MAX", layout.cp))
+    world = layout.cp * layout.dp
+    if any(criterion.needs_groups for criterion in criteria):
+        calls.append(("SUM", world))
+    return [call for call in [*calls, ("SUM", world), ("MAX", world)] if call[1] > 1]
+
+
+@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
+def test_the_collectives_are_those_of_the_budget(ranks, layout):
+    names = list(CASES)
+    short, long = (ranks.run(count_collectives, layout, names, length) for length in (WIDTH, 8 * WIDTH))
+    for name in names:
+        calls = [rank[name] for rank in short]
+        assert all(call == calls[0] for call in calls)
+        assert [call[:2] for call in calls[0]] == budget(name, layout)
+        # Nothing grows with tokens.
+        assert [rank[name] for rank in long] == calls
+
+
+def check_bad_token(policy, value, with_ids):
+    """Data that one rank alone sees as bad; the error of each rank."""
+    groups = ParallelGroups.from_megatron()
+    layout = my_layout([WIDTH] * 4, "padded")
+    train, rollout = torch.full(layout.shape, -1.0), torch.full(layout.shape, -1.1)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        {"training": train, "rollout": rollout}[policy][2, 5] = value
+    ids = torch.tensor([9, 7, 6, 5]) + 4 * group_rank(groups.dp)
+    mask = torch.ones(layout.shape, dtype=torch.bool)
+    sides = {"sequence_ids": ids} if with_ids else {}
+    result = correct_rollouts(train, rollout, mask, config_of("token"), layout, groups, **sides)
+    result.metrics()
+    try:
+        result.check()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("policy", ["training", "rollout"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
+def test_a_bad_token_on_one_rank_is_the_same_error_on_all(ranks, policy, value):
+    """Rank 3 is CP rank 1 of replica 1: its sixth local token is position 9 of the sequence with id 10."""
+    messages = ranks.run(check_bad_token, Layout(cp=2, dp=2), policy, value, True)
+    assert set(messages) == {messages[0]}
+    assert messages[0].startswith(
+        f"the {policy} log-prob of sample 10, position 9 is NaN, infinite or positive (1 such"
+    )
+
+
+def test_without_ids_the_error_names_the_replica(ranks):
+    messages = ranks.run(check_bad_token, Layout(cp=2, dp=2), "rollout", math.nan, False)
+    assert set(messages) == {messages[0]}
+    assert "sample 2 of data-parallel rank 1 (no sequence_ids given), position 9" in messages[0]
+
+
+LOSS = PolicyLossConfig()
+
+
+def plan_on_all_stages(name, batch):
+    groups = ParallelGroups.from_megatron()
+    correction = RolloutCorrection(config_of(name), groups, loss=LOSS)
+    inputs = PlanInputs(batch.train, batch.rollout, batch.mask, **batch.sides) if groups.is_last_stage else None
+    with Recorder() as seen:
+        result = correction.plan(inputs, **sizes(batch))
+    result.check()
+    return result.metrics(), result.skip.tolist(), result.denominators.tolist(), result.mask is None, seen
+
+
+@pytest.mark.parametrize("name", ["token accepted scope", "groups", "token clamp"])
+def test_every_pipeline_stage_knows_the_plan(ranks, name):
+    batch, expected = clear_batch(name)
+    first, last = ranks.run(plan_on_all_stages, Layout(pp=2), name, batch)
+    assert first[:3] == last[:3]
+    assert first[1:3] == (expected.skip, expected.denominators)
+    assert_metrics(first[0], expected, 1e-9)
+    assert (first[3], last[3]) == (True, False)
+    assert first[4] == last[4]
+    assert [call[:2] for call in first[4]] == [("BROADCAST", 2)]
+
+
+def a_bad_token_under_pipelining():
+    groups = ParallelGroups.from_megatron()
+    train = torch.full((2, 4), -1.0)
+    train[1, 2] = math.nan
+    inputs = PlanInputs(train, torch.full((2, 4), -1.0), torch.ones(2, 4, dtype=torch.bool))
+    plan = RolloutCorrection(config_of("token"), groups, loss=LOSS).plan(inputs if groups.is_last_stage else None)
+    try:
+        plan.check()
+    except ValueError as error:
+        return str(error)
+
+
+def test_every_pipeline_stage_raises_alike(ranks):
+    first, last = ranks.run(a_bad_token_under_pipelining, Layout(pp=2))
+    assert first == last
+    assert first.startswith("the training log-prob of sample 1 of data-parallel rank 0")

@@ -1,0 +1,131 @@
+"""Rollout log-probs that are one position off are refused, and honest ones are not."""
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction.checks.shift import MIN_PAIRS, find_lag, shift_sums
+from megatron_rc.correction.inputs import PlanInputs, Sizes, collect_shards
+from megatron_rc.parallel import SequenceLayout
+
+CONFIG = RolloutCorrectionConfig(rollout_is="token")
+
+
+def sampled_log_probs(generator, shape):
+    """As a language model's: many tokens nearly certain, some surprising."""
+    certain = torch.rand(shape, generator=generator) < 0.6
+    return -torch.where(certain, 0.02, 1.5) * torch.rand(shape, generator=generator).clamp(min=1e-9).log().neg()
+
+
+def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
+    generator = torch.Generator().manual_seed(seed)
+    train = sampled_log_probs(generator, shape)
+    rollout = (train + noise * torch.randn(shape, generator=generator)).clamp(max=0)
+    return train, rollout, torch.rand(shape, generator=generator) > holes
+
+
+@pytest.mark.parametrize("most", [1, 4, 10**6])
+def test_few_blocks_are_some_of_all(most):
+    for layout in (SequenceLayout.padded(13, 8), SequenceLayout.padded(3, 64), SequenceLayout.packed([0, 5, 60, 100])):
+        every, some = layout.blocks(7), layout.blocks(7, most)
+        assert 0 < len(some) <= most
+        assert all(block in every for block in some)
+        assert some[0] == every[0]
+        assert some == every or len(some) > most / 2
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+def test_a_shift_is_refused_and_named(lag, noise):
+    train, rollout, mask = make_batch(noise=noise)
+    result = correct_rollouts(train, rollout.roll(lag, dims=1), mask, CONFIG)
+    with pytest.raises(ValueError, match=rf"shifted by \{lag:+d} position against the training log-probs: align both"):
+        result.check()
+    result.metrics()
+    correct_rollouts(train, rollout, mask, CONFIG).check()
+
+
+def test_long_prompts_do_not_hide_a_shift():
+    """Runs that all began at the same columns would see prompts alone."""
+    train, rollout, mask = make_batch(shape=(8, 2**15), holes=0)
+    mask[:, : 2**13] = False
+    with pytest.raises(ValueError, match=r"shifted by \+1 position"):
+        correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
+
+
+@pytest.mark.parametrize(("lag", "name"), [(1, "shift_+1"), (-1, "shift_-1")])
+def test_less_than_half_of_the_straight_distance_is_a_lag(lag, name):
+    """The straight distance is the mean of both tokens of a pair."""
+    sums = {"shift_pairs": 2000.0, "shift_0": 800.0, "shift_0_next": 1200.0, "shift_+1": 900.0, "shift_-1": 900.0}
+    assert find_lag(sums | {name: 499.0}) == lag
+    assert find_lag(sums | {name: 501.0}) == 0
+    assert find_lag(sums | {name: 499.0, "shift_pairs": MIN_PAIRS - 1.0}) == 0
+
+
+def test_few_pairs_prove_nothing():
+    train, rollout, mask = make_batch(shape=(16, 64), holes=0)
+    assert MIN_PAIRS > 16 * 63
+    correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
+
+
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+def test_shards_compare_true_neighbours_only(split):
+    """The seams between chunks and rows are no pairs; the sums of shards add up to the same verdict."""
+    train, rollout, mask = make_batch(shape=(24, 64), holes=0)
+    for late in (rollout, rollout.roll(1, dims=1)):
+        total = {}
+        for rank in range(4):
+            layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
+            inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
+            parts = collect_shards(inputs, Sizes()).parts
+            ((names, values),) = shift_sums(parts).items()
+            for name, value in zip(names, values.tolist(), strict=True):
+                total[name] = total.get(name, 0.0) + value
+        # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
+        assert total["shift_pairs"] == 4 * 24 * (14 if split == "zigzag" else 15)
+        assert find_lag(total) == (late is not rollout)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 100])
+def test_neighbours_are_next_positions_of_one_sequence(cp_size, num_tokens):
+    """In every block, whatever it cuts: sequences of many lengths, none at all, two chunks each under zigzag."""
+    local = [0, 6, 2, 2, 0, 4, 8, 8, 2]
+    bounds = [sum(local[:index]) for index in range(len(local) + 1)]
+    for layout in (
+        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size),
+        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size),
+        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size),
+    ):
+        positions, sequences = layout.positions(), layout.sequence_index.view(layout.shape)
+        for block in layout.blocks(num_tokens):
+            here, of = block.take(positions), block.take(sequences)
+            want = (here[..., 1:] == here[..., :-1] + 1) & (of[..., 1:] == of[..., :-1])
+            got = layout.neighbours(block, positions.device)
+            assert torch.equal(torch.as_tensor(got).expand(want.shape), want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "valid"), [((64, 2048), slice(1638, None)), ((2048, 128), slice(77, None)), ((4096, 128), slice(12, 128))]
+)
+@pytest.mark.parametrize("pieces", [1, 64])
+def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
+    train, rollout, _ = make_batch(shape=shape)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:, valid] = True
+    late = rollout.roll(1, dims=1)
+    parts = [list(tensor.chunk(pieces)) for tensor in (train, late, mask)]
+    with pytest.raises(ValueError, match="shifted by"):
+        correct_rollouts(*parts, CONFIG).check()
+
+
+@pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])
+def test_honest_batches_pass(noise):
+    """The smallest batches that are judged, from equal policies to unrelated ones, and with outliers."""
+    for seed in range(60):
+        train, rollout, mask = make_batch(seed, shape=(18, 64), noise=noise)
+        if seed % 3 == 0:
+            rollout[::5, ::7] -= 40.0
+        if seed % 3 == 1:
+            rollout = sampled_log_probs(torch.Generator().manual_seed(seed + 1000), (18, 64))
+        correct_rollouts(train, rollout.to(torch.bfloat16 if seed % 2 else torch.float32), mask, CONFIG).check()

@@ -1,0 +1,660 @@
+"""Rollout servers over HTTP: what is sent, what is retried, what is refused. A server in a thread plays their part."""
+
+import functools
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.launch.engines.answers import derive_seed
+from megatron_rc.launch.engines.http_client import HttpClient, Retries
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.vllm_engine import TORCHRUN, VllmEngine, without_torchrun
+from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.records.rollout import SamplingParams
+
+EOS, TOKENS = 1, 4
+QUICK = Retries(attempts=4, first_wait=0.01, longest_wait=0.05)
+CONFIG = LlamaConfig(
+    vocab_size=13,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    tie_word_embeddings=True,
+)
+GENERATE = {VllmServerEngine: "/v1/completions", SglangServerEngine: "/generate"}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as vLLM 0.32 and SGLang 0.5 document it; tokens and log-probs follow from prompt and seed.
+
+    Attributes:
+        seen: (path, body) of all requests.
+        faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
+        always: a function that changes every answer of a path.
+        most: requests that were under way at once.
+        hold: seconds that a response takes.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.lock = threading.Lock()
+        self.seen, self.faults, self.always = [], {}, {}
+        self.most = self.now = 0
+        self.hold, self.version = 0.0, "default"
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self):
+        return [path for path, _ in self.seen]
+
+    def handle_error(self, request, address):
+        """A client that gave up is no error."""
+
+    def respond(self, path, body):
+        """(status, answer) for one request."""
+        with self.lock:
+            self.seen.append((path, body))
+            fault = self.faults[path].pop(0) if self.faults.get(path) else None
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self.hold if path in GENERATE.values() else 0)
+        with self.lock:
+            self.now -= 1
+        if isinstance(fault, float):
+            time.sleep(fault)
+        if isinstance(fault, tuple):
+            return fault
+        answer = self.answer(path, body)
+        for change in (self.always.get(path), fault if callable(fault) else None):
+            answer = change(answer) if change else answer
+        return 200, answer
+
+    def answer(self, path, body):
+        match path:
+            case "/v1/models":
+                return {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
+            case "/server_info":
+                return {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/collective_rpc":
+                return {"results": [None]}
+            case "/reset_prefix_cache":
+                return {"success": True}
+            case "/update_weights_from_disk":
+                self.version = body["weight_version"]
+                return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+            case "/v1/completions":
+                return completion(body)
+            case "/generate":
+                return generation(body, self.version)
+        return {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        status, answer = self.server.respond(self.path.partition("?")[0], body)
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *words):
+        pass
+
+
+def draw(prompt, seed, count):
+    """Tokens that are no end of text, and log-probs."""
+    tokens = [2 + (prompt[-1] + seed + step) % 11 for step in range(count)]
+    return tokens, [-0.25 - 0.001 * token for token in tokens]
+
+
+def completion(body):
+    tokens, values = draw(body["prompt"], body["seed"], body["max_tokens"])
+    logprobs = {"text_offset": [], "token_logprobs": values, "tokens": [f"token_id:{t}" for t in tokens]}
+    choice = {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+    choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
+    return {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice]}
+
+
+def generation(body, version):
+    sampling = body["sampling_params"]
+    tokens, values = draw(body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"])
+    pairs = [[value, token, None] for token, value in zip(tokens, values, strict=True)]
+    meta = {"id": "0", "finish_reason": {"type": "length", "length": len(tokens)}, "weight_version": version}
+    meta |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(tokens), "output_token_logprobs": pairs}
+    meta["output_top_logprobs"] = [[[-0.5 / sampling["temperature"], 3, None]]]
+    return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+@pytest.fixture
+def server():
+    with running() as started:
+        yield started
+
+
+@contextmanager
+def running():
+    started = Server()
+    thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield started
+    started.shutdown()
+    thread.join()
+    started.server_close()
+
+
+def random_weights(config, seed):
+    torch.manual_seed(seed)
+    return dict(AutoModelForCausalLM.from_config(config).named_parameters())
+
+
+@functools.cache
+def weights(seed=0):
+    return random_weights(CONFIG, seed)
+
+
+def make_engine(kind, server, folder, **more):
+    client = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
+    return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=0.3, **more)
+
+
+@pytest.fixture(params=GENERATE, ids=["vllm", "sglang"])
+def engine(request, server, tmp_path):
+    made = make_engine(request.param, server, tmp_path)
+    made.load_weights(weights().items(), 3)
+    server.seen.clear()
+    return made
+
+
+def generate_path(engine):
+    return GENERATE[type(engine)]
+
+
+def sample(engine, prompts=((5, 6),), tokens=TOKENS, **params):
+    return engine.sample(prompts, SamplingParams(**params), tokens, seed=9)
+
+
+def test_samples_are_the_servers_in_the_order_of_the_prompts(engine, server):
+    server.hold = 0.1
+    prompts = [[2 + index % 9, index % 7] for index in range(40)]
+    samples = sample(engine, prompts)
+    for index, (prompt, got) in enumerate(zip(prompts, samples, strict=True)):
+        assert got == Sample(*draw(prompt, derive_seed(9, index), TOKENS), "length")
+    assert 8 <= server.most <= engine.concurrency == 64
+
+
+def test_requests_under_way_are_bounded(server, tmp_path):
+    server.hold = 0.05
+    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
+    engine.load_weights(weights().items(), 0)
+    sample(engine, [[2]] * 12)
+    assert server.most == 3
+
+
+def test_every_sampling_parameter_is_named(engine, server):
+    """What a request leaves out, a server takes from the model's generation_config.json."""
+    sample(engine, temperature=0.6)
+    body = dict(server.seen)[generate_path(engine)]
+    sampling = body.get("sampling_params", body)
+    fixed = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "top_p": 1.0}
+    assert sampling.items() >= (fixed | {"temperature": 0.6, "stop_token_ids": [EOS]}).items()
+    assert sampling["top_k"] == (0 if type(engine) is VllmServerEngine else -1)
+    assert body.get("prompt", body.get("input_ids")) == [5, 6]
+
+
+def test_seeds_differ_between_prompts_and_steps():
+    seeds = {derive_seed(seed, index) for seed in range(30) for index in range(100)}
+    assert len(seeds) == 3000
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize("fault", [(500, b"oops"), (503, b""), (429, b"busy")], ids=["500", "503", "429"])
+def test_a_passing_fault_is_retried(engine, server, fault):
+    server.faults[generate_path(engine)] = [fault, fault]
+    (got,) = sample(engine)
+    assert got.token_ids == draw([5, 6], derive_seed(9, 0), TOKENS)[0]
+    assert server.paths().count(generate_path(engine)) == 3
+    asked = {json.dumps(body) for path, body in server.seen if path == generate_path(engine)}
+    assert len(asked) == 1, "a retry asks the same, seed included"
+
+
+def test_retries_are_bounded(engine, server):
+    server.faults[generate_path(engine)] = [(500, b"out of\n memory")] * 99
+    with pytest.raises(EngineError, match=r"failed 4 times, at last with status 500: out of memory: check that"):
+        sample(engine)
+    assert server.paths().count(generate_path(engine)) == QUICK.attempts
+
+
+def test_a_refusal_is_not_retried(engine, server):
+    server.faults[generate_path(engine)] = [(400, b"maximum context length is 8")]
+    with pytest.raises(EngineError, match="refused the request with status 400: maximum context length is 8"):
+        sample(engine)
+    assert len(server.seen) == 1
+
+
+def test_the_first_error_ends_the_batch(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=2)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [(400, b"no")]
+    server.hold = 0.01
+    with pytest.raises(EngineError, match="status 400"):
+        sample(engine, [[2]] * 200)
+    assert server.paths().count("/v1/completions") < 100
+
+
+def test_waits_double_are_bounded_and_heed_the_server():
+    retries = Retries(first_wait=1.0, longest_wait=8.0)
+    for failures, longest in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0)):
+        assert longest / 2 <= retries.wait(failures, 0) <= longest
+    assert retries.wait(9, 0) == 8
+    assert retries.wait(1, 5) == 5
+    assert retries.wait(1, 500) == 8
+
+
+def test_a_silent_server_is_an_error_in_time(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.2)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [5.0]
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"was silent for 0.2 s: raise the time-out"):
+        sample(engine)
+    assert time.monotonic() - start < 4
+    assert server.paths().count("/v1/completions") == 1
+
+
+def nowhere():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", GENERATE)
+def test_a_server_that_is_not_there(kind, tmp_path):
+    engine = make_engine(kind, nowhere(), tmp_path)
+    with pytest.raises(EngineError, match=r"there is no rollout server at http.*refused.*: start it, or name its"):
+        engine.load_weights(weights().items(), 0)
+    assert (tmp_path / "weights" / "config.json").is_file(), "a server can be started on the directory"
+    with pytest.raises(EngineError, match="holds no weights of this trainer: call load_weights first"):
+        sample(engine)
+
+
+def test_a_server_that_dies_is_retried_then_named(tmp_path):
+    with running() as server:
+        engine = make_engine(VllmServerEngine, server, tmp_path)
+        engine.load_weights(weights().items(), 0)
+    with pytest.raises(EngineError, match=r"failed 4 times, at last with ConnectionRefusedError"):
+        sample(engine)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host/v1"])
+def test_wrong_addresses(url):
+    with pytest.raises(ValueError, match="expected http://host:port, without a path"):
+        HttpClient(url)
+
+
+def in_choice(**fields):
+    def change(answer):
+        choice = answer["choices"][0]
+        return answer | {"choices": [{name: value for name, value in (choice | fields).items() if value != "absent"}]}
+
+    return change
+
+
+def with_log_probs(change):
+    def apply(answer):
+        values = answer["choices"][0]["logprobs"]["token_logprobs"]
+        return in_choice(logprobs={"token_logprobs": change(list(values))})(answer)
+
+    return apply
+
+
+def shorter(answer):
+    choice = answer["choices"][0]
+    values = {"token_logprobs": choice["logprobs"]["token_logprobs"][:2]}
+    return in_choice(token_ids=choice["token_ids"][:2], logprobs=values)(answer)
+
+
+NO_LOG_PROB = "expected a finite number of at most 0"
+WRONG_COMPLETIONS = {
+    "html": ((200, b"<html>Not here</html>"), "answered '<html>Not here</html>', expected JSON"),
+    "number": ((200, b"7"), "answered without model"),
+    "other-json": (lambda _: {"ok": True}, "answered without model"),
+    "other-model": (lambda answer: answer | {"model": "large"}, "model large answered, not tiny"),
+    "no-choices": (lambda answer: answer | {"choices": []}, "has 0 choices, expected 1"),
+    "two-choices": (lambda answer: answer | {"choices": answer["choices"] * 2}, "has 2 choices, expected 1"),
+    "null-choices": (lambda answer: answer | {"choices": None}, "has None choices, expected 1"),
+    "no-token-ids": (in_choice(token_ids="absent"), "answered without token_ids"),
+    "null-token-ids": (in_choice(token_ids=None), "token ids are None, expected a list of integers"),
+    "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
+    "empty": (in_choice(token_ids=[]), r"token ids are \[\]"),
+    "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.token_logprobs"),
+    "null-log-probs": (in_choice(logprobs={"token_logprobs": None}), "log-probs are None, expected a list"),
+    "fewer-log-probs": (with_log_probs(lambda values: values[1:]), "3 log-probs for 4 tokens"),
+    "more-log-probs": (with_log_probs(lambda values: [*values, -1.0]), "5 log-probs for 4 tokens"),
+    "null": (with_log_probs(lambda values: [None, *values[1:]]), f"token 0 is None, {NO_LOG_PROB}"),
+    "nan": (with_log_probs(lambda values: [*values[:3], float("nan")]), f"token 3 is nan, {NO_LOG_PROB}"),
+    "minus-infinity": (with_log_probs(lambda values: [-9999.0, *values[1:]]), f"token 0 is -9999.0, {NO_LOG_PROB}"),
+    "positive": (with_log_probs(lambda values: [0.5, *values[1:]]), f"token 0 is 0.5, {NO_LOG_PROB}"),
+    "text": (with_log_probs(lambda values: ["-1", *values[1:]]), f"token 0 is -1, {NO_LOG_PROB}"),
+    "prompt-cut": (in_choice(prompt_token_ids=[6]), "read 1 prompt tokens, not the 2 that were sent"),
+    "prompt-completed": (in_choice(prompt_token_ids=[0, 5, 6]), "read 3 prompt tokens, not the 2 that were sent"),
+    "prompt-absent": (in_choice(prompt_token_ids=None), "read None prompt tokens"),
+    "cut": (shorter, "cut after 2 of 4 tokens: raise the engine's longest sequence"),
+    "other-stop": (lambda answer: in_choice(finish_reason="stop")(shorter(answer)), "which is not end-of-text token 1"),
+    "aborted": (in_choice(finish_reason="abort"), "ended with 'abort'"),
+    "unfinished": (in_choice(finish_reason=None), "ended with None"),
+    "past-the-end": (in_choice(token_ids=[3, EOS, 3, 3]), "goes on after end-of-text token 1"),
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), WRONG_COMPLETIONS.values(), ids=WRONG_COMPLETIONS)
+def test_vllm_answers_that_cannot_be_trained_on(server, tmp_path, fault, message):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [fault]
+    with pytest.raises(EngineError, match=message) as caught:
+        sample(engine)
+    assert server.paths().count("/v1/completions") == 1
+    assert server.url in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def in_meta(**fields):
+    def change(answer):
+        meta = answer["meta_info"] | fields
+        return answer | {"meta_info": {name: value for name, value in meta.items() if value != "absent"}}
+
+    return change
+
+
+def pairs(*values):
+    def change(answer):
+        return in_meta(output_token_logprobs=[[v, t, None] for v, t in values])(answer) | {
+            "output_ids": [token for _, token in values]
+        }
+
+    return change
+
+
+WRONG_GENERATIONS = {
+    "html": ((200, b"<html>"), "expected JSON"),
+    "list": (lambda answer: [answer, answer], "2 answers came, expected 1"),
+    "no-meta": (lambda answer: {"text": "a"}, "answered without meta_info"),
+    "no-log-probs": (in_meta(output_token_logprobs="absent"), "answered without output_token_logprobs"),
+    "null-log-probs": (in_meta(output_token_logprobs=None), r"is no list of \[log-prob, token id, text\]"),
+    "bare-log-probs": (in_meta(output_token_logprobs=[-1.0] * TOKENS), "is no list of"),
+    "other-tokens": (lambda answer: answer | {"output_ids": [7]}, "log-probs of other tokens than output_ids"),
+    "nan": (pairs((float("nan"), 5), (-1, 5), (-1, 5), (-1, 5)), f"token 0 is nan, {NO_LOG_PROB}"),
+    "null": (pairs((None, 5), (-1, 5), (-1, 5), (-1, 5)), f"token 0 is None, {NO_LOG_PROB}"),
+    "prompt": (in_meta(prompt_tokens=3), "read 3 prompt tokens, 2 were sent"),
+    "cut": (pairs((-1, 5)), "cut after 1 of 4 tokens"),
+    "too-long": (pairs(*[(-1, 5)] * 5), "5 tokens came, 4 were asked for"),
+    "aborted": (in_meta(finish_reason={"type": "abort", "message": "no"}), "ended with 'abort'"),
+    "weights": (in_meta(weight_version="2"), "sampled from weights 2, expected 0"),
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), WRONG_GENERATIONS.values(), ids=WRONG_GENERATIONS)
+def test_sglang_answers_that_cannot_be_trained_on(server, tmp_path, fault, message):
+    engine = make_engine(SglangServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/generate"] = [fault]
+    with pytest.raises(EngineError, match=message):
+        sample(engine)
+    assert server.paths().count("/generate") == 1
+
+
+def test_end_of_text_at_the_last_place_is_a_whole_response(engine, server):
+    """Servers call it ``length``."""
+    ends = [5, 5, 5, EOS]
+    values = [-1.0] * TOKENS
+    change = pairs(*zip(values, ends, strict=True))
+    if type(engine) is VllmServerEngine:
+        change = in_choice(token_ids=ends, logprobs={"token_logprobs": values})
+    server.faults[generate_path(engine)] = [change]
+    assert sample(engine) == [Sample(ends, values, "stop")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "tokens", "message"),
+    [
+        ([[5], []], {}, 4, "prompt 1 is empty"),
+        ([[5]], {"temperature": 0.0}, 4, "temperature is 0.0: expected a number above 0"),
+        ([[5]], {}, 0, "max_new_tokens is 0: expected at least 1"),
+    ],
+    ids=["empty", "temperature", "tokens"],
+)
+def test_requests_that_no_engine_takes(engine, server, prompts, params, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        sample(engine, prompts, tokens, **params)
+    assert not server.seen
+
+
+def test_no_prompts_are_no_requests(engine, server):
+    assert sample(engine, []) == []
+    assert generate_path(engine) not in server.paths()
+
+
+def test_vllm_takes_weights_over_while_it_is_paused(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    swap = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    assert server.paths()[-5:] == swap
+    body = dict(server.seen)["/collective_rpc"]
+    assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "weights")}}
+    assert engine.model == "tiny"
+    server.seen.clear()
+    engine.load_weights(weights(seed=1).items(), 1)
+    assert server.paths() == swap, "a server is met once"
+    assert engine.version == 1
+
+
+def test_sglang_takes_weights_over_and_flushes(server, tmp_path):
+    engine = make_engine(SglangServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 7)
+    assert server.paths()[-2:] == ["/update_weights_from_disk", "/flush_cache"]
+    body = dict(server.seen)["/update_weights_from_disk"]
+    assert body == {"model_path": str(tmp_path / "weights"), "flush_cache": True, "weight_version": "7"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "fault", "message"),
+    [
+        (
+            VllmServerEngine,
+            "/server_info",
+            (404, b""),
+            r"/server_info.* status 404: start it as VLLM_SERVER_DEV_MODE=1 vllm",
+        ),
+        (VllmServerEngine, "/pause", (404, b""), r"/pause.* status 404: start it as VLLM_SERVER_DEV_MODE=1 vllm"),
+        (VllmServerEngine, "/v1/models", lambda _: {"data": [{"id": "a"}, {"id": "b"}]}, "serves a, b, not None: name"),
+        (VllmServerEngine, "/v1/models", lambda _: {"data": None}, "serves no model, not None: name"),
+        (
+            VllmServerEngine,
+            "/server_info",
+            lambda _: {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}},
+            "reports raw_logprobs, expected processed_logprobs",
+        ),
+        (VllmServerEngine, "/collective_rpc", (500, b"disk"), "failed 4 times, at last with status 500: disk"),
+        (VllmServerEngine, "/reset_prefix_cache", lambda _: {"success": False}, "kept its prefix cache"),
+        (
+            SglangServerEngine,
+            "/update_weights_from_disk",
+            lambda _: {"success": False, "message": "shape"},
+            "did not take the weights over: shape",
+        ),
+        (SglangServerEngine, "/flush_cache", (400, b"requests are running"), "status 400: requests are running"),
+    ],
+)
+def test_after_a_failed_sync_nothing_is_sampled(server, tmp_path, kind, path, fault, message):
+    engine = make_engine(kind, server, tmp_path)
+    server.faults[path] = [fault] * (4 if isinstance(fault, tuple) and fault[0] == 500 else 1)
+    with pytest.raises(EngineError, match=message):
+        engine.load_weights(weights().items(), 0)
+    assert "/resume" not in server.paths()
+    with pytest.raises(EngineError, match="call load_weights first"):
+        sample(engine)
+    engine.load_weights(weights().items(), 0)
+    assert len(sample(engine)) == 1
+
+
+def test_a_named_model_is_chosen(server, tmp_path):
+    server.always["/v1/models"] = lambda _: {"data": [{"id": "a"}, {"id": "b"}]}
+    engine = make_engine(VllmServerEngine, server, tmp_path, model="b")
+    engine.load_weights(weights().items(), 0)
+    sample(engine)
+    assert dict(server.seen)["/v1/completions"]["model"] == "b"
+
+
+def test_a_vllm_server_that_was_restarted_is_found_out(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 5)
+    sample(engine)
+    server.version = "default"
+    with pytest.raises(EngineError, match="holds weights default, expected 5: was it restarted"):
+        sample(engine)
+
+
+def test_a_vllm_server_that_keeps_no_versions_is_not_asked(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    server.faults["/update_weight_version"] = [(404, b"")]
+    engine.load_weights(weights().items(), 5)
+    sample(engine)
+    assert server.paths()[-2:] == ["/resume", "/v1/completions"]
+
+
+def raw(answer):
+    return in_meta(output_top_logprobs=[[[-0.5, 3, None]]])(answer)
+
+
+def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path):
+    engine = make_engine(SglangServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    server.always["/generate"] = raw
+    assert sample(engine), "at temperature 1 they are equal"
+    with pytest.raises(EngineError, match=r"log-probs before temperature 0.5: start it without SGLANG_RETURN_ORIG"):
+        sample(engine, temperature=0.5)
+    server.always.clear()
+    server.seen.clear()
+    sample(engine, temperature=0.5)
+    sample(engine, temperature=0.5)
+    assert len(server.seen) == 4, "two more requests, once"
+    with pytest.raises(EngineError, match=r"before top_p=0.9 and top_k=0: sample with top_p=1"):
+        sample(engine, top_p=0.9)
+    with pytest.raises(EngineError, match=r"before top_p=1.0 and top_k=2: sample with top_p=1"):
+        sample(engine, top_k=2)
+    assert sample(engine, top_k=1), "the likeliest tokens, which evaluations ask for"
+    assert server.seen[-1][-1]["sampling_params"]["top_k"] == 1
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 600], ids=["one-file", "files"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_directory_is_a_model_with_an_output_layer_of_its_own(tmp_path, family, shard_bytes, tied):
+    small = {"vocab_size": 13, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    config = {"llama": LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})}.get(family) or GPT2Config(
+        **small, tie_word_embeddings=tied
+    )
+    directory = ModelDirectory(tmp_path / "weights", config, EOS, shard_bytes=shard_bytes)
+    for seed in (0, 1):
+        given = random_weights(config, seed)
+        path = directory.write(given.items())
+    assert config.tie_word_embeddings == tied, "the caller's config is left alone"
+    stored = json.loads((path / "config.json").read_text())
+    assert stored["tie_word_embeddings"] is False
+    assert stored["eos_token_id"] == EOS
+    assert stored["architectures"] == [{"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[family]]
+    files = sorted(path.glob("*.safetensors"))
+    assert (len(files) > 2) == (shard_bytes == 600)
+    names = [name for file in files for name in safe_open(file, "pt").keys()]  # noqa: SIM118
+    assert sorted(names) == sorted({*given, "lm_head.weight"})
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(parameter, given[name]) for name, parameter in model.named_parameters() if name in given)
+    tokens = torch.tensor([[3, 4, 5]])
+    want = AutoModelForCausalLM.from_config(config)
+    want.load_state_dict(given, strict=not tied)
+    want.tie_weights()
+    torch.testing.assert_close(model.eval()(tokens).logits, want.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: [*w.items(), ("model.extra", torch.zeros(1))], "has no weight model.extra"),
+        (lambda w: [*w.items(), ("lm_head.weight", torch.zeros(13, 8))], "has no weight lm_head.weight"),
+        (lambda w: [*w.items(), *w.items()], "weight model.embed_tokens.weight came twice"),
+        (lambda w: (w | {"model.norm.weight": torch.zeros(5)}).items(), r"model.norm.weight is \(8,\), got \(5,\)"),
+        (lambda w: list(w.items())[:-1], "weight model.norm.weight never came"),
+    ],
+    ids=["unknown", "tied-head", "twice", "shape", "missing"],
+)
+def test_wrong_weights_leave_the_old_ones(engine, tmp_path, change, message):
+    stored = (tmp_path / "weights" / "model.safetensors.index.json").stat().st_mtime_ns
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(change(weights()), 4)
+    assert (tmp_path / "weights" / "model.safetensors.index.json").stat().st_mtime_ns == stored
+    assert engine.version == -1
+
+
+def test_the_directory_needs_a_parent(tmp_path):
+    with pytest.raises(ValueError, match=r"absent does not exist"):
+        ModelDirectory(tmp_path / "absent" / "weights", CONFIG, EOS)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_of_the_engine(engine, tmp_path):
+    (tmp_path / "weights.part").write_text("in the way")
+    with pytest.raises(EngineError, match=r"cannot be written to .*weights: .*File exists.*: make room there"):
+        engine.load_weights(weights().items(), 4)
+    assert engine.version == -1
+
+
+def test_the_key_is_sent(server):
+    keys = []
+    handler = server.RequestHandlerClass
+    server.RequestHandlerClass = type(
+        "Keyed", (handler,), {"do_GET": lambda self: (keys.append(self.headers["Authorization"]), handler.do_GET(self))}
+    )
+    HttpClient(server.url, api_key="secret").call("GET", "/health")
+    assert keys == ["Bearer secret"]
+
+
+def test_vllm_in_process_needs_vllm(tmp_path, monkeypatch):
+    directory = ModelDirectory(tmp_path / "weights", CONFIG, EOS)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match="needs vllm, which is not installed: pip install vllm"):
+        VllmEngine(directory, "fp32", EOS, 64)
+    with pytest.raises(ValueError, match="dtype is 'fp8-e4m3': expected one of fp32, bf16"):
+        VllmEngine(directory, "fp8-e4m3", EOS, 64)
+
+
+def test_torchruns_environment_is_hidden_and_restored(monkeypatch):
+    given = {"RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with without_torchrun({}):
+        assert not [name for name in os.environ if name.startswith(TORCHRUN)]
+    assert {name: os.environ[name] for name in given} == given

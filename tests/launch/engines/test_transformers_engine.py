@@ -1,0 +1,199 @@
+"""The transformers engine: the weights it gets, the tokens it samples, the log-probs it reports."""
+
+import argparse
+
+import pytest
+import torch
+import transformers
+
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.rounding import round_weight
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.records.rollout import SamplingParams
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, LLAMA, VOCABULARY, flags, make_trainer, recorded_batch
+
+PAD, EOS = 0, 1
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def export(words):
+    """(exported weights on the first rank, logits of the recorded tokens on the last stage) of one rank."""
+    from megatron_rc.launch.training.micro_batches import cut_batch
+    from megatron_rc.launch.weights.export import export_weights
+
+    trainer = make_trainer(words)
+    for chunk in trainer.chunks:  # norms and biases start as ones and zeros, which would hide a wrong name
+        for index, parameter in enumerate(p for n, p in sorted(chunk.named_parameters()) if p.dim() == 1):
+            generator = torch.Generator().manual_seed(index)
+            values = parameter.data + 0.2 * torch.randn(4096, generator=generator)[: parameter.numel()]
+            if not getattr(parameter, "tensor_model_parallel", False):
+                parameter.data.copy_(values)
+    weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups))
+    with torch.no_grad():
+        batch = cut_batch(recorded_batch(0), trainer.args, trainer.groups)
+        logits = trainer._run(
+            trainer.model, batch, batch.cuts[0], lambda _model, _local, output, non_loss_data: output, forward_only=True
+        )
+    return weights, torch.cat(logits) if logits else None
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (LLAMA, []),
+        (LLAMA, [UNTIED]),
+        (GPT2, []),
+        (GPT2, [UNTIED]),
+        ([*LLAMA, "--kv-channels=16", "--rotary-base=500"], []),
+    ],
+    ids=["llama", "llama-untied", "gpt2", "gpt2-untied", "llama-wide-heads"],
+)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2), Layout(pp=2, vpp=True)], ids=str)
+def test_exported_weights_give_megatrons_logits(ranks, tmp_path, layout, model, more):
+    words = flags(tmp_path, "--micro-batch-size=8", *more, *layout.flags(), model=model)
+    results = ranks.run(export, layout, words)
+    assert [bool(weights) for weights, _ in results] == [True] + [False] * (layout.world - 1)
+    args = parse_args(words)
+    validate_args(args, layout.world)
+    engine = TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    engine.load_weights(results[0][0].items(), 3)
+    assert engine.version == 3
+    expected = engine.model(recorded_batch(0).tokens).logits
+    got = torch.cat([logits for _, logits in results if logits is not None], dim=-1)[..., :VOCABULARY]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    args = parse_args(flags(tmp_path, "--init-method-std=0.3"))
+    validate_args(args, 1)
+    torch.manual_seed(0)
+    return TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_sampled_distribution(engine, temperature):
+    """Prompts of different lengths in one batch, each response scored again by itself, without cache or padding."""
+    prompts = [[5], [3, 4, 5, 6], [7, 8], [9, 10, 11]] * 4
+    samples = engine.sample(prompts, SamplingParams(temperature=temperature), 6, seed=5)
+    reasons = set()
+    for prompt, sample in zip(prompts, samples, strict=True):
+        logits = engine.model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        want = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(sample.token_ids).unsqueeze(1))
+        torch.testing.assert_close(torch.tensor(sample.log_probs), want.squeeze(1), rtol=1e-4, atol=1e-4)
+        ended = sample.token_ids[-1] == EOS
+        assert EOS not in sample.token_ids[:-1]
+        assert sample.finish_reason == ("stop" if ended else "length")
+        assert ended or len(sample.token_ids) == 6
+        reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_sampling_follows_the_distribution(engine):
+    """4,000 first tokens against the probabilities they were drawn with: within five standard errors each."""
+    samples = engine.sample([[4, 5]] * 4000, SamplingParams(), 1, seed=0)
+    drawn = torch.tensor([sample.token_ids[0] for sample in samples]).bincount(minlength=VOCABULARY) / 4000
+    wanted = engine.model(torch.tensor([[4, 5]])).logits[0, -1].softmax(-1)
+    assert ((drawn - wanted).abs() <= 5 * (wanted * (1 - wanted) / 4000).sqrt() + 1e-9).all()
+
+
+def test_the_same_seed_gives_the_same_responses(engine):
+    first, again, other = (engine.sample([[4], [5]] * 4, SamplingParams(), 8, seed=s) for s in (1, 1, 2))
+    assert first == again
+    assert [s.token_ids for s in first] != [s.token_ids for s in other]
+
+
+def test_weights_are_rounded_to_the_rollout_type():
+    tensor = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_weight(tensor, "fp32", True), tensor)
+    bf16, fp8 = round_weight(tensor, "bf16", True), round_weight(tensor, "fp8-e4m3", True)
+    assert torch.equal(bf16, bf16.bfloat16().float())
+    assert torch.equal(round_weight(tensor, "fp8-e4m3", False), bf16)
+    assert (bf16 - tensor).abs().max() <= 2**-8 * tensor.abs().max()
+    # Three mantissa bits: half a step is 1/16 of a value, but for the smallest ones.
+    assert ((fp8 - tensor).abs() <= tensor.abs() / 16 + tensor.abs().amax(1, keepdim=True) * 2**-9 / 448 * 1.01).all()
+    assert (fp8 - tensor).abs().mean() > 4 * (bf16 - tensor).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"model.extra": torch.zeros(1)}, "has no weight model.extra"),
+        (lambda w: w | {"model.norm.weight": torch.zeros(5)}, r"model.norm.weight is \(32,\), got \(5,\)"),
+        (lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}, "weight model.norm.weight never came"),
+    ],
+    ids=["unknown", "shape", "missing"],
+)
+def test_wrong_weights_are_refused(engine, change, message):
+    weights = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        engine.load_weights(change(weights).items(), 1)
+    assert engine.version == -1
+
+
+def test_no_family_for_what_no_architecture_has():
+    odd = argparse.Namespace(
+        normalization="RMSNorm",
+        swiglu=False,
+        position_embedding_type="rope",
+        disable_bias_linear=True,
+    )
+    assert find_family(odd) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp8-e4m3", "int8"])
+def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype):
+    """What vLLM reads is what the transformers engine holds; GPT-2 stores its weights the other way round."""
+    for model in (LLAMA, GPT2, [*LLAMA, "--num-experts=2", "--qk-layernorm"]):
+        args = parse_args(flags(tmp_path, model=model))
+        validate_args(args, 1)
+        config = find_family(args).hugging_face_config(args)
+        torch.manual_seed(1)
+        given = transformers.AutoModelForCausalLM.from_config(config)
+        weights = [(name, tensor.detach()) for name, tensor in checkpoint_tensors(given).items()]
+        engine = TransformersEngine(config, dtype, EOS, PAD, torch.device("cpu"))
+        engine.load_weights(weights, 0)
+        path = ModelDirectory(tmp_path / "weights", config, EOS, dtype).write(weights)
+        read = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+        changed = 0
+        for name, parameter in engine.model.named_parameters():
+            assert torch.equal(parameter, read[name]), name
+            changed += not torch.equal(parameter, given.state_dict()[name])
+        assert changed > 10
+
+
+def test_int8_keeps_the_largest_of_each_row():
+    tensor = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-6], [1], [3], [50], [0]]
+    )
+    rounded = round_weight(tensor, "int8", True)
+    steps = (tensor.abs().amax(1, keepdim=True) / 127).clamp(min=1e-20)
+    assert ((rounded - tensor).abs() <= steps * 0.5001).all()
+    torch.testing.assert_close(rounded.abs().amax(1), tensor.abs().amax(1))
+    assert all(len((row / step).round().unique()) > 30 for row, step in zip(rounded[:4], steps[:4], strict=True))
+    assert torch.equal(round_weight(tensor, "int8", False), tensor.bfloat16().float())
+
+
+def test_greedy_and_truncated_sampling(tmp_path):
+    args = parse_args(flags(tmp_path, "--init-method-std=0.5"))
+    validate_args(args, 1)
+    engine = TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    torch.manual_seed(0)
+    engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
+    prompts = [[3, 4], [5]] * 8
+    one = engine.sample(prompts, SamplingParams(top_k=1), 6, seed=0)
+    assert [s.token_ids for s in one] == [s.token_ids for s in engine.sample(prompts, SamplingParams(top_k=1), 6, 1)]
+    logits = engine.model(torch.tensor([prompts[0]])).logits[0, -1]
+    assert one[0].token_ids[0] == int(logits.argmax())
+    assert all(value == 0 for sample in one for value in sample.log_probs)
+    two = engine.sample([[3, 4]] * 64, SamplingParams(top_k=2), 1, seed=0)
+    assert {s.token_ids[0] for s in two} == set(logits.topk(2).indices.tolist())
+    want = logits.topk(2).values.log_softmax(-1)
+    assert {round(s.log_probs[0], 4) for s in two} == {round(float(value), 4) for value in want}
+    with pytest.raises(ValueError, match=r"top_p is 0\.9: the transformers engine samples with 1"):
+        engine.sample(prompts, SamplingParams(top_p=0.9), 6, seed=0)

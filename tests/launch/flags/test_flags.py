@@ -1,0 +1,327 @@
+"""Flags and launch files: what they mean, and the one sentence for each that cannot work."""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from megatron_rc.launch.__main__ import torchrun_arguments
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags import model_checks as validation_model
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import CONFIGS, build_parser, parse_args
+from tests.support.recorded_training import GPT2, LLAMA, flags
+
+MEGATRON = """tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage
+context-parallel-size sequence-parallel use-distributed-optimizer num-layers hidden-size ffn-hidden-size
+num-attention-heads group-query-attention num-query-groups seq-length max-position-embeddings position-embedding-type
+rotary-base normalization swiglu untie-embeddings-and-output-weights disable-bias-linear micro-batch-size
+global-batch-size train-iters lr min-lr lr-decay-style lr-warmup-iters weight-decay adam-beta1 adam-beta2 clip-grad bf16
+seed save load save-interval log-interval tensorboard-dir wandb-project transformer-impl recompute-granularity
+calculate-per-token-loss grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta grpo-group-size
+expert-model-parallel-size num-experts moe-ffn-hidden-size moe-router-topk moe-router-pre-softmax
+moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type""".split()
+
+
+def check(tmp_path, *more, world_size=1, model=LLAMA, engine=True):
+    args = parse_args(flags(tmp_path / "runs", *more, model=model))
+    validate_args(args, world_size, engine=engine)
+    return args
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatrons_names_are_there_and_explained(name):
+    actions = {text: action for action in build_parser()._actions for text in action.option_strings}
+    assert actions[f"--{name}"].help
+
+
+def test_what_follows_from_the_flags(tmp_path):
+    more = ("--tensor-model-parallel-size=2", "--context-parallel-size=2", "--micro-batch-size=4")
+    args = check(tmp_path, *more, world_size=8)
+    assert (args.data_parallel_size, args.updates_per_rollout) == (2, 2)
+    assert (args.kv_channels, args.vocab_size, args.padded_vocab_size) == (8, 13, 16)
+    assert args.model_family == "llama"
+    assert check(tmp_path, model=GPT2).model_family == "gpt2"
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "launch").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_launch_file_works(path, tmp_path):
+    more = []
+    if path.stem == "smollm2_sums":  # the model comes with the command
+        config = LlamaConfig(hidden_size=36, intermediate_size=48, num_hidden_layers=2, num_attention_heads=9)
+        config.save_pretrained(tmp_path)
+        # Of a smaller vocabulary, and vLLM need not be there.
+        more = [f"--load-hf={tmp_path}", "--tokenizer-type=CharacterTokenizer", "--no-apply-chat-template"]
+        more += ["--rollout-engine=transformers"]
+    args = parse_args(["--config", path.stem, f"--runs-dir={tmp_path}", *more])
+    validate_args(args, 2 if more else 4)
+    assert args.run_name == path.stem
+
+
+def test_flags_override_the_launch_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("lr: 1e-3\nsequence-parallel: true\nrollout-rs-threshold: 0.5_2\nswiglu: false\n")
+    args = parse_args(["--config", str(tmp_path / "a.yaml"), "--no-sequence-parallel", "--seed", "7"])
+    assert (args.lr, args.sequence_parallel, args.seed, args.swiglu) == (1e-3, False, 7, False)
+    assert args.rollout_rs_threshold == "0.5_2"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning-rate: 1\n", r"unknown key 'learning-rate'"),
+        ("num_layers: 2\n", "unknown key 'num_layers': did you mean num-layers\\?"),
+        ("lr: fast\n", "argument --lr: invalid float value: 'fast'"),
+        ("lr: [1, 2]\n", "must be one number or one string"),
+        ("lr:\n", "must be one number or one string"),
+        ("swiglu: 1\n", "'1' must be true or false"),
+        ("lr: 1\nlr: 2\n", "the key 'lr' is given twice"),
+        ("- lr\n", "expected lines of `name: value`, got list"),
+        ("lr: {\n", "cannot be read as YAML"),
+        ("config: other\n", "unknown key 'config'"),
+        ("", "expected lines of `name: value`"),
+    ],
+)
+def test_a_wrong_launch_file_is_named(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        parse_args(["--config", str(tmp_path / "a.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "none"], r"--config none: no such file; give a path, or one of the names .*count_up"),
+        (["--tensor-model-parallel"], r"unknown flag '--tensor-model-parallel': did you mean"),
+        (["--lr"], "expected one argument"),
+        (["--num-layers", "two"], "invalid int value: 'two'"),
+        (["--normalization", "BatchNorm"], "invalid choice: 'BatchNorm'"),
+        (["stray"], "unknown flag 'stray'"),
+    ],
+)
+def test_wrong_words_are_named(words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "message"),
+    [
+        ("--tensor-model-parallel-size=2", 1, "needs 2 processes, got 1"),
+        ("--tensor-model-parallel-size=2 --context-parallel-size=2", 6, "= 4 does not divide 6 processes"),
+        ("--tensor-model-parallel-size=3", 3, "--num-attention-heads 4 must be a multiple of --tensor-model-parallel"),
+        ("--tensor-model-parallel-size=4", 4, "--num-query-groups 2 must be a multiple of"),
+        ("--tensor-model-parallel-size=2 --ffn-hidden-size=33", 2, "--ffn-hidden-size 33 must be a multiple"),
+        ("--pipeline-model-parallel-size=3", 3, "--num-layers 4 must be a multiple of --pipeline-model-parallel-size"),
+        ("--num-layers-per-virtual-pipeline-stage=1", 1, "needs --pipeline-model-parallel-size above 1"),
+        (
+            "--pipeline-model-parallel-size=2 --num-layers-per-virtual-pipeline-stage=3",
+            2,
+            "--num-layers 4 must be a multiple of 2 · --num-layers-per-virtual-pipeline-stage = 6",
+        ),
+        (
+            "--pipeline-model-parallel-size=2 --num-layers-per-virtual-pipeline-stage=1 --micro-batch-size=16",
+            2,
+            "virtual stages need a multiple of 2 micro-batches",
+        ),
+        ("--context-parallel-size=2 --seq-length=18", 2, "--seq-length 18 must be a multiple of 2 · --context"),
+        ("--sequence-parallel", 1, "--sequence-parallel needs --tensor-model-parallel-size above 1"),
+        (
+            "--tensor-model-parallel-size=2 --sequence-parallel --seq-length=15",
+            2,
+            "must be a multiple of --tensor-model",
+        ),
+        ("--padded-vocab-size=15 --tensor-model-parallel-size=2", 2, "--padded-vocab-size 15 must be a multiple of"),
+        ("--padded-vocab-size=12", 1, "--padded-vocab-size 12 is smaller than the vocabulary of 13"),
+        ("--vocab-size=5", 1, "--vocab-size 5 is smaller than the tokenizer's 13 tokens"),
+        ("--global-batch-size=5", 1, "= 16 sequences do not split into batches of --global-batch-size 5"),
+        ("--micro-batch-size=3", 1, "--global-batch-size 16 must be a multiple of --micro-batch-size 3"),
+        ("--grpo-prompts-per-step=3", 2, "--grpo-prompts-per-step 3 must be a multiple of the 2 data-parallel ranks"),
+        ("--seq-length=64 --max-position-embeddings=32", 1, "--seq-length 64 is longer than --max-position-embeddings"),
+        ("--seq-length=10", 1, "leaves no room for a prompt"),
+        ("--seq-length=11", 1, "is too short for --task count_up: a prompt of 2 tokens"),
+        ("--hidden-dropout=0.1", 1, "--hidden-dropout 0.1 must be 0"),
+        ("--lr=0", 1, "--lr 0.0 must be positive"),
+        ("--lr=nan", 1, "--lr nan must be positive"),
+        ("--min-lr=1", 1, "--min-lr 1.0 is above --lr"),
+        ("--lr-warmup-iters=100", 1, "--lr-warmup-iters 100 must be below --lr-decay-iters 100"),
+        ("--adam-beta1=1", 1, "--adam-beta1 1.0 must lie in"),
+        ("--train-iters=0", 1, "--train-iters 0 must be positive"),
+        ("--grpo-clamp-eps-lower=1.5", 1, "--grpo-clamp-eps-lower"),
+        ("--optimizer=sgd --use-distributed-optimizer", 1, "works with --optimizer adam only"),
+        ("--normalization=LayerNorm", 1, "no Hugging Face architecture has this combination"),
+        ("--transformer-impl=transformer_engine", 1, "needs a CUDA device"),
+        ("--recompute-granularity=full", 1, "needs --recompute-method"),
+        ("--recompute-method=block", 1, "do nothing without --recompute-granularity full"),
+        ("--save-interval=2", 1, "does nothing without --save"),
+        ("--finetune", 1, "do nothing without --load"),
+        ("--no-save-optim", 1, "does nothing without --save"),
+        ("--load=/nowhere/at/all", 1, "--load /nowhere/at/all: no such folder"),
+        ("--save=/dev/null/x", 1, "--save /dev/null/x cannot be written to"),
+        ("--runs-dir=/dev/null/x", 1, "--runs-dir /dev/null/x cannot be written to"),
+        ("--task=chess", 1, "--task chess is unknown"),
+        ("--task=count_up:x", 1, "takes no variant"),
+        ("--task=reasoning_gym:nothing", 1, "no such data set"),
+        ("--wandb-exp-name=x", 1, "does nothing without --wandb-project"),
+        ("--rollout-is=batch", 1, "rollout_is='batch' is unknown"),
+        ("--rollout-correction-preset=best", 1, "preset='best' is unknown"),
+        ("--num-query-groups=0", 1, "--num-query-groups 0 must be positive"),
+    ],
+)
+def test_combinations_that_cannot_work_are_one_sentence(tmp_path, more, world_size, message):
+    with pytest.raises(ConfigurationError) as caught:
+        check(tmp_path, *more.split(), world_size=world_size)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_follows_from_experts(tmp_path):
+    args = check(tmp_path, "--num-experts=4", "--expert-model-parallel-size=2", world_size=2, engine=False)
+    assert (args.moe_ffn_hidden_size, args.moe_router_topk, args.moe_token_dispatcher_type) == (48, 2, "allgather")
+    routing = (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, args.moe_z_loss_coeff)
+    assert routing == ("aux_loss", 0.0, None)
+    assert args.moe_router_pre_softmax is False
+    assert args.model_family == "mixtral"
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "message"),
+    [
+        ("--moe-router-topk=2", 1, "--moe-router-topk 2 does nothing without --num-experts"),
+        ("--moe-aux-loss-coeff=0", 1, "--moe-aux-loss-coeff 0.0 does nothing without --num-experts"),
+        ("--moe-z-loss-coeff=0.1", 1, "--moe-z-loss-coeff 0.1 does nothing without --num-experts"),
+        ("--moe-ffn-hidden-size=8", 1, "--moe-ffn-hidden-size 8 does nothing without --num-experts"),
+        ("--moe-token-dispatcher-type=alltoall", 1, "alltoall does nothing without --num-experts"),
+        ("--moe-router-load-balancing-type=none", 1, "none does nothing without --num-experts"),
+        ("--expert-model-parallel-size=2", 2, "--expert-model-parallel-size 2 does nothing without --num-experts"),
+        ("--moe-router-pre-softmax", 1, "--moe-router-pre-softmax True does nothing without --num-experts"),
+        ("--num-experts=4 --moe-router-pre-softmax --moe-router-topk=5", 1, "5 must lie in [1, 4]: there are --num-ex"),
+        ("--num-experts=0", 1, "--num-experts 0 must be positive"),
+        ("--num-experts=3 --expert-model-parallel-size=2", 2, "--num-experts 3 must be a multiple of --expert-model"),
+        ("--num-experts=4 --expert-model-parallel-size=4", 2, "4 must divide the 2 data · context parallel ranks"),
+        ("--num-experts=4 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2", 2, "divide the 1 data"),
+        ("--num-experts=4 --moe-router-topk=1", 1, "--moe-router-topk 1 must lie in [2, 4]"),
+        ("--num-experts=4 --moe-router-topk=5", 1, "--moe-router-topk 5 must lie in [2, 4]"),
+        ("--num-experts=4 --moe-aux-loss-coeff=-1", 1, "--moe-aux-loss-coeff -1.0 must be 0 or more"),
+        ("--num-experts=4 --moe-z-loss-coeff=nan", 1, "--moe-z-loss-coeff nan must be 0 or more"),
+        (
+            "--num-experts=4 --moe-router-load-balancing-type=none --moe-aux-loss-coeff=0.1",
+            1,
+            "--moe-aux-loss-coeff 0.1 does nothing with --moe-router-load-balancing-type none",
+        ),
+        ("--num-experts=4 --tensor-model-parallel-size=2", 2, "needs --sequence-parallel"),
+        (
+            "--num-experts=4 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing"
+            " --moe-token-dispatcher-type=alltoall",
+            2,
+            "weighs the experts' auxiliary losses by the tokens of each data-parallel rank",
+        ),
+        (
+            "--num-experts=4 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9",
+            2,
+            "--moe-ffn-hidden-size 9 must be a multiple of --tensor-model-parallel-size = 2",
+        ),
+        (
+            "--num-experts=4 --expert-model-parallel-size=2 --rl-use-sequence-packing",
+            2,
+            "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks",
+        ),
+        (
+            "--num-experts=4 --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce",
+            1,
+            "use rejection_denominator=original",
+        ),
+    ],
+)
+def test_experts_that_cannot_work_are_one_sentence(tmp_path, more, world_size, message):
+    with pytest.raises(ConfigurationError) as caught:
+        check(tmp_path, *more.split(), world_size=world_size, engine=False)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_with_a_bias_cannot_be_split(tmp_path):
+    more = ("--num-experts=4", "--tensor-model-parallel-size=2", "--sequence-parallel")
+    with pytest.raises(ConfigurationError, match="needs --disable-bias-linear"):
+        check(tmp_path, *more, world_size=2, model=GPT2, engine=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (GPT2, ["--num-experts=4"]),
+        (LLAMA, ["--num-experts=4", "--add-qkv-bias"]),
+        (LLAMA, ["--num-experts=4", "--moe-router-pre-softmax"]),
+    ],
+    ids=["gpt2", "qwen2", "mixtral-pre-softmax"],
+)
+def test_experts_that_no_engine_knows_need_one_of_your_own(tmp_path, model, more):
+    with pytest.raises(ConfigurationError, match=r"no Hugging Face architecture has .*--num-experts.* Mixtral"):
+        check(tmp_path, *more, model=model)
+    assert check(tmp_path, *more, model=model, engine=False).model_family is None
+
+
+def test_a_bias_that_is_there_already_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--add-qkv-bias does nothing without --disable-bias-linear"):
+        check(tmp_path, "--add-qkv-bias", model=GPT2)
+
+
+def test_packed_experts_of_one_replica_may_be_gathered(tmp_path):
+    more = "--num-experts=4 --expert-model-parallel-size=2 --context-parallel-size=2 --rl-use-sequence-packing"
+    check(tmp_path, *more.split(), world_size=2, engine=False)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypatch, old):
+    monkeypatch.setattr(validation_model, "weakens_auxiliary_losses", lambda: old)
+    more = "--num-experts=4 --moe-z-loss-coeff=0.1 --context-parallel-size=2 --calculate-per-token-loss".split()
+    if not old:
+        check(tmp_path, *more, world_size=2, engine=False)
+        return
+    with pytest.raises(ConfigurationError, match=r"auxiliary losses by 2, .* before 0\.19: drop it"):
+        check(tmp_path, *more, world_size=2, engine=False)
+
+
+def test_experts_on_a_gpu_need_transformer_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", without("transformer_engine"))
+    with pytest.raises(ConfigurationError, match="--num-experts 4 on a GPU needs transformer_engine, which is not"):
+        check(tmp_path, "--num-experts=4", "--no-cpu", engine=False)
+
+
+def without(module):
+    find_spec = importlib.util.find_spec
+    return lambda name, *rest: None if name == module else find_spec(name, *rest)
+
+
+def test_a_model_without_an_architecture_trains_on_foreign_rollouts(tmp_path):
+    assert check(tmp_path, "--normalization=LayerNorm", engine=False).model_family is None
+
+
+def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="must be a multiple of the 2 optimizer steps"):
+        check(tmp_path, f"--save={tmp_path}/save", "--save-interval=3")
+
+
+@pytest.mark.parametrize("name", ["num-layers", "hidden-size", "lr", "train-iters", "global-batch-size"])
+def test_what_is_missing_is_named(tmp_path, name):
+    words = [word for word in flags(tmp_path) if not word.startswith(f"--{name}=")]
+    with pytest.raises(ConfigurationError, match=f"--{name} is missing"):
+        validate_args(parse_args(words), 1)
+
+
+def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):
+    words = flags(tmp_path, "--tensor-model-parallel-size=2")
+    command = torchrun_arguments(["--nproc-per-node", "2", *words])
+    assert command == [
+        *("--nproc-per-node", "2", "--standalone"),
+        *("--module", "megatron_rc.launch.train_ppo", *words),
+    ]
+    command = torchrun_arguments(["--nproc-per-node=1", "--nnodes=2", "--node-rank=1", "--master-addr=a", *words])
+    assert command[2:10] == ["--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "29500"]
+
+
+def test_the_launcher_counts_the_processes_of_all_machines(tmp_path):
+    words = flags(tmp_path, "--tensor-model-parallel-size=2")
+    with pytest.raises(ConfigurationError, match="needs 2 processes, got 1"):
+        torchrun_arguments(words)

@@ -1,0 +1,364 @@
+"""Rollouts of older weights: who sampled what, sampling while the trainer goes on, errors and ends, recorded ones."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.prefetch import SampledAhead, check_versions
+from megatron_rc.records.rollout import load_rollouts, save_rollouts
+from tests.launch.training.test_loop import LIVE, SUMS, rows, run_training, without_times
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, recorded_batch
+
+SECONDS = 30  # nothing here waits for a time-out unless it is broken
+
+
+def numbered(step):
+    return recorded_batch(step)
+
+
+def test_ordered_batches_are_taken_by_their_step():
+    ahead = SampledAhead(numbered, in_background=True)
+    ahead.order([1, 2])
+    assert (1 in ahead, 3 in ahead, len(ahead)) == (True, False, 2)
+    assert ahead.take(2).identical(numbered(2))
+    assert ahead.take(1).identical(numbered(1))
+    assert ahead.take(3).identical(numbered(3)), "not ordered: obtained at once"
+    assert len(ahead) == 0
+    ahead.close()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
+    seen, main = [], threading.get_ident()
+    ahead = SampledAhead(lambda step: seen.append((step, threading.get_ident() == main)), in_background=in_background)
+    ahead.order([4, 6, 8])
+    for step in (4, 6, 8):
+        ahead.take(step)
+    ahead.close()
+    assert seen == [(step, not in_background) for step in (4, 6, 8)]
+
+
+def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
+    class Stuck:
+        def close(self):
+            raise OSError("still there")
+
+    collector = RolloutCollector.__new__(RolloutCollector)
+    collector.engine, collector.ahead = Stuck(), SampledAhead(numbered, in_background=False)
+    collector.close()
+    assert "the rollout engine did not end cleanly: still there" in caplog.text
+
+
+def test_what_sampling_raises_is_raised_where_it_is_taken():
+    def broken(step):
+        if step == 2:
+            raise TimeoutError("no answer")
+        return step
+
+    for in_background in (False, True):
+        ahead = SampledAhead(broken, in_background=in_background)
+        ahead.order([1, 2])
+        assert ahead.take(1) == 1
+        with pytest.raises(TimeoutError, match="no answer"):
+            ahead.take(2)
+        ahead.close()
+
+
+def test_closing_drops_what_waits_and_ends_the_thread():
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def slow(step):
+        seen.append(step)
+        begun.set()
+        go.wait(SECONDS)
+
+    ahead = SampledAhead(slow, in_background=True)
+    ahead.order([1, 2, 3])
+    assert begun.wait(SECONDS)
+    closing = threading.Thread(target=ahead.close)
+    closing.start()
+    go.set()
+    closing.join(SECONDS)
+    assert seen == [1]
+    assert not sampling_threads()
+
+
+def test_a_batch_that_does_not_end_is_left_behind(monkeypatch):
+    """An error of the trainer is not kept back by it."""
+    monkeypatch.setattr("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01)
+    begun, go = threading.Event(), threading.Event()
+    ahead = SampledAhead(lambda step: begun.set() or go.wait(SECONDS), in_background=True)
+    ahead.order([1])
+    assert begun.wait(SECONDS)
+    ahead.close()
+    (left,) = (thread for thread in threading.enumerate() if thread.name == "rollouts")
+    assert left.daemon
+    go.set()
+    left.join(SECONDS)
+
+
+def sampling_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rollouts")]
+
+
+# The loop
+
+
+class CountingEngine:
+    """Samples token 3 eight times; an error where it is called while it is busy."""
+
+    is_elsewhere = True
+
+    def __init__(self):
+        self.version, self.busy, self.calls, self.threads = -1, threading.Lock(), [], set()
+
+    def load_weights(self, weights, version):
+        with self.idle():
+            for _ in weights:
+                pass
+            self.version = version
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        with self.idle():
+            self.calls.append(self.version)
+            self.threads.add(threading.current_thread().name)
+            self.while_sampling()
+            return [Sample([3] * 8, [-1.0] * 8, "length") for _ in prompts]
+
+    def while_sampling(self):
+        """What a test has it do meanwhile."""
+
+    def idle(self):
+        if self.busy.locked():
+            raise RuntimeError("the engine is called while it is busy")
+        return self.busy
+
+
+def run_with(words, engine, watch=None):
+    """The loop with an engine of ours on the ranks that have one: (error, versions that sampled, threads left)."""
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.sync_check import SyncCheck
+    from megatron_rc.launch.training.trainer import Trainer
+
+    made, default, update, check = [], RolloutCollector._default_engine, Trainer.update, SyncCheck.__call__
+
+    def watched(trainer, prepared, mini_batch):
+        watch(made, trainer.iteration)
+        return update(trainer, prepared, mini_batch)
+
+    RolloutCollector._default_engine = lambda self: made.append(engine()) or made[-1]
+    Trainer.update = watched if watch else update
+    SyncCheck.__call__ = lambda self: {}  # the engine has no model that could agree
+    try:
+        error = run_training(words)
+    finally:
+        RolloutCollector._default_engine, Trainer.update, SyncCheck.__call__ = default, update, check
+    return error, [one.calls for one in made], [one.threads for one in made], sampling_threads()
+
+
+AGES = [0, 1, 2, 1, 2, 1]  # with two batches ahead
+STALE = ["--rollout-staleness=2", "--train-iters=6"]
+
+
+@pytest.mark.parametrize("more", [[], ["--bypass-mode"]], ids=["decoupled", "bypass"])
+def test_versions_reach_the_metrics(ranks, tmp_path, more):
+    words = flags(tmp_path, *LIVE, *STALE, *more)
+    ((error, calls, threads, left),) = ranks.run(run_with, Layout(), words, CountingEngine)
+    assert (error, left) == (None, [])
+    assert calls == [[0, 0, 0, 2, 2, 4]]
+    assert {name.split("_")[0] for name in threads[0]} == {"MainThread", "rollouts"}
+    for row, age in zip(rows(tmp_path), AGES, strict=True):
+        assert row["rollout/staleness_mean"] == row["rollout/staleness_max"] == age
+        found = {name: value for name, value in row.items() if name.endswith("_token_fraction") and "staleness" in name}
+        assert found == {f"rollout_corr/staleness_{age}_token_fraction": 1.0}
+        assert f"rollout_corr/rollout_rs_masked_fraction_staleness_{age}" in row
+
+
+@pytest.mark.parametrize("more", [[], ["--proximal-interpolation", "--rollout-staleness-scale=1:1.2,2:1.5"]])
+def test_several_steps_of_a_batch_count_as_versions(ranks, tmp_path, more):
+    """Two passes over each batch: one batch ahead is two steps."""
+    words = flags(tmp_path, *LIVE, "--grpo-iterations=2", "--rollout-staleness=2", "--train-iters=6", *more)
+    ((error, calls, _, _),) = ranks.run(run_with, Layout(), words, CountingEngine)
+    assert error is None
+    assert calls == [[0, 0, 2]]
+    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 0, 2, 2, 2, 2]
+
+
+def test_without_the_flag_every_batch_is_fresh(ranks, tmp_path):
+    ((error, calls, threads, _),) = ranks.run(
+        run_with, Layout(), flags(tmp_path, *LIVE, "--train-iters=3"), CountingEngine
+    )
+    assert error is None
+    assert calls == [[0, 1, 2]]
+    assert threads == [{"MainThread"}]
+    assert [row["rollout_corr/staleness_0_token_fraction"] for row in rows(tmp_path)] == [1, 1, 1]
+
+
+class PatientEngine(CountingEngine):
+    """After its first batch, which nothing overlaps, samples only when the trainer has begun the next step."""
+
+    def __init__(self):
+        super().__init__()
+        self.trains = threading.Event()
+
+    def while_sampling(self):
+        if len(self.calls) > 1 and not self.trains.wait(SECONDS):
+            raise TimeoutError("the trainer waited for the batch that was to be sampled meanwhile")
+        self.trains.clear()
+
+
+def let_go(engines, _):
+    for engine in engines:
+        engine.trains.set()
+
+
+def test_the_trainer_goes_on_while_the_engine_samples(ranks, tmp_path):
+    """Each batch is handed out only after an update has begun that does not need it."""
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--rollout-staleness=1", "--train-iters=3")
+    found = ranks.run(run_with, layout, words, PatientEngine, let_go)
+    assert [error for error, *_ in found] == [None, None]
+    assert [calls for _, calls, _, _ in found] == [[[0, 0, 1]], []]
+
+
+class FailingEngine(CountingEngine):
+    """Fails in the background, on replica 1 alone."""
+
+    def while_sampling(self):
+        if torch.distributed.get_rank() == 1 and len(self.calls) == 3:
+            raise TimeoutError("no answer in 60 s")
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=2)], ids=str)
+def test_an_error_in_the_background_ends_all_alike(ranks, tmp_path, layout):
+    words = flags(tmp_path, *LIVE, *layout.flags(), *STALE)
+    for error, _, _, left in ranks.run(run_with, layout, words, FailingEngine):
+        assert error == "AgreedError: the rollout of step 2 failed: TimeoutError: no answer in 60 s"
+        assert left == []
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def stop_at(engines, iteration):
+    import os
+    import signal
+
+    if iteration == 1 and torch.distributed.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_ends_the_sampling_and_a_resumed_run_begins_fresh(ranks, tmp_path):
+    """What was sampled ahead is not in a checkpoint."""
+    layout = Layout(pp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), *STALE, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
+    found = ranks.run(run_with, layout, words, CountingEngine, stop_at)
+    assert [(error, left) for error, _, _, left in found] == [(None, [])] * 2
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    ((error, calls, _, left), _) = ranks.run(run_with, layout, words, CountingEngine)
+    assert (error, left) == (None, [])
+    assert calls == [[2, 2, 2, 4]]
+    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1, 2, 1]
+
+
+def run_elsewhere(words, elsewhere):
+    """The loop with the engine of the flags, said to be in another process or not."""
+    from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+
+    TransformersEngine.is_elsewhere = elsewhere
+    try:
+        return run_training(words), sampling_threads()
+    finally:
+        TransformersEngine.is_elsewhere = False
+
+
+def test_a_thread_samples_what_the_trainer_would(ranks, tmp_path):
+    """Versions and samples follow from the step alone: in the background and in turns the runs are equal."""
+    layout = Layout(dp=2)
+    for elsewhere in (False, True):
+        words = flags(tmp_path / str(elsewhere), *LIVE, *layout.flags(), "--rollout-staleness=2", "--train-iters=4")
+        assert ranks.run(run_elsewhere, layout, words, elsewhere) == [(None, [])] * 2
+    found = without_times(tmp_path / "True")
+    assert found == without_times(tmp_path / "False")
+    assert [row["rollout/staleness_max"] for row in found] == AGES[:4]
+
+
+def test_evaluations_are_made_where_weights_are_new(ranks, tmp_path):
+    """With two batches ahead that is every other step, and the end."""
+    words = [*SUMS, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, "--eval-interval=2")) == [None]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 4, 5]
+    trained = [row for row in rows(tmp_path) if "loss/total" in row]
+    assert ["rollout/sync_error" in row for row in trained] == [True, False, True, False, True]
+    with pytest.raises(ConfigurationError, match="--eval-interval 3 must be a multiple of the 2 optimizer steps"):
+        validate_args(parse_args(flags(tmp_path, *words, "--eval-interval=3")), 1)
+
+
+# Recorded rollouts
+
+
+def test_the_age_of_recorded_rollouts_is_checked(ranks, tmp_path):
+    """Recorded ahead, read again: within the limit the same ages, beyond it an error, without the flag no question."""
+    folder = tmp_path / "rollouts"
+    ranks.run(run_with, Layout(), flags(tmp_path, *LIVE, *STALE, f"--save-rollouts={folder}"), CountingEngine)
+    assert len(list(folder.glob("*.safetensors"))) == 6
+
+    def read(*more):
+        words = flags(tmp_path, *LIVE, f"--load-rollouts={folder}", "--train-iters=4", *more)
+        (error,) = ranks.run(run_training, Layout(), words)
+        return error
+
+    assert read("--rollout-staleness=2") is None
+    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == AGES[:4]
+    assert read("--rollout-staleness=1") == (
+        "AgreedError: the rollout of step 2 failed: ValueError: sample 0, token 2 was sampled by weights of version 0, "
+        "2 steps behind the trainer at step 2: --rollout-staleness allows 1"
+    )
+    path = folder / "step-0000001-replica-0000.safetensors"
+    batch = load_rollouts(path)
+    save_rollouts(replace(batch, policy_versions=torch.full_like(batch.policy_versions, 7)), path)
+    assert read() is None
+    assert not [name for row in rows(tmp_path) for name in row if "staleness" in name]
+    assert "version 7, which the trainer at step 1 does not have yet" in read("--rollout-staleness=2")
+
+
+def test_only_sampled_tokens_have_a_version():
+    batch = recorded_batch(0)
+    versions = torch.where(batch.response_mask, 4, 99).int()
+    check_versions(replace(batch, policy_versions=versions.to(torch.uint8)), 5, 9)
+    for limit in (1, 2):
+        check_versions(replace(batch, policy_versions=versions), 5, limit)
+    with pytest.raises(ValueError, match="1 steps behind the trainer at step 5: --rollout-staleness allows 0"):
+        check_versions(replace(batch, policy_versions=versions), 5, 0)
+    with pytest.raises(ValueError, match="the trainer at step 3 does not have yet"):
+        check_versions(replace(batch, policy_versions=versions), 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--rollout-staleness=-1"], "--rollout-staleness -1 must be 0 or more"),
+        (
+            ["--rollout-staleness=3"],
+            "--rollout-staleness 3 counts optimizer steps, of which each rollout batch makes 2: give a multiple of 2",
+        ),
+        (["--rollout-staleness=1.5"], "argument --rollout-staleness: invalid int value"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        validate_args(parse_args(flags(tmp_path, *more)), 1)
+
+
+def test_a_recorded_limit_need_not_be_a_multiple(tmp_path):
+    (tmp_path / "step-0000000-replica-0000.safetensors").touch()
+    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--train-iters=2", "--rollout-staleness=3")
+    args = parse_args(words)
+    validate_args(args, 1)
+    assert args.knows_versions

@@ -1,0 +1,154 @@
+"""Prompts as tokens: characters, and the tokenizers of Hugging Face directories with and without a chat template."""
+
+import json
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText
+from tests.support.recorded_training import flags
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}</s>{% endfor %}[assistant]"
+PROBLEM = Problem("4 + 5 = ?\n", 9, (("1 + 2 = ?\n", "3"),))
+
+
+def tokenizer_folder(folder, *, template=TEMPLATE, eos="</s>", pad="<pad>", bos=None):
+    """A byte-level tokenizer as a model directory has it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.add_special_tokens(["<pad>", "<s>", "</s>"])
+    from tokenizers import decoders, processors
+
+    inner.decoder = decoders.ByteLevel()
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, pad_token=pad, bos_token=bos)
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_plain_text_shows_the_examples_first(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=False)
+    assert text.decode(text.encode(PROBLEM)) == "1 + 2 = ?\n3\n4 + 5 = ?\n"
+    assert (text.pad, text.eos, text.size) == (0, 2, 259)
+
+
+def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path, bos="<s>", template="<s>" + TEMPLATE), chat=False)
+    assert text.encode(PROBLEM).count(1) == 1
+    chat = HuggingFaceText(tmp_path, chat=True)
+    assert chat.encode(PROBLEM).count(1) == 1
+
+
+def test_a_conversation_shows_the_examples_as_turns(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
+    ids = text.encode(PROBLEM)
+    shown = "[user]1 + 2 = ?</s>[assistant]3</s>[user]4 + 5 = ?</s>[assistant]"
+    assert text.tokenizer.decode(ids) == shown
+    assert ids.count(text.eos) == 3
+
+
+def test_a_response_is_decoded_without_its_end(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
+    ids = text.tokenizer.encode("12 </s>")
+    assert ids[-1] == text.eos
+    assert text.decode(ids) == "12 "
+    characters = CharacterText("123 ")
+    assert characters.decode([*characters.encode(Problem("12 ", None)), characters.eos]) == "12 "
+
+
+def test_the_end_fills_batches_where_there_is_no_padding_token(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path, pad=None), chat=False)
+    assert text.pad == text.eos == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "chat", "message"),
+    [
+        ({"eos": None}, False, "has no eos_token"),
+        ({"template": None}, True, "--apply-chat-template: the tokenizer in .* has no chat_template"),
+    ],
+)
+def test_what_a_tokenizer_lacks_is_named(tmp_path, made, chat, message):
+    tokenizer_folder(tmp_path, **made)
+    with pytest.raises(ConfigurationError, match=message):
+        HuggingFaceText(tmp_path, chat)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('system first') }}", r"conversation \(system first\)"), ("{{ turns | nothing }}", "")],
+)
+def test_a_template_that_refuses_the_tasks_problems_is_named_at_the_start(tmp_path, template, message):
+    tokenizer_folder(tmp_path, template=template)
+    words = [f"--tokenizer-model={tmp_path}", "--apply-chat-template"]
+    with pytest.raises(ConfigurationError, match="--apply-chat-template: the tokenizer's chat_template.*" + message):
+        check(tmp_path, *words)
+
+
+def test_folders_without_a_readable_tokenizer_are_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="holds no tokenizer: name one with --tokenizer-model DIR"):
+        HuggingFaceText(tmp_path, chat=False)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        HuggingFaceText(tmp_path, chat=False)
+
+
+def check(tmp_path, *words):
+    args = parse_args(flags(tmp_path / "runs", "--vocab-size=300", "--task=sums", "--seq-length=256", *words))
+    return validate_args(args, 1), args
+
+
+def test_the_flags_choose_the_tokenizer(tmp_path):
+    tokenizer_folder(tmp_path)
+    task, args = check(tmp_path, f"--tokenizer-model={tmp_path}", "--apply-chat-template")
+    assert isinstance(task.text, HuggingFaceText)
+    assert task.text.chat
+    assert args.tokenizer_type == "HuggingFaceTokenizer"
+    task, args = check(tmp_path)
+    assert isinstance(task.text, CharacterText)
+    assert args.tokenizer_type == "CharacterTokenizer"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokenizer-type=HuggingFaceTokenizer"], "HuggingFaceTokenizer needs --tokenizer-model DIR or --load-hf"),
+        (["--tokenizer-type=CharacterTokenizer", "--tokenizer-model=DIR"], "--tokenizer-model DIR does nothing with"),
+        (["--apply-chat-template"], "--apply-chat-template needs a tokenizer that has one"),
+        (["--tokenizer-model=DIR"], "DIR holds no tokenizer"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check(tmp_path, *words)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--vocab-size 200 is smaller than the tokenizer's 259 tokens"):
+        check(tmp_path, f"--tokenizer-model={tokenizer_folder(tmp_path)}", "--vocab-size=200")
+
+
+def test_a_model_directory_brings_its_tokenizer(tmp_path):
+    """--load-hf is enough: architecture, weights and tokenizer lie in one place."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    words = ["--seq-length=256", "--task=sums", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
+    args = [*words, f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
+    with pytest.raises(ConfigurationError, match="holds no tokenizer"):
+        validate_args(parse_args(args), 1)
+    tokenizer_folder(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 300
+    task = validate_args(parse_args(args), 1)
+    assert isinstance(task.text, HuggingFaceText)
+    assert make_task("sums", 1).text.size < 30

@@ -1,0 +1,149 @@
+"""The engine check: what is wrong with an engine is said in words, and what is right is not accused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_tokens
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.rollouts.distances import lag_distances
+from megatron_rc.launch.tasks.text import CharacterText
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, recorded_batch
+
+WIDE = ["--init-method-std=0.5", "--grpo-prompts-per-step=8", "--global-batch-size=32", "--rollout-dtype=bf16"]
+EOS = 1
+
+
+class Faulty:
+    """The default engine with one fault."""
+
+    def __init__(self, engine, fault):
+        self.engine, self.fault = engine, fault
+
+    @property
+    def version(self):
+        return self.engine.version
+
+    def load_weights(self, weights, version):
+        if self.fault == "stale":
+            weights = [(name, tensor.roll(1, -1) if "down_proj" in name else tensor) for name, tensor in weights]
+        self.engine.load_weights(iter(weights), version)
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        if self.fault == "hot":
+            params = dataclasses.replace(params, temperature=2.0)
+        samples = self.engine.sample(prompts, params, max_new_tokens, seed)
+        return [self.spoil(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+
+    def spoil(self, prompt, sample):
+        tokens, log_probs, reason = sample.token_ids, sample.log_probs, sample.finish_reason
+        if self.fault == "shift":
+            log_probs = [-2.0, *log_probs[:-1]]
+        if self.fault == "raw":
+            logits = self.engine.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            log_probs = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
+        if self.fault == "no eos" and tokens[-1] == EOS and len(tokens) > 1:
+            tokens, log_probs = tokens[:-1], log_probs[:-1]
+        return Sample(tokens, log_probs, reason)
+
+
+def findings(words, fault):
+    """What the check says, with an engine of one fault on the first rank of each replica."""
+    from megatron_rc.launch import check_engine
+    from megatron_rc.launch.rollouts import collector as rollout
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    right = rollout.RolloutCollector._default_engine
+    rollout.RolloutCollector._default_engine = lambda self: Faulty(right(self), fault)
+    try:
+        return check_engine.check_engine(args, task)
+    finally:
+        rollout.RolloutCollector._default_engine = right
+
+
+@pytest.mark.parametrize(
+    ("fault", "more", "wrong", "message"),
+    [
+        (None, [], set(), None),
+        (None, ["--rl-default-temperature=0.6"], set(), None),
+        ("shift", [], {"shift", "weights"}, "shifted by +1"),
+        ("stale", [], {"weights"}, "other weights, a stale cache, or another tokenizer"),
+        (
+            "raw",
+            ["--rl-default-temperature=0.6"],
+            {"temperature and log-prob mode", "weights"},
+            "raw log-probs, before temperature",
+        ),
+        ("hot", [], {"temperature and log-prob mode", "weights"}, "the engine samples at another temperature"),
+        ("no eos", [], {"end of text"}, "must be in it, with its log-prob"),
+    ],
+)
+def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
+    (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *more), fault)
+    assert {finding.about for finding in found if not finding.agrees} == wrong
+    assert [finding.about for finding in found] == [
+        "shift",
+        "temperature and log-prob mode",
+        "weights",
+        "tokenizer",
+        "end of text",
+    ]
+    if message:
+        assert any(message in finding.words for finding in found)
+
+
+def test_every_rank_finds_the_same(ranks, tmp_path):
+    layout = Layout(cp=2, pp=2)
+    found = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), "shift")
+    assert all(one == found[0] for one in found)
+    assert {finding.about for finding in found[0] if not finding.agrees} >= {"weights"}
+    good = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), None)
+    assert all(finding.agrees for one in good for finding in one)
+
+
+def test_distances_by_hand():
+    """Pairs across a hole or a seam between two chunks do not count."""
+    train = torch.tensor([[1.0, 2.0, 4.0, 7.0, 11.0]])
+    rollout = torch.tensor([[2.0, 4.0, 7.0, 11.0, 20.0]])
+    mask = torch.tensor([[True, True, True, False, True]])
+    positions = torch.tensor([[0, 1, 2, 6, 7]])
+    # Pairs (0, 1) and (1, 2): lag 0 has |1-2| + |2-4|, lag +1 |1-4| + |2-7|, lag -1 |2-2| + |4-4|.
+    assert lag_distances(train, rollout, mask, positions).tolist() == [3, 8, 0, 2]
+    positions[0, 1] = 5
+    assert lag_distances(train, rollout, mask, positions).tolist()[-1] == 0
+
+
+def test_ends_inside_a_response_are_seen():
+    (finding,) = judge_endings(4, 4, 2)
+    assert not finding.agrees
+    assert "sampling went on after it" in finding.words
+    assert judge_endings(3, 3, 0)[0].agrees
+
+
+def test_foreign_tokens_are_seen():
+    assert judge_tokens(13, 0, 4, 3).agrees
+    assert "the text of 3 of 4 responses gives their tokens again" in judge_tokens(13, 0, 4, 3).words
+    finding = judge_tokens(13, 2, 4, 0)
+    assert not finding.agrees
+    assert "2 sampled tokens are not among the tokenizer's 13" in finding.words
+
+
+def test_tokens_beyond_the_tokenizer_and_split_text_are_counted():
+    """Three responses: one as the tokenizer would split it, one with a token that it lacks, one of two other pieces."""
+    text = CharacterText("ab")
+    batch = recorded_batch(0).rows([0, 1, 2])
+    mask = torch.zeros_like(batch.response_mask)
+    mask[:, 4:7] = True
+    tokens = torch.full_like(batch.tokens, text.tokens_of("a")[0])
+    tokens[:, 6] = text.eos
+    batch = dataclasses.replace(batch, tokens=tokens, response_mask=mask)
+    assert _tokens(batch, text).tolist() == [0, 3, 3]
+    tokens[1, 5] = text.tokenizer.token_to_id("<unk>")
+    assert _tokens(batch, text).tolist() == [0, 3, 2]
+    tokens[1, 5] = text.size
+    assert _tokens(batch, text).tolist()[:2] == [1, 3]

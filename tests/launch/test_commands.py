@@ -1,0 +1,125 @@
+"""The commands a user types, on real processes: a run, its files, its resumption, its end, its errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
+--grpo-iterations 1 --lr-decay-iters 6""".split()
+TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
+
+
+def start(command, **options):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+def finish(process, timeout=150):
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output, errors
+
+
+def launch(*words):
+    return ["-m", "megatron_rc.launch", *words]
+
+
+def torchrun(number, *words):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_flags_to_picture(tmp_path):
+    """As a file under torchrun, in the layout that the flags' own file has."""
+    words = [*SMALL, "--train-iters=4", f"--runs-dir={tmp_path}"]
+    code, output, errors = finish(start(torchrun(4, "launch/train_ppo.py", *words)))
+    assert code == 0, errors
+    assert output == ""
+    assert "Traceback" not in errors
+    assert errors.count("Megatron-Core runs on the CPU") == 1
+    assert "finished at step 4" in errors
+    rows = read(tmp_path / "count_up")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert all(isinstance(value, (int, float)) for value in row.values())
+        assert 0 <= row["reward/mean"] <= 1
+        assert row["rollout_corr/k3_kl"] > 0, "the engine's weights are rounded, so the policies differ"
+        assert 0 < row["rollout_corr/rollout_is_eff_sample_size"] <= 1
+        assert row["policy/approx_kl"] == 0, "the first update scores with the weights that made log π_old"
+    assert (tmp_path / "count_up" / "summary.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "count_up" / "tensorboard").rglob("events.*"))
+
+
+def test_a_signal_saves_and_ends_all_ranks(tmp_path):
+    words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
+    metrics = tmp_path / "count_up" / "metrics.jsonl"
+    begun = time.monotonic()
+    while not (metrics.is_file() and metrics.read_text()):
+        assert time.monotonic() - begun < 60
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGINT)
+    told = time.monotonic()
+    code, _, errors = finish(process, timeout=60)
+    assert time.monotonic() - told < 30
+    assert code != 0, "torchrun reports the signal"
+    saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == read(tmp_path / "count_up")[-1]["step"]
+    assert f"at step {saved}, saved to" in errors
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid):
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
+    code, output, errors = finish(start(launch("--nproc-per-node=3", *SMALL, f"--runs-dir={tmp_path}")))
+    assert (code, output) == (2, "")
+    assert errors == (
+        "error: --tensor-model-parallel-size 2 · --pipeline-model-parallel-size 2 · --context-parallel-size 1 needs 4 "
+        "processes, got 3: start more, or split less\n"
+    )
+
+
+def test_under_torchrun_rank_0_speaks_alone(tmp_path):
+    begun = time.monotonic()
+    words = [*SMALL, *TWO, "--num-attention-heads=3", f"--runs-dir={tmp_path}"]
+    code, _, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
+    assert code == 1, "torchrun's own code"
+    assert errors.count("error: --num-attention-heads 3 must be a multiple of --tensor-model-parallel-size = 2") == 1
+    assert "exitcode  : 2" in errors
+    assert 'File "' not in errors.split("ChildFailedError")[0].split("torch/distributed")[0]
+    assert time.monotonic() - begun < 60
+
+
+def test_without_torchrun_the_remedy_is_named():
+    code, _, errors = finish(start(["launch/train_ppo.py"]))
+    assert code == 2
+    assert errors.startswith("error: start this with torchrun")

@@ -1,0 +1,129 @@
+"""The same recorded rollouts take the same optimizer steps, one after the other, under different parallel layouts.
+
+One step in every layout, parameter by parameter, is the matrix's matter (``test_matrix.py``). Here: float32, one
+checkpoint that every layout reads; loss differences are relative to Σ|m'wℓ|/G, since a loss may lie near zero. Later
+steps are compared with SGD, whose steps are linear in the gradient, and loosely with Adam, whose first step divides
+each gradient by its own size and so amplifies rounding.
+"""
+
+import pytest
+
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, LLAMA, flags, save_initial, train_recorded
+
+LAYOUTS = [Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)]
+SINGLE = Layout()
+BATCHES = 2
+SAME = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction")
+
+
+@pytest.fixture(scope="module")
+def start(ranks, tmp_path_factory):
+    """Folder with the checkpoint, and the single process's steps for each set of flags."""
+    folder = tmp_path_factory.mktemp("layouts")
+    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/llama"))
+    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/gpt2", model=GPT2))
+    untied = "--untie-embeddings-and-output-weights"
+    ranks.run(save_initial, SINGLE, flags(folder, f"--save={folder}/untied", untied))
+    known = {}
+
+    def steps(*more: str, model: str = "llama", layout: Layout = SINGLE):
+        shape = {"llama": LLAMA, "gpt2": GPT2, "untied": LLAMA}[model]
+        words = flags(folder, f"--load={folder}/{model}", "--finetune", *more, *layout.flags(), model=shape)
+        key = (model, more, layout)
+        if layout == SINGLE and key in known:
+            return known[key]
+        result = ranks.run(train_recorded, layout, words, BATCHES)
+        if layout == SINGLE:
+            known[key] = result
+        return result
+
+    return steps
+
+
+def assert_same(got, expected, tolerances):
+    """Every rank's steps against the single process's; the first on a batch scores as the forward-only pass did."""
+    for rank in got:
+        assert [step.get("policy/noise_floor") for step in rank] == [0, None, 0, None]
+    for step, (want, tolerance) in enumerate(zip(expected[0], tolerances, strict=True)):
+        tokens = want["rollout_corr/num_tokens"] * (1 - want["rollout_corr/rollout_rs_masked_fraction"])
+        size = sum(rank[step]["size"] for rank in got) / tokens
+        assert size == pytest.approx(want["size"] / tokens, rel=1e-4), "the layout saw other tokens"
+        for rank in got:
+            assert abs(rank[step]["loss/total"] - want["loss/total"]) <= tolerance * size, f"loss at step {step + 1}"
+            assert rank[step]["grad_norm"] == pytest.approx(want["grad_norm"], rel=tolerance), f"step {step + 1}"
+            for name in SAME:
+                assert rank[step][name] == pytest.approx(want[name], rel=10 * tolerance, abs=1e-7), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sgd_takes_the_same_steps(start, layout):
+    more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
+    assert_same(start(*more, layout=layout), start(*more), [1e-5, 1e-5, 1e-5, 1e-5])
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
+def test_adam_takes_the_same_steps(start, layout):
+    more = ["--lr=1e-3"]
+    expected = start(*more)
+    assert_same(start(*more, layout=layout), expected, [1e-5, 1e-3, 1e-3, 1e-3])
+    distributed = start(*more, "--use-distributed-optimizer", layout=layout)
+    assert_same(distributed, expected, [1e-5, 1e-3, 1e-3, 1e-3])
+
+
+def test_micro_batches_change_nothing(start):
+    got = start("--optimizer=sgd", "--micro-batch-size=16")
+    assert_same(got, start("--optimizer=sgd"), [1e-5] * 4)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2)], ids=str)
+def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
+    more = [
+        "--optimizer=sgd",
+        "--micro-batch-size=8",
+        "--grpo-kl-beta=0.1",
+        "--grpo-entropy-term-weight=0.05",
+        "--ppo-dual-clip=1.01",
+    ]
+    assert_same(start(*more, model="gpt2", layout=layout), start(*more, model="gpt2"), [1e-5] * 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    [
+        (Layout(pp=2, vpp=True), False),
+        (Layout(tp=2, cp=2, sp=True), True),
+    ],
+    ids=str,
+)
+def test_log_probs_without_logits_take_the_same_steps(start, layout, packed):
+    more = ["--optimizer=sgd", "--sgd-momentum=0.5"]
+    form = ["--fused-linear-log-probs", *["--rl-use-sequence-packing"] * packed]
+    assert_same(start(*more, *form, layout=layout), start(*more), [1e-5] * 4)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True)], ids=str)
+def test_log_probs_without_logits_from_an_untied_layer(start, layout):
+    """With a reference policy and an entropy bonus, whose gradients flow through the same function."""
+    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05", "--micro-batch-size=8"]
+    more += ["--untie-embeddings-and-output-weights"]
+    got = start(*more, "--fused-linear-log-probs", model="untied", layout=layout)
+    assert_same(got, start(*more, model="untied"), [1e-5] * 4)
+
+
+def test_recompute_changes_nothing(start):
+    more = ["--optimizer=sgd"]
+    full = ["--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"]
+    assert_same(start(*more, *full, layout=Layout(tp=2)), start(*more), [1e-5] * 4)
+
+
+def test_the_recorded_batches_are_not_vacuous(start):
+    """Weights are truncated, tokens and sequences rejected, and the second pass over a batch clips on both sides."""
+    steps = start("--optimizer=sgd", "--sgd-momentum=0.5")[0]
+    for metrics in steps:
+        assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] >= 0.1
+        assert 0.1 < metrics["rollout_corr/rollout_rs_token_k1_masked_fraction"] < 0.5
+        assert 0.1 < metrics["rollout_corr/rollout_rs_seq_mean_k3_masked_fraction"] < 0.8
+    assert steps[0]["policy/approx_kl"] == 0, "the first pass scores with the weights that made log π_old"
+    assert steps[1]["policy/clip_fraction_low"] >= 0.1
+    assert steps[1]["policy/clip_fraction_high"] >= 0.1

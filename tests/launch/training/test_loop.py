@@ -1,0 +1,522 @@
+"""The training loop on the ranks of the pool: resumption, failures on one rank, steps that must not be made."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.records.rollout import load_rollouts, save_rollouts
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, save_initial
+
+# One small step an iteration, from rollouts of a real engine.
+LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
+LIVE += ["--micro-batch-size=8", "--num-layers=2"]
+# The same with problems that are held out.
+SUMS = ["--task=sums", "--seq-length=128", "--make-vocab-size-divisible-by=8", "--run-name=run", "--lr=1e-3"]
+SUMS += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=2", "--rollout-rs-threshold=0.01_100,10"]
+SUMS += ["--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4", "--num-layers=2"]
+
+
+def run_training(words):
+    """``train`` as under torchrun; what it raised."""
+    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.training.loop import train
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    try:
+        train(args, task)
+    except (AgreedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(folder):
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows(folder)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "model"),
+    [
+        (Layout(tp=2), ["--grpo-kl-beta=0.1"], LLAMA),
+        (Layout(pp=2, vpp=True), ["--num-layers=4", "--micro-batch-size=4", "--use-distributed-optimizer"], LLAMA),
+        (Layout(cp=2, dp=2), ["--micro-batch-size=4", "--use-distributed-optimizer"], GPT2),
+        (Layout(cp=2), ["--bypass-mode", "--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"], GPT2),
+        (Layout(), ["--bf16", "--rollout-dtype=bf16"], LLAMA),
+        (Layout(), ["--optimizer=sgd", "--untie-embeddings-and-output-weights"], LLAMA),
+    ],
+    ids=[
+        "tp2-reference",
+        "pp2-vpp-distributed",
+        "cp2-dp2-gpt2-distributed",
+        "cp2-gpt2-bypass-packed",
+        "bf16",
+        "sgd-untied",
+    ],
+)
+def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model):
+    """Four steps, and two steps, a checkpoint and two more: equal to the last digit."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = [*LIVE, *more, *layout.flags()]
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    for folder, extra in ((whole, ["--train-iters=4"]), (broken, ["--train-iters=2", *save]), (broken, save)):
+        iterations = [] if "--train-iters=2" in extra else ["--train-iters=4"]
+        assert set(ranks.run(run_training, layout, flags(folder, *words, *extra, *iterations, model=model))) == {None}
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert [row["step"] for row in rows(broken)] == [1, 2, 3, 4]
+    assert without_times(broken) == without_times(whole)
+
+
+def continue_recorded(words):
+    """One more recorded batch after a checkpoint; the metrics."""
+    trainer = make_trainer(words)
+    replicas = trainer.args.data_parallel_size
+    replica = torch.distributed.get_rank(trainer.groups.dp)
+    prepared = trainer.prepare(recorded_batch(5, replica, replicas))
+    first = trainer.update(prepared, 0)
+    if trainer.args.save:
+        trainer.save()
+    return trainer.iteration, first
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, distributed):
+    """Weights and Adam's moments written by TP2×PP2 are read by one process and by CP2×DP2, which agree."""
+    words = flags(tmp_path, "--lr=1e-3", *["--use-distributed-optimizer"] * distributed)
+    ranks.run(continue_recorded, Layout(tp=2, pp=2), [*words, f"--save={tmp_path}/save", *Layout(tp=2, pp=2).flags()])
+    results = [
+        ranks.run(continue_recorded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[0]
+        for layout in (Layout(), Layout(cp=2, dp=2), Layout(tp=2, pp=2))
+    ]
+    for iteration, metrics in results:
+        assert iteration == 2
+        assert metrics["policy/approx_kl"] == 0
+        assert metrics["grad_norm"] == pytest.approx(results[0][1]["grad_norm"], rel=1e-4)
+        assert metrics["loss/total"] == pytest.approx(results[0][1]["loss/total"], abs=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_one_error_on_all_ranks(ranks, tmp_path):
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1")
+    assert ranks.run(run_training, layout, [*words, f"--save={tmp_path}/save"]) == [None, None]
+    for other in ("--hidden-size=64", "--num-layers=4"):
+        messages = ranks.run(run_training, layout, [*words, f"--load={tmp_path}/save", other, "--train-iters=2"])
+        assert all("checkpoint 1 does not fit this model and its flags" in message for message in messages)
+
+
+def test_a_checkpoint_that_is_not_complete_is_named(ranks, tmp_path):
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("7")
+    (message,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, f"--load={tmp_path}/save"))
+    assert "names checkpoint 7, which is not complete" in message
+
+
+def test_a_folder_without_a_checkpoint_is_named(ranks, tmp_path):
+    messages = ranks.run(run_training, Layout(dp=2), flags(tmp_path, *LIVE, f"--load={tmp_path}"))
+    assert set(messages) == {messages[0]}
+    assert "holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in messages[0]
+
+
+def test_an_older_metrics_file_is_kept(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1")) == [None]
+    assert len(rows(tmp_path)[0]) > 20
+    (older,) = (tmp_path / "run").glob("metrics-*.jsonl")
+    assert older.read_text() == '{"step": 1}\n'
+
+
+def test_a_second_task_from_a_library_runs(ranks, tmp_path):
+    more = ["--task=reasoning_gym:chain_sum", "--seq-length=128", "--rollout-dtype=fp32", "--train-iters=2"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, *more)) == [None]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert all(row["rollout_corr/k3_kl"] < 1e-9 for row in rows(tmp_path)), "float32 weights: the same policy"
+
+
+class BrokenEngine:
+    """Samples token 3 eight times, and does one thing wrong on replica 1."""
+
+    def __init__(self, fault, replica):
+        self.fault, self.version = fault if replica == 1 else None, 0
+
+    def load_weights(self, weights, version):
+        for _ in weights:
+            if self.fault == "weights":
+                raise ValueError("out of memory")
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        if self.fault == "exception":
+            raise TimeoutError("no answer in 60 s")
+        log_probs = [-1.0] * 8
+        log_probs[2] = {"nan": math.nan, "positive": 0.5}.get(self.fault, -1.0)
+        return [Sample([3] * 8, log_probs, "stop") for _ in prompts]
+
+
+def run_broken(words, fault):
+    """Sync and sample with an engine that fails on one replica; the error of each rank."""
+    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.trainer import Trainer
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    groups = ParallelGroups.from_megatron()
+    engine = BrokenEngine(fault, torch.distributed.get_rank(groups.dp))
+    collector = RolloutCollector(args, task, groups, engine)
+    trainer = Trainer(args, groups)
+    try:
+        collector.sync_weights(trainer.chunks, 0)
+        batch = collector.collect(0)
+        return batch.rollout_log_probs[batch.response_mask].sum().item()
+    except AgreedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("weights", "the rollout engine refused the weights of step 0: out of memory"),
+        ("exception", "the rollout of step 0 failed: TimeoutError: no answer in 60 s"),
+        ("nan", "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is nan"),
+        ("positive", "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is 0.5"),
+    ],
+)
+def test_an_engine_that_fails_on_one_rank_ends_all_alike(ranks, tmp_path, fault, message):
+    for layout in (Layout(tp=2, dp=2), Layout(pp=2, dp=2)):
+        messages = ranks.run(run_broken, layout, flags(tmp_path, *layout.flags()), fault)
+        assert set(messages) == {messages[0]}
+        assert messages[0].startswith(message)
+
+
+def test_every_rank_of_a_replica_gets_the_records(ranks, tmp_path):
+    layout = Layout(tp=2, pp=2, cp=2)
+    assert ranks.run(run_broken, layout, flags(tmp_path, *layout.flags()), None) == [-16 * 8.0] * 8
+
+
+def train_on_rejected(words, why):
+    """A batch whose tokens are all rejected: the optimizer's state before and after its two updates."""
+    trainer = make_trainer(words)
+    trainer.update(trainer.prepare(recorded_batch(0)), 0)
+    state = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    moments = [t.clone() for t in tensors_of(trainer.optimizer.state_dict())]
+    rate = trainer.optimizer.param_groups[0]["lr"]
+    batch = recorded_batch(1)
+    if why == "bad":
+        batch = replace(batch, rollout_log_probs=torch.full_like(batch.rollout_log_probs, math.nan))
+    else:
+        trainer.correction.config = reject_all(trainer.args.correction)
+    prepared = trainer.prepare(batch)
+    metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
+    after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+    later = tensors_of(trainer.optimizer.state_dict())
+    same &= all(torch.equal(a, b) for a, b in zip(moments, later, strict=True))
+    return same and rate == trainer.optimizer.param_groups[0]["lr"], metrics, len(moments)
+
+
+def reject_all(config):
+    fields = config.to_dict() | {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
+    return type(config).from_dict(fields)
+
+
+def tensors_of(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+BYPASS = ["--bypass-mode", "--loss-type=reinforce"]
+PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
+
+
+@pytest.mark.parametrize("why", ["rejected", "bad"])
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(pp=2), []),
+        (Layout(pp=2), [*BYPASS, *PACKED]),
+        (Layout(cp=2), [*BYPASS, "--calculate-per-token-loss"]),
+    ],
+    ids=["pp2", "pp2-bypass-packed", "cp2-bypass-ptl"],
+)
+def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layout, more, why):
+    words = [*more, "--lr=1e-3", *["--bad-log-probs=reject_sequence"] * (why == "bad")]
+    found = ranks.run(train_on_rejected, layout, flags(tmp_path, *words, *layout.flags()), why)
+    for same, metrics, moments in found:
+        assert same
+        assert moments > 10
+        assert metrics == found[0][1]
+        assert metrics["skipped_steps"] == 2
+        if "--bypass-mode" in more and why == "rejected":
+            assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
+
+
+def train_on_bad_data(words):
+    trainer = make_trainer(words)
+    batch = recorded_batch(0)
+    log_probs = batch.rollout_log_probs.clone()
+    row, position = (int(index) for index in batch.response_mask.nonzero()[5])
+    log_probs[row, position] = math.inf
+    before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    try:
+        trainer.update(trainer.prepare(replace(batch, rollout_log_probs=log_probs)), 0)
+    except ValueError as error:
+        after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+        return str(error), row, position, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(pp=2), []),
+        (Layout(cp=2, tp=2), []),
+        (Layout(pp=2), BYPASS),
+        (Layout(cp=2, tp=2), [*BYPASS, *PACKED]),
+    ],
+    ids=["pp2", "tp2-cp2", "pp2-bypass", "tp2-cp2-bypass-packed"],
+)
+def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more):
+    found = ranks.run(train_on_bad_data, layout, flags(tmp_path, *more, *layout.flags()))
+    for message, row, position, untouched in found:
+        # Position t of the correction speaks of token t + 1.
+        assert message.startswith(f"the rollout log-prob of sample {row}, position {position - 1} is NaN, infinite")
+        assert message == found[0][0]
+        assert untouched
+
+
+def count_passes(words):
+    """How often the pipeline is run through before the first step, and in it."""
+    from megatron_rc.launch.training import trainer as module
+
+    passes, right = [], module.get_forward_backward_func
+
+    def counted():
+        schedule = right()
+
+        def run(**arguments):
+            passes.append((arguments["forward_only"], arguments["num_microbatches"]))
+            return schedule(**arguments)
+
+        return run
+
+    module.get_forward_backward_func = counted
+    try:
+        trainer = make_trainer(words)
+        prepared = trainer.prepare(recorded_batch(0))
+        before = list(passes)
+        trainer.update(prepared, 0)
+    finally:
+        module.get_forward_backward_func = right
+    return before, passes[len(before) :]
+
+
+@pytest.mark.parametrize(
+    ("more", "forward_only"),
+    [
+        *(([], 1), (["--grpo-kl-beta=0.1"], 2), (["--bypass-mode"], 0), (["--bypass-mode", "--grpo-kl-beta=0.1"], 1)),
+        (["--proximal-interpolation", "--rollout-staleness=2"], 0),
+    ],
+    ids=["decoupled", "decoupled-kl", "bypass", "bypass-kl", "interpolation"],
+)
+def test_bypass_mode_and_interpolation_save_one_pass_through_the_pipeline(ranks, tmp_path, more, forward_only):
+    layout = Layout(pp=2)
+    words = flags(tmp_path, *layout.flags(), "--grpo-kl-beta=0", *more)
+    for before, step in ranks.run(count_passes, layout, words):
+        assert before == [(True, 4)] * forward_only
+        assert step == [(False, 4)]
+
+
+def explode(words):
+    """A weight that is not a number on one rank: the loss is not finite, and the step is not made."""
+    from megatron_rc.launch.distributed import AgreedError
+
+    trainer = make_trainer(words)
+    prepared = trainer.prepare(recorded_batch(0))
+    if torch.distributed.get_rank() == 0:
+        next(iter(trainer.chunks[0].parameters())).data.fill_(math.nan)
+    try:
+        trainer.update(prepared, 0)
+    except AgreedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_a_loss_that_is_not_finite_ends_all_alike(ranks, tmp_path, layout):
+    messages = ranks.run(explode, layout, flags(tmp_path, *layout.flags()))
+    assert set(messages) == {messages[0]}
+    assert messages[0].startswith("the loss of step 1 is nan: the step was not made")
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=str)
+def test_recorded_rollouts_train_as_the_sampled_ones_did(ranks, tmp_path, layout):
+    """Written by one process, read by two; at float32's distance, since the layouts differ."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    written = flags(first, *LIVE, "--train-iters=2", f"--save-rollouts={tmp_path}/rollouts")
+    assert ranks.run(run_training, Layout(), written) == [None]
+    assert len(list((tmp_path / "rollouts").glob("*.safetensors"))) == 2
+    words = flags(again, *LIVE, "--train-iters=2", f"--load-rollouts={tmp_path}/rollouts", *layout.flags())
+    # One seed gives each layout weights of its own: start from the same ones.
+    start = [f"--load={tmp_path}/start", "--finetune"]
+    ranks.run(save_initial, Layout(), flags(tmp_path, *LIVE, f"--save={tmp_path}/start"))
+    assert set(ranks.run(run_training, layout, [*words, *start])) == {None}
+    for one, other in zip(rows(first), rows(again), strict=True):
+        for name in ("reward/mean", "rollout/tokens", "rollout_corr/kl", "loss/total"):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+def test_recorded_rollouts_of_other_dtypes_reach_every_rank(ranks, tmp_path):
+    """What other programs' records become may hold int32 ids and float64 log-probs."""
+    folder = tmp_path / "rollouts"
+    ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
+    (path,) = folder.glob("*.safetensors")
+    batch = load_rollouts(path)
+    kinds = {torch.int64: torch.int32, torch.int32: torch.int16, torch.float32: torch.float64}
+    save_rollouts(replace(batch, **{n: v.to(kinds.get(v.dtype, v.dtype)) for n, v in batch.tensors().items()}), path)
+    words = flags(tmp_path, *LIVE, "--train-iters=1", f"--load-rollouts={folder}")
+    for layout in (Layout(tp=2), Layout(pp=2)):
+        assert set(ranks.run(run_training, layout, [*words, *layout.flags()])) == {None}
+        (row,) = rows(tmp_path)
+        assert row["rollout/tokens"] == int(batch.response_mask.sum())
+        assert row["reward/mean"] == pytest.approx(float(batch.rewards.mean()))
+
+
+def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
+    folder = tmp_path / "rollouts"
+    ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
+    (path,) = folder.glob("*.safetensors")
+
+    def run(*more):
+        (message,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, f"--load-rollouts={folder}", *more))
+        return message
+
+    assert "16 sequences, the flags ask for 32" in run("--train-iters=1", "--grpo-prompts-per-step=8")
+    assert "--seq-length 8 is too short: sample " in run("--train-iters=1", "--seq-length=8", "--max-response-length=4")
+    assert "--rl-default-temperature is 0.5: set it alike" in run("--train-iters=1", "--rl-default-temperature=0.5")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "the rollout of step 0 failed: ValueError" in run("--train-iters=1")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--train-iters=3"], "holds 2 rollout batches, which make 2 optimizer steps: --train-iters 3 is more"),
+        (["--train-iters=2", "--save-rollouts=elsewhere"], "would write again what --load-rollouts"),
+        (["--train-iters=2", "--rollout-engine=vllm-server"], "--rollout-engine vllm-server does nothing with"),
+    ],
+)
+def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
+    for step in range(2):
+        (tmp_path / f"step-{step:07d}-replica-0000.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=message):
+        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", *more)), 1)
+    (tmp_path / "step-0000001-replica-0001.safetensors").touch()
+    with pytest.raises(ConfigurationError, match=r"step 0 has the replicas \[0\], expected 0 to 1"):
+        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2")), 1)
+    with pytest.raises(ConfigurationError, match="holds no rollouts"):
+        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2")), 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "interval", "steps"),
+    [(Layout(), 2, [0, 2, 3]), (Layout(dp=2, pp=2), 1, [0, 1, 2, 3]), (Layout(cp=2), 9, [0, 3])],
+    ids=str,
+)
+def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp_path, layout, interval, steps):
+    words = [*SUMS, f"--eval-interval={interval}", "--eval-problems=5", "--train-iters=3", *layout.flags()]
+    assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
+    evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
+    assert [row["step"] for row in evaluations] == steps
+    assert all(set(row) == {"step", "eval/reward", "eval/exact_match"} for row in evaluations)
+    assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
+
+
+def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
+    """Stopped between two multiples of the interval: nothing is evaluated twice, and no interval goes by unseen."""
+    words = [*SUMS, "--eval-interval=2", "--eval-problems=2", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    for iterations in (3, 7):
+        assert ranks.run(run_training, Layout(), flags(tmp_path, *words, f"--train-iters={iterations}")) == [None]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 3, 4, 6, 7]
+    (tmp_path / "run").rename(tmp_path / "before")
+    ahead = ["--rollout-staleness=2", "--train-iters=12"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *ahead)) == [None]
+    # Weights are handed over after 7, 9 and 11 steps.
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [9, 11, 12]
+
+
+class Pupil:
+    """Knows the answer to some of the held-out problems, and is asked for nothing but its best one."""
+
+    version = 0
+
+    def __init__(self, task, known):
+        self.task, self.known, self.asked = task, known, []
+
+    def load_weights(self, weights, version):
+        self.version = len(list(weights)) and version
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        self.asked += [self.task.text.decode(prompt) for prompt in prompts]
+        assert params.top_k == 1
+        answers = [f"Answer: {self.known.get(self.task.text.decode(prompt), 99)}" for prompt in prompts]
+        ids = [[*self.task.text.encode(Problem(answer, None)), self.task.text.eos] for answer in answers]
+        return [Sample(one, [0.0] * len(one), "stop") for one in ids]
+
+
+def evaluate_pupil(words, known):
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+
+    args = parse_args(words)
+    task = validate_args(args, torch.distributed.get_world_size())
+    groups = ParallelGroups.from_megatron()
+    pupil = Pupil(task, known)
+    collector = RolloutCollector(args, task, groups, pupil)
+    return collector.evaluate(), pupil.asked if collector.is_engine_rank else []
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
+def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks, tmp_path, layout):
+    task = make_task("sums", 1234)
+    problems = task.problems(0, 5, held_out=True)
+    prompts = [task.text.decode(task.text.encode(problem)) for problem in problems]
+    known = {prompt: problem.data for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
+    words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *layout.flags())
+    found = ranks.run(evaluate_pupil, layout, words, known)
+    assert [metrics for metrics, _ in found] == [{"eval/reward": 0.6, "eval/exact_match": 0.6}] * layout.world
+    assert sorted(prompt for _, asked in found for prompt in asked) == sorted(prompts)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--eval-interval=3", "--grpo-iterations=2"], "--eval-interval 3 must be a multiple of the 2 optimizer steps"),
+        (["--eval-interval=0"], "--eval-interval 0 must be positive"),
+        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 leaves some of the 2 data-parallel ranks"),
+        (["--eval-interval=1", "--eval-problems=146"], "--task sums holds 145 problems out, 146 were asked for"),
+        (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
+        (["--eval-problems=8"], "--eval-problems 8 does nothing without --eval-interval"),
+        (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
+    ],
+)
+def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        validate_args(parse_args(flags(tmp_path, *SUMS, *more)), 2)
+
+
+def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
+    save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
+    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
+    with pytest.raises(ConfigurationError, match="--eval-interval 2 needs an engine, which --load-rollouts"):
+        validate_args(parse_args(words), 1)

@@ -1,0 +1,163 @@
+"""How a rollout batch becomes micro-batches: packed sequences lose no token, and their number is agreed on."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.training.micro_batches import balance, cut_batch, fill_bins
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch
+
+PACKED = "--rl-use-sequence-packing"
+
+
+def parse(folder, *words, world=1):
+    args = parse_args(flags(folder, *words))
+    validate_args(args, world)
+    return args
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 12))
+def test_bins_hold_everything_once(lengths, number):
+    bins = balance(lengths, number)
+    assert len(bins) == number
+    assert sorted(index for one in bins for index in one) == [i for i, length in enumerate(lengths) if length]
+    fullest = max(sum(lengths[index] for index in one) for one in bins)
+    # No bin is fuller than the emptiest was before its last item came.
+    assert fullest <= sum(lengths) / number + max(lengths)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 90), st.integers(0, 5))
+def test_no_bin_is_fuller_than_allowed(lengths, capacity, more):
+    """Also where more bins than needed would fill one of them higher."""
+    fewest = next(n for n in range(1, 99) if max(_sums(balance(lengths, n), lengths)) <= capacity)
+    bins = fill_bins(lengths, fewest + more, capacity)
+    assert len(bins) == fewest + more
+    assert max(_sums(bins, lengths)) <= capacity
+    assert sorted(index for one in bins for index in one) == list(range(len(lengths)))
+
+
+def _sums(bins, lengths):
+    return [sum(lengths[index] for index in one) for one in bins]
+
+
+def test_more_bins_that_would_overflow_stay_empty(monkeypatch):
+    """Greedy filling is not monotone in the number of bins; whoever fills fewer must not exceed the bound with more."""
+    from megatron_rc.launch.training import micro_batches as batches
+
+    right = batches.balance
+    monkeypatch.setattr(
+        batches, "balance", lambda lengths, n: [[0, 1, 2], *[[]] * (n - 1)] if n == 3 else right(lengths, n)
+    )
+    assert batches.fill_bins([5, 5, 2], 3, 10) == [[0, 2], [1], []]
+
+
+@pytest.mark.parametrize("size", [LENGTH, 24, 64, 16 * LENGTH])
+def test_packed_tokens_are_the_padded_ones(tmp_path, size):
+    batch = recorded_batch(3)
+    batch = replace(batch, policy_versions=torch.randint(9, batch.tokens.shape, dtype=torch.int32))
+    packed = cut_batch(batch, parse(tmp_path, PACKED, f"--rl-sequence-packing-bin-size={size}"), ParallelGroups())
+    padded = cut_batch(batch, parse(tmp_path, "--micro-batch-size=1"), ParallelGroups())
+    local, row = packed.local, packed.local.layout.expand(packed.rows)
+    real = row >= 0
+    for name in ("tokens", "labels", "response_mask", "rollout_log_probs", "policy_versions", "positions"):
+        got, want = getattr(local, name)[real], getattr(padded.local, name)[row[real], local.positions[real]]
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    assert int(local.response_mask.sum()) == int(padded.local.response_mask.sum())
+    assert not local.response_mask[~real].any()
+    assert packed.rows_of_model == 1
+    assert packed.length_of_model <= size
+    assert {cut.layout.shape for cuts in packed.cuts for cut in cuts} == {(packed.length_of_model,)}
+    for name in ("advantages", "sequence_ids"):
+        assert torch.equal(
+            getattr(local, name)[packed.rows >= 0], getattr(padded.local, name)[packed.rows[packed.rows >= 0]]
+        )
+
+
+def test_padding_behind_the_last_label_is_left_out(tmp_path):
+    packed = cut_batch(
+        recorded_batch(3), parse(tmp_path, PACKED, "--rl-sequence-packing-bin-size=64"), ParallelGroups()
+    )
+    assert packed.total_tokens[0] < 0.8 * SEQUENCES * LENGTH
+
+
+def test_a_batch_without_a_trained_token_is_padding_alone(tmp_path):
+    batch = recorded_batch(3)
+    batch.response_mask.zero_()
+    packed = cut_batch(batch, parse(tmp_path, PACKED), ParallelGroups())
+    assert packed.rows.tolist() == [-1]
+    assert [len(cuts) for cuts in packed.cuts] == [1]
+
+
+def cut_on_rank(words, emptied):
+    """On a rank: micro-batches of each mini-batch, their width, the tokens of all, and the rows that are held."""
+    args = parse_args(words)
+    validate_args(args, torch.distributed.get_world_size())
+    groups = ParallelGroups.from_megatron()
+    replica = group_rank(groups.dp)
+    batch = recorded_batch(3, replica, args.data_parallel_size)
+    if replica == emptied:
+        batch.response_mask[1:] = False
+    cut = cut_batch(batch, args, groups)
+    return [len(cuts) for cuts in cut.cuts], cut.length_of_model, cut.total_tokens, cut.rows.tolist(), replica
+
+
+@pytest.mark.parametrize(
+    ("layout", "multiple"),
+    [(Layout(dp=2), 1), (Layout(dp=2, pp=2, vpp=True), 2), (Layout(dp=2, cp=2), 1), (Layout(dp=2, tp=2, sp=True), 1)],
+    ids=str,
+)
+def test_ranks_agree_on_the_number_of_micro_batches(ranks, tmp_path, layout, multiple):
+    """One replica holds a single sequence, the other eight: dummies fill up."""
+    words = flags(tmp_path, *layout.flags(), PACKED, "--rl-sequence-packing-bin-size=24", "--global-batch-size=16")
+    found = ranks.run(cut_on_rank, layout, words, 1)
+    numbers = found[0][0]
+    assert numbers[0] >= 3
+    assert numbers[0] % multiple == 0
+    widths = {replica: width for _, width, _, _, replica in found}
+    for number, width, total, rows, replica in found:
+        assert number == numbers
+        assert width % math.lcm(2 * layout.cp if layout.cp > 1 else 1, layout.tp * layout.cp if layout.sp else 1) == 0
+        assert total == (numbers[0] * sum(widths.values()),)
+        assert sum(row >= 0 for row in rows) == (8 if replica == 0 else 1)
+    assert widths[0] > widths[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (["--rl-sequence-packing-bin-size=64"], 1, "does nothing without --rl-use-sequence-packing"),
+        ([PACKED, "--rl-sequence-packing-bin-size=8"], 1, "must hold a whole sequence of --seq-length 16"),
+        ([PACKED, "--rl-sequence-packing-bin-size=0"], 1, "--rl-sequence-packing-bin-size 0 must be positive"),
+        ([PACKED, "--rl-sequence-packing-bin-size=18", "--context-parallel-size=2"], 2, "must be a multiple of 4"),
+        (
+            [
+                "--calculate-per-token-loss",
+                "--seq-length=1048576",
+                "--grpo-prompts-per-step=512",
+                "--global-batch-size=2048",
+            ],
+            1,
+            "counts the 2147483648 tokens",
+        ),
+        (
+            [PACKED, "--grpo-prompts-per-step=3", "--global-batch-size=4"],
+            3,
+            "must be a multiple of 3 data-parallel ranks",
+        ),
+    ],
+)
+def test_cuts_that_cannot_work_are_refused(tmp_path, words, world, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse(tmp_path, *words, world=world)

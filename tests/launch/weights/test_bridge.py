@@ -1,0 +1,160 @@
+"""mbridge in the place of our tables: when it may be, and what it is asked for. The library itself needs a GPU.
+
+The stand-in has the signatures of mbridge 0.15.1.
+"""
+
+import argparse
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.weights.bridge import bridge_export, bridge_load, check_bridge
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.launch.weights.families import find_family
+from megatron_rc.parallel import ParallelGroups
+from tests.support.recorded_training import GPT2, LLAMA, flags
+
+BRIDGE = "--weights-bridge=mbridge"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A GPU, and the packages that are said to be there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    find = importlib.util.find_spec
+
+    def pretend(*names):
+        known = dict.fromkeys(("transformer_engine", "mbridge")) | dict.fromkeys(names, find("json"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: known.get(name, find(name, *rest)))
+
+    return pretend
+
+
+def check(tmp_path, *more, model=LLAMA, engine=True, world_size=1):
+    args = parse_args(flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model))
+    validate_args(args, world_size, engine=engine)
+    return args
+
+
+def test_on_a_cpu_it_has_nothing_to_convert(tmp_path):
+    args = parse_args(flags(tmp_path, BRIDGE))
+    with pytest.raises(ConfigurationError, match=r"transformer_engine alone, got local: .*\[gpu\]"):
+        validate_args(args, 1)
+
+
+@pytest.mark.parametrize(
+    ("there", "more", "model", "message"),
+    [
+        ([], [], LLAMA, r"transformer_engine alone, got local: .*pip install 'megatron-rc\[gpu\]'"),
+        ([], ["--transformer-impl=transformer_engine"], LLAMA, r"needs transformer_engine, .*megatron-rc\[gpu\]"),
+        (["transformer_engine"], [], LLAMA, r"mbridge needs mbridge, which is not .*megatron-rc\[bridge\]"),
+        (["transformer_engine", "mbridge"], ["--transformer-impl=local"], LLAMA, "alone, got local"),
+        (["transformer_engine", "mbridge"], ["--num-experts=4"], LLAMA, "not mixtral: drop it"),
+        (["transformer_engine", "mbridge"], [], GPT2, "converts llama, qwen2, qwen3 .*, not gpt2"),
+        (["transformer_engine", "mbridge"], ["--pipeline-model-parallel-size=2"], LLAMA, "a tied Llama's last stage"),
+    ],
+    ids=["local", "no-te", "no-mbridge", "local-asked-for", "experts", "gpt2", "tied"],
+)
+def test_what_it_cannot_convert_is_refused(tmp_path, installed, there, more, model, message):
+    installed(*there)
+    with pytest.raises(ConfigurationError, match=message):
+        check(tmp_path, *more, model=model, world_size=2 if "pipeline" in "".join(more) else 1)
+
+
+def test_without_weights_to_convert_it_is_refused(tmp_path, installed):
+    installed("transformer_engine", "mbridge")
+    with pytest.raises(ConfigurationError, match="does nothing without an engine or --load-hf"):
+        check(tmp_path, engine=False)
+
+
+PP2 = "--pipeline-model-parallel-size=2"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], [UNTIED], ["--add-qkv-bias"], ["--qk-layernorm", UNTIED], [UNTIED, PP2], ["--add-qkv-bias", PP2]],
+    ids=str,
+)
+def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
+    installed("transformer_engine", "mbridge")
+    assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).weights_bridge == "mbridge"
+
+
+def test_nobody_is_asked_without_the_flag(tmp_path):
+    args = parse_args(flags(tmp_path))
+    check_bridge(args, engine=True)
+    assert args.weights_bridge is None
+
+
+class Bridge:
+    """What the library was asked for."""
+
+    made: tuple
+
+    def __init__(self, hf_config, dtype=torch.bfloat16, parallel_states=None, make_vocab_size_divisible_by=None):
+        Bridge.made = (hf_config.model_type, dtype, make_vocab_size_divisible_by)
+        self.loaded = None
+        Bridge.last = self
+
+    def export_weights(self, models):
+        assert isinstance(models, list)
+        yield from models[0].named.items()
+        yield "model.embed_tokens.weight", torch.zeros(1)  # once more, from the last stage
+
+    def load_weights(self, models, weights_path, memory_efficient=False):
+        assert isinstance(models, list)
+        self.loaded = weights_path
+
+
+class AutoBridge:
+    @classmethod
+    def from_config(cls, hf_config, **kwargs):
+        return Bridge(hf_config, **kwargs)
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mbridge", types.SimpleNamespace(AutoBridge=AutoBridge))
+    args = parse_args(flags(tmp_path, "--make-vocab-size-divisible-by=8"))
+    validate_args(args, 1)
+    return args
+
+
+def saved(args, folder):
+    model = transformers.AutoModelForCausalLM.from_config(find_family(args).hugging_face_config(args))
+    model.save_pretrained(folder)
+    return types.SimpleNamespace(named=checkpoint_tensors(model))
+
+
+def test_every_tensor_comes_once(args, tmp_path):
+    model = saved(args, tmp_path)
+    found = list(bridge_export([model], args, ParallelGroups()))
+    assert [name for name, _ in found] == list(model.named)
+    assert all(torch.equal(tensor, model.named[name]) for name, tensor in found)
+    assert not any(tensor.requires_grad for _, tensor in found)
+    assert found[0][1].data_ptr() != model.named[found[0][0]].data_ptr()
+    assert Bridge.made == ("llama", torch.float32, 8)
+    assert (Bridge.last.vocab_size, Bridge.last.padded_vocab_size) == (args.vocab_size, args.padded_vocab_size)
+
+
+def test_a_directory_is_read_where_nothing_is_missing(args, tmp_path):
+    model = saved(args, tmp_path)
+    bridge_load([model], args, tmp_path)
+    assert Bridge.last.loaded == str(tmp_path)
+    Bridge.last.loaded = None
+    for name, value, message in (
+        ("num_layers", 8, r"holds no tensor model\.layers\.4\.input_layernorm\.weight"),
+        ("ffn_hidden_size", 50, r"model\.layers\.0\.mlp\.down_proj\.weight \(32, 48\) is not the \(32, 50\)"),
+    ):
+        other = argparse.Namespace(**{**vars(args), name: value})
+        with pytest.raises(ValueError, match=message):
+            bridge_load([model], other, tmp_path)
+        assert Bridge.last.loaded is None

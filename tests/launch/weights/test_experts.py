@@ -1,0 +1,154 @@
+"""A mixture of experts and its rollout engine: names of files in and out, weights that do not fit, runs that learn."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.rounding import Rounding, round_weight
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
+from tests.launch.test_check_engine import WIDE, findings
+from tests.launch.training.test_loop import LIVE, rows, run_broken, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags
+
+EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
+QWEN3_MOE = [*LLAMA, *EXPERTS, "--qk-layernorm", "--kv-channels=16"]
+MIXTRAL = [*LLAMA, *EXPERTS]
+FAMILIES = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
+GATE = {"qwen3_moe": "model.layers.1.mlp.experts.2.gate_proj.weight"}
+GATE["mixtral"] = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+PAD, EOS = 0, 1
+
+
+def config_of(tmp_path, model, *more):
+    args = parse_args(flags(tmp_path, *more, model=model))
+    validate_args(args, 1)
+    return args.model_family, find_family(args).hugging_face_config(args)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flags_describe_the_architecture(tmp_path, name):
+    family, config = config_of(tmp_path, FAMILIES[name], "--moe-router-topk=3")
+    assert family == config.model_type == name
+    assert (config.num_experts, config.num_experts_per_tok) == (4, 3)
+    width = config.moe_intermediate_size if name == "qwen3_moe" else config.intermediate_size
+    assert width == 24
+    assert getattr(config, "norm_topk_prob", True)
+
+
+def test_the_order_of_softmax_and_choice_is_the_architectures(tmp_path):
+    _, config = config_of(tmp_path, QWEN3_MOE, "--moe-router-pre-softmax", "--moe-router-topk=1")
+    assert not config.norm_topk_prob
+    assert config.num_experts_per_tok == 1
+
+
+@pytest.fixture(params=FAMILIES)
+def engine(request, tmp_path):
+    _, config = config_of(tmp_path, FAMILIES[request.param])
+    torch.manual_seed(0)
+    return TransformersEngine(config, "fp32", EOS, PAD, torch.device("cpu"))
+
+
+def weights_of(engine):
+    return {name: torch.randn_like(tensor) for name, tensor in checkpoint_tensors(engine.model).items()}
+
+
+def test_names_and_tensors_are_those_of_the_saved_model(engine, tmp_path):
+    engine.model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    tensors = checkpoint_tensors(engine.model)
+    assert tensors.keys() == saved.keys()
+    assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+    assert sum(map(is_expert, tensors)) == 4 * 4 * 3
+
+
+def test_what_is_loaded_is_what_a_saved_model_computes(engine, tmp_path):
+    """Written as vLLM reads it, and read by transformers."""
+    weights = weights_of(engine)
+    engine.load_weights(weights.items(), 1)
+    path = ModelDirectory(tmp_path / "weights", engine.model.config, EOS).write(weights.items())
+    written = transformers.AutoModelForCausalLM.from_pretrained(path)
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(engine.model(tokens).logits, written(tokens).logits)
+    assert json.loads((path / "model.safetensors.index.json").read_text())["weight_map"].keys() == weights.keys()
+
+
+def test_experts_are_rounded_and_their_router_is_not(engine):
+    weights = weights_of(engine)
+    engine._rounded = Rounding(engine.model, "fp8-e4m3")
+    engine.load_weights(weights.items(), 1)
+    for name, tensor in checkpoint_tensors(engine.model).items():
+        linear = name.endswith("_proj.weight") or is_expert(name)
+        assert torch.equal(tensor, round_weight(weights[name], "fp8-e4m3", linear)), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights, gate: weights.pop(gate), "weight {gate} never came"),
+        (lambda weights, gate: weights.update({gate: torch.zeros(25, 32)}), r"{gate} is \(24, 32\), got \(25, 32\)"),
+        (
+            lambda weights, gate: weights.update({gate.replace(".2.", ".4."): weights.pop(gate)}),
+            "has no weight {other}",
+        ),
+        (
+            lambda weights, gate: weights.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 32, 24)}),
+            "has no weight model.layers.0.mlp.experts.down_proj",
+        ),
+    ],
+    ids=["missing", "shape", "fifth", "stacked"],
+)
+@pytest.mark.parametrize("where", ["engine", "directory"])
+def test_wrong_experts_are_refused(engine, tmp_path, change, message, where):
+    weights, gate = weights_of(engine), GATE[engine.model.config.model_type]
+    change(weights, gate)
+    expected = message.format(gate=re.escape(gate), other=re.escape(gate.replace(".2.", ".4.")))
+    directory = ModelDirectory(tmp_path / "weights", engine.model.config, EOS)
+    with pytest.raises(ValueError, match=expected):
+        engine.load_weights(weights.items(), 1) if where == "engine" else directory.write(weights.items())
+    assert engine.version == -1
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (Layout(dp=2, ep=2), "qwen3_moe"),
+        (Layout(tp=2, sp=True, cp=2, ep=2), "mixtral"),
+        (Layout(pp=2, dp=2, ep=2), "qwen3_moe"),
+    ],
+    ids=str,
+)
+def test_engine_and_trainer_agree(ranks, tmp_path, layout, name):
+    more = ["--rollout-dtype=fp32", "--micro-batch-size=16", *layout.flags()]
+    words = flags(tmp_path, *WIDE, *more, model=FAMILIES[name])
+    for found in ranks.run(findings, layout, words, None):
+        assert [finding.about for finding in found if not finding.agrees] == []
+
+
+def test_a_mixture_learns_from_the_default_engine(ranks, tmp_path):
+    """With the weights of every step: in float32 the engine's policy is the trainer's."""
+    layout = Layout(dp=2, ep=2)
+    more = ["--rollout-dtype=fp32", "--train-iters=3", "--moe-aux-loss-coeff=0.01", *layout.flags()]
+    assert ranks.run(run_training, layout, flags(tmp_path, *LIVE, *more, model=QWEN3_MOE)) == [None, None]
+    steps = rows(tmp_path)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["rollout_corr/k3_kl"] < 1e-9 for row in steps)
+    assert all(row["grad_norm"] > 0 for row in steps)
+
+
+def test_an_engine_that_fails_with_the_experts_half_sent_ends_all_alike(ranks, tmp_path):
+    """Its replica has experts that the other replica waits for."""
+    layout = Layout(dp=2, ep=2)
+    messages = ranks.run(run_broken, layout, flags(tmp_path, *layout.flags(), model=QWEN3_MOE), "weights")
+    assert set(messages) == {messages[0]}
+    assert messages[0].startswith("the rollout engine refused the weights of step 0: out of memory")

@@ -1,0 +1,167 @@
+"""Memory of weights on their way out and in: about one layer above the model, on every rank, every byte counted."""
+
+import weakref
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from tests.support.ranks import Layout
+from tests.support.recorded_training import COMMON, make_trainer
+
+# Four heads of a width that makes a layer the largest part: the vocabulary is a third of it.
+WIDE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "llama": transformers.LlamaConfig(**WIDE, intermediate_size=224),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **WIDE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=224, norm_topk_prob=True
+    ),
+}
+# The most is held for gate and up: their block, the half that the receiver still looks at, and the other half. That is
+# twice two of the three matrices of an expert, and 1.04 of a layer that has attention too.
+LIMITS = {"llama": 1.05, "qwen3_moe": 1.34}
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive at once of storages that are made inside, those of ``known`` tensors apart."""
+
+    def __init__(self, known=()):
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.drop, key, size)
+
+    def drop(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+def most_alive(function, known=()):
+    """The least of three: gloo's threads let go of a tensor a moment later than its sender."""
+    found = []
+    for _ in range(3):
+        with LiveBytes(known) as live:
+            function()
+        found.append(live.most)
+    return min(found)
+
+
+def test_every_byte_is_counted_while_it_lives():
+    known = torch.zeros(64)
+
+    def three_of_which_two_live_at_once():
+        first = torch.zeros(1024)
+        second = first[1:] + known[0]
+        del first
+        return second.exp()
+
+    assert most_alive(three_of_which_two_live_at_once, [known]) == 4 * 1024 + 4 * 1023
+    assert most_alive(lambda: known.view(8, 8), [known]) == 0
+    assert most_alive(lambda: known.view(8, 8)) == 4 * 64
+
+
+def sizes(args):
+    """Bytes of the whole model, and of its largest layer without experts, expert, or part outside the layers."""
+    from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+    from megatron_rc.launch.weights.families import find_family
+    from megatron_rc.launch.weights.units import units_of
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(find_family(args).hugging_face_config(args))
+    tensors = {name: 4 * tensor.numel() for name, tensor in checkpoint_tensors(model).items()}
+    units = [sum(tensors[name] for rule in unit.rules for name in unit.names(rule)) for unit in units_of(args)]
+    return sum(tensors.values()), max(units)
+
+
+def weigh(words):
+    """(model, largest unit, most that an export adds, that an import adds, that an export adds if all is kept)."""
+    from unittest import mock
+
+    from megatron_rc.launch.weights import load
+    from megatron_rc.launch.weights.converter import export_model, load_model
+
+    trainer = make_trainer(words)
+    model = (trainer.chunks, trainer.args, trainer.groups)
+    parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+    read = load.WeightFiles.read
+
+    def copy(files, name):
+        with _disable_current_modes():
+            tensor = read(files, name)
+        return tensor.clone()
+
+    def stream():
+        for name, tensor in export_model(*model):
+            assert name
+            assert tensor.is_contiguous()
+
+    out = most_alive(stream, parameters)
+    kept = most_alive(lambda: dict(export_model(*model)), parameters)
+    # What a file gives is mapped, and no allocation: here it counts as if it were one.
+    with mock.patch.object(load.WeightFiles, "read", copy):
+        back = most_alive(lambda: load_model(*model, trainer.args.load_hf), parameters)
+    return *sizes(trainer.args), out, back, kept
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {}
+    for name, config in MODELS.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
+    return found
+
+
+def words_of(folder, layout):
+    return [
+        *COMMON,
+        f"--load-hf={folder}",
+        "--tokenizer-type=CharacterTokenizer",
+        f"--runs-dir={folder}/runs",
+        *layout.flags(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", Layout()),
+        ("llama", Layout(tp=2, pp=2)),
+        ("qwen3_moe", Layout(tp=2, sp=True, cp=2, ep=2)),
+        ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_weights_pass_one_layer_at_a_time(ranks, folders, name, layout):
+    found = ranks.run(weigh, layout, words_of(folders[name], layout))
+    for model, unit, out, back, _ in found:
+        assert model > 4 * unit
+        assert out <= LIMITS[name] * unit
+        assert back <= LIMITS[name] * unit
+    model, unit, out, back, kept = found[0]
+    assert min(out, back) > 0.3 * unit, "nothing was counted"
+    assert kept >= model, "a receiver that keeps what it gets is seen"

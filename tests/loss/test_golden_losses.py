@@ -1,0 +1,342 @@
+"""Other projects' losses and their gradients through our objectives, aggregations and correction inside the loss.
+
+Each of the 73 cases is compared, or left out and counted by its reason:
+
+- GMPO, DPPO, SAPO, GPG, DRO: objectives that we do not have.
+- KL ``k1+`` and ``k3+``, and NeMo-RL's KL inside the loss: the gradient is not that of the value. The two halves of
+  ``+`` are compared on their own: the value of k1 and k3, the gradient of k2.
+- ``-norm`` of 2025-11: not divided by the number of sequences.
+- GSPO of slime and NeMo-RL where A varies inside a sequence: their gradient is another there.
+
+verl's GSPO aggregates as ``seq-mean-token-mean`` whatever it is told. ``grad_detached``, where there is one, is the
+gradient with the weights as constants.
+"""
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.aggregation import aggregate_loss, denominator, loss_sum
+from megatron_rc.loss_statistics import MAXIMA, SUMS, derive_loss_metrics
+from megatron_rc.losses import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.schedule import LossScale, MicroBatch, masked_loss
+from tests.correction import test_golden
+from tests.golden.load import cases
+
+RTOL, ATOL = 1e-6, 1e-8
+# Number of cases compared by algorithm and project, and left out by reason.
+COMPARED = {
+    ("ppo_clip", "verl"): 17,
+    ("ppo_clip", "NeMo-RL"): 5,
+    ("ppo_clip", "slime"): 3,
+    ("reinforce", "verl"): 6,
+    ("reinforce", "NeMo-RL"): 1,
+    ("gspo", "verl"): 4,
+    ("gspo", "NeMo-RL"): 1,
+    ("cispo", "verl"): 3,
+    ("cispo", "NeMo-RL"): 1,
+    ("cispo", "slime"): 1,
+    ("bypass_ppo_clip", "verl"): 3,
+    ("bypass_reinforce", "verl"): 5,
+    ("rollout_corrected_pg", "verl"): 3,
+    ("aggregation", "verl"): 3,
+    ("kl_penalty", "verl"): 1,
+}
+LEFT_OUT = {
+    "GMPO": 3,
+    "DPPO": 4,
+    "SAPO": 2,
+    "GPG": 1,
+    "DRO": 1,
+    "KL with a gradient of its own": 2,
+    "NeMo-RL's KL inside the loss": 1,
+    "-norm without the number of sequences": 1,
+    "GSPO through the mean, with A per token": 1,
+}
+# Number of metrics likewise.
+METRICS_COMPARED = {"of_loss": 93, "of_correction": 297}
+METRICS_LEFT_OUT = {
+    "NeMo-RL's own": 77,
+    "slime's own": 3,
+    "slime's mean of means": 4,
+    "over the accepted tokens": 6,
+    "before truncation": 7,
+    "of gen2's rejection weights": 14,
+}
+GENERATION = {"2025-11": "gen2", "2026-08": "gen3"}
+OBJECTIVES = {"gmpo": "GMPO", "dppo_tv": "DPPO", "dppo_kl": "DPPO", "sapo": "SAPO", "gpg": "GPG", "dro": "DRO"}
+# The fields of each project that hold low, high and c, and their defaults.
+CLIPS = {
+    "verl": ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", 3.0),
+    "NeMo-RL": ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", None),
+    "slime": ("eps_clip", "eps_clip_high", "eps_clip_c", None),
+}
+
+
+def why_left_out(case):
+    """Why a case is not compared, or None."""
+    algorithm, config, project = case["algorithm"], case["config"], case["source"]["project"]
+    if algorithm in OBJECTIVES:
+        return OBJECTIVES[algorithm]
+    if algorithm == "ppo_clip+kl":
+        return "NeMo-RL's KL inside the loss"
+    if algorithm == "kl_penalty" and config["kl_penalty"] not in ("k1", "k2", "k3"):
+        return "KL with a gradient of its own"
+    if algorithm == "gspo" and project != "verl" and case["tags"]["advantages"] == "token":
+        return "GSPO through the mean, with A per token"
+    if case["source"]["release"] == "2025-11" and case["loss_agg_mode"] == "seq-mean-token-sum-norm":
+        return "-norm without the number of sequences"
+    return None
+
+
+EVERY = list(cases("policy_loss"))
+CASES = {case["id"]: case for case in EVERY if why_left_out(case) is None}
+CORRECTED = [name for name, case in CASES.items() if case["algorithm"].startswith(("bypass", "rollout_corrected"))]
+
+
+def test_every_case_is_compared_or_counted():
+    assert len(EVERY) == 73
+    assert Counter((case["algorithm"], case["source"]["project"]) for case in CASES.values()) == COMPARED
+    reasons = Counter(why_left_out(case) for case in EVERY)
+    assert reasons.pop(None) == len(CASES) == 57
+    assert reasons == LEFT_OUT
+
+
+@dataclass
+class Outcome:
+    """What our code says of a case: the loss, d loss / d log_prob, metrics."""
+
+    loss: float
+    gradient: Tensor
+    metrics: dict[str, float]
+
+
+def tensors(case):
+    return {name: torch.from_numpy(value) for name, value in case["arrays"].items()}
+
+
+def algorithm_of(case):
+    if case["algorithm"] == "rollout_corrected_pg":
+        return "reinforce"
+    return case["algorithm"].removeprefix("bypass_")
+
+
+def clips(case):
+    """clip_low, clip_high and dual_clip of a case."""
+    config = case["config"]
+    low, high, dual, default = CLIPS[case["source"]["project"]]
+    both = config.get("clip_ratio", 0.2)
+    found = {"clip_low": config.get(low, both), "clip_high": config.get(high, both)}
+    return found | {"dual_clip": config.get(dual, default) if algorithm_of(case) == "ppo_clip" else None}
+
+
+def aggregation(case):
+    """(mode, loss_scale_factor) of a case."""
+    is_verl_gspo = case["algorithm"] == "gspo" and case["source"]["project"] == "verl"
+    mode = "seq-mean-token-mean" if is_verl_gspo else case["loss_agg_mode"]
+    known = case["config"].get("global_batch_info", {})
+    width = known.get("loss_scale_factor", case["shape"][1])
+    return mode, {"token-sum": 1.0, "seq-mean-token-sum-norm": float(width)}.get(mode)
+
+
+def correction_of(case):
+    """The correction that a case makes itself, read from its own settings; None where it is handed the weights."""
+    algorithm, config, project = case["algorithm"], case["config"], case["source"]["project"]
+    if algorithm == "rollout_corrected_pg":
+        fields = config | {"bypass_mode": True, "loss_type": "reinforce"}
+        return RolloutCorrectionConfig.from_dict(fields, dialect="verl-2025-11")
+    if algorithm.startswith("bypass_"):
+        fields = {"rollout_is": None, "bypass_mode": True} | config["rollout_correction"]
+        return RolloutCorrectionConfig.from_dict(fields, dialect="verl")
+    if project == "NeMo-RL":
+        return RolloutCorrectionConfig.from_dict({"loss_fn": config}, dialect="nemo-rl")
+    if project == "slime":
+        fields = {name: config[name] for name in ("tis_clip", "tis_clip_low") if "tis" in config}
+        return RolloutCorrectionConfig.from_dict({"use_tis": "tis" in config} | fields, dialect="slime")
+    return None
+
+
+def decoupled(case, **changes):
+    """A case whose policy loss, penalty or aggregation is one call of ours each."""
+    arrays, metrics = tensors(case), {}
+    mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
+    accepted = mask
+    if case["algorithm"] == "aggregation":
+        per_token = log_probs
+    elif case["algorithm"] == "kl_penalty":
+        per_token = kl_penalty(log_probs, arrays["ref_log_prob"], case["config"]["kl_penalty"])
+    else:
+        old, weights = arrays.get("old_log_prob", arrays.get("rollout_log_prob")), arrays.get("rollout_is_weights")
+        if config := correction_of(case):
+            assert config.rejection_denominator == "original" or not config.rejects
+            result = correct_rollouts(old, arrays["rollout_log_prob"], mask, config)
+            weights, accepted = result.weights, result.mask
+        settings = {"algorithm": algorithm_of(case), "weights": weights} | clips(case) | changes
+        policy = policy_loss(log_probs, old, arrays["advantages"], mask, **settings)
+        sums, maxima = policy.statistics.sums.tolist(), policy.statistics.maxima.tolist()
+        metrics = derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
+        per_token = policy.per_token
+    loss = aggregated(case, per_token, accepted, mask)
+    loss.backward()
+    return Outcome(loss.item(), log_probs.grad, metrics)
+
+
+def aggregated(case, per_token, accepted, mask):
+    mode, factor = aggregation(case)
+    known = case["config"].get("global_batch_info")
+    if known is None:
+        return aggregate_loss(per_token, accepted, mode, denominator_mask=mask, loss_scale_factor=factor)
+    counts = (known.get(name, math.nan) for name in ("batch_num_tokens", "global_batch_size"))
+    tokens, sequences = (torch.tensor(count, dtype=torch.float64) for count in counts)
+    total = loss_sum(per_token, accepted, mode, mask.sum(1).double(), SequenceLayout.padded(*mask.shape))
+    return total / denominator(mode, factor, tokens, sequences) * known["dp_size"]
+
+
+def started(case, config, **changes):
+    """(correction, plan) of a step in bypass mode."""
+    arrays, (mode, factor) = tensors(case), aggregation(case)
+    objective = PolicyLossConfig(aggregation=mode, loss_scale_factor=factor, **(clips(case) | changes))
+    correction = RolloutCorrection(config, ParallelGroups(), loss=objective)
+    return correction, correction.plan(PlanInputs(None, arrays["rollout_log_prob"], arrays["response_mask"]))
+
+
+def bypassed(case, **changes):
+    """A step of one micro-batch through the schedule's loss: its own factors are 1, D₀/G comes from finish_step."""
+    arrays, config = tensors(case), correction_of(case)
+    more = {name: changes.pop(name) for name in config.to_dict() if name in changes}
+    config = RolloutCorrectionConfig(**(config.to_dict() | more))
+    correction, plan = started(case, config, **changes)
+    mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
+    scale = LossScale(correction.loss_denominator(plan, 0), 1, 1, False, mask.numel(), mask.numel())
+    layout = SequenceLayout.padded(*mask.shape)
+    micro_batch = MicroBatch(layout, mask, arrays["advantages"], arrays["rollout_log_prob"])
+    loss, count, _ = masked_loss(correction, micro_batch, log_probs, None, scale)
+    loss = loss / count * correction.finish_step()
+    loss.backward()
+    return Outcome(loss.item(), log_probs.grad, correction.loss_metrics() | correction.step.metrics())
+
+
+@functools.cache
+def outcome(name):
+    case = CASES[name]
+    return bypassed(case) if name in CORRECTED else decoupled(case)
+
+
+def assert_loss_and_gradient(case, got):
+    arrays = tensors(case)
+    assert got.loss == pytest.approx(case["loss"], rel=RTOL, abs=ATOL)
+    want = arrays.get("grad_detached", arrays["grad_log_prob"])
+    torch.testing.assert_close(got.gradient, want, rtol=RTOL, atol=ATOL)
+    assert not got.gradient[~arrays["response_mask"]].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient(name):
+    assert outcome(name).gradient.any()
+    assert_loss_and_gradient(CASES[name], outcome(name))
+
+
+def disagrees(case, got):
+    try:
+        assert_loss_and_gradient(case, got)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("run", "wrong", "seen"),
+    [
+        (decoupled, {"clip_low": 0.15}, 31),
+        (decoupled, {"clip_high": 0.15}, 33),
+        (decoupled, {"dual_clip": None}, 5),
+        (decoupled, {"weights": None}, 18),
+        (decoupled, {"algorithm": "ppo_clip"}, 17),
+        (decoupled, {"algorithm": "gspo"}, 37),
+        (bypassed, {"clip_high": 0.15}, 3),
+        (bypassed, {"rejection_denominator": "original"}, 4),
+        (bypassed, {"rollout_is_batch_normalize": False}, 3),
+    ],
+)
+def test_one_wrong_setting_is_seen(run, wrong, seen):
+    """By that many cases: else the comparisons would not depend on it."""
+    tried = [case for name, case in CASES.items() if (name in CORRECTED) == (run is bypassed)]
+    assert sum(disagrees(case, run(case, **wrong)) for case in tried) == seen
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_correction_inside_the_loss(name):
+    case = CASES[name]
+    arrays, config = tensors(case), correction_of(case)
+    inputs = [arrays[key] for key in ("log_prob", "rollout_log_prob", "response_mask")]
+    correction, _ = started(case, config)
+    weights, mask, _ = correction.in_loss(*inputs)
+    assert torch.equal(mask, arrays["effective_mask"])
+    # Batch normalisation is a factor of the whole step, and PPO gets no weights: all at once, the weights are theirs.
+    assert (weights is not None) == ("weights" in arrays and algorithm_of(case) == "reinforce")
+    weights = correct_rollouts(*inputs, config).weights
+    assert (weights is not None) == ("weights" in arrays)
+    if weights is not None:
+        torch.testing.assert_close(weights, arrays["weights"], rtol=RTOL, atol=ATOL)
+    assert outcome(name).metrics["loss/total"] == pytest.approx(outcome(name).loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["pl-kl-penalty-005", "pl-kl-penalty-006"])
+def test_kl_value_and_gradient_of_two_estimators(name):
+    (case,) = (case for case in EVERY if case["id"] == name)
+    arrays, found = tensors(case), {}
+    for estimator in (case["config"]["kl_penalty"].removesuffix("+"), "k2"):
+        log_probs = arrays["log_prob"].clone().requires_grad_()
+        penalty, mask = kl_penalty(log_probs, arrays["ref_log_prob"], estimator), arrays["response_mask"]
+        loss = aggregated(case, penalty, mask, mask)
+        loss.backward()
+        found[estimator] = Outcome(loss.item(), log_probs.grad, {})
+    value, gradient = found.values()
+    assert_loss_and_gradient(case, Outcome(value.loss, gradient.gradient, {}))
+
+
+def of_loss(case, name, metrics):
+    """(why a metric of the loss is not compared or None, our value)."""
+    project, mask = case["source"]["project"], case["arrays"]["response_mask"]
+    if project == "NeMo-RL" or name.startswith("tis"):
+        return f"{project}'s own", None
+    if project == "slime" and not mask.all():
+        return "slime's mean of means", None
+    if not (case["arrays"].get("effective_mask", mask) == mask).all():
+        return "over the accepted tokens", None
+    if name == "pg_clipfrac":
+        return None, metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]
+    return None, metrics[{"ppo_kl": "policy/approx_kl", "pg_clipfrac_lower": "policy/dual_clip_fraction"}[name]]
+
+
+def of_correction(case, name, metrics):
+    """Likewise of the correction inside the loss, by the rules of test_golden."""
+    arrays, config = tensors(case), correction_of(case)
+    log_ratio = (arrays["log_prob"] - arrays["rollout_log_prob"])[arrays["response_mask"]]
+    case = case | {"generation": GENERATION[case["source"]["release"]]}
+    reason = test_golden.left_out(case, name, log_ratio)
+    return reason, None if reason else test_golden.ours(case, config, metrics, name)
+
+
+def test_metrics():
+    compared, reasons, wrong = Counter(), Counter(), []
+    for name, case in CASES.items():
+        for key, want in case["metrics"].items():
+            kind = of_correction if key.startswith("rollout_corr/") else of_loss
+            reason, got = kind(case, key.split("/")[-1], outcome(name).metrics)
+            if reason is not None:
+                reasons[reason] += 1
+                continue
+            compared[kind.__name__] += 1
+            if not math.isclose(got, want, rel_tol=RTOL, abs_tol=ATOL):
+                wrong.append((name, key, got, want))
+    assert not wrong, f"{len(wrong)} differ: {wrong[:6]}"
+    assert compared == METRICS_COMPARED
+    assert reasons == METRICS_LEFT_OUT

@@ -1,0 +1,398 @@
+"""Policy losses, KL penalties, aggregations, statistics and schedule factors by hand; advantages by verl's numbers."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
+from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
+from megatron_rc.loss.policy import ALGORITHMS, PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.schedule import LossScale, schedule_return
+from tests.golden.load import cases
+
+GRPO = [
+    case
+    for case in cases("advantages")
+    if case["estimator"] == "grpo" and case["config"].get("norm_adv_by_std_in_grpo", True)
+]
+
+
+def tensors(case):
+    return {name: torch.from_numpy(value) for name, value in case["arrays"].items()}
+
+
+def float64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def sums_of(statistics, *names):
+    named = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
+    return [named[name] for name in names]
+
+
+def derived(statistics):
+    sums, maxima = statistics.sums.tolist(), statistics.maxima.tolist()
+    return derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
+
+
+def test_enough_golden_cases_are_read():
+    assert len(GRPO) >= 2
+
+
+@pytest.mark.parametrize("case", GRPO, ids=lambda case: case["id"])
+def test_group_advantages_golden(case):
+    arrays = tensors(case)
+    mask = arrays["response_mask"]
+    got = group_advantages(arrays["token_level_rewards"].sum(1), arrays["index"])
+    want = arrays["advantages"]
+    torch.testing.assert_close(torch.where(mask, got.unsqueeze(1), 0), torch.where(mask, want, 0), rtol=1e-6, atol=1e-8)
+
+
+def test_equal_rewards_give_no_advantage():
+    got = group_advantages(torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5]), torch.tensor([4, 4, 9, 9, 2]))
+    assert got[:2].tolist() == [0, 0]
+    assert got[2] == -got[3]
+    assert float(got[4]) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(("estimator", "value"), [("k1", 0.7), ("k2", 0.245), ("k3", math.exp(-0.7) - 1 + 0.7)])
+def test_kl_penalty_by_hand(estimator, value):
+    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.7]), estimator)
+    assert got.item() == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "gradient"), [("k1", 1.0), ("k2", -0.7), ("k3", 1 - math.exp(0.7))])
+def test_kl_penalty_moves_the_policy_alone(estimator, gradient):
+    log_probs, ref_log_probs = float64([-1.7]).requires_grad_(), float64([-1.0]).requires_grad_()
+    kl_penalty(log_probs, ref_log_probs, estimator).sum().backward()
+    assert log_probs.grad.item() == pytest.approx(gradient)
+    assert ref_log_probs.grad is None
+
+
+def test_k3_clamps_the_argument_of_exp():
+    log_probs = float64([-30.0]).requires_grad_()
+    penalty = kl_penalty(log_probs, float64([-5.0]))
+    penalty.sum().backward()
+    assert penalty.item() == pytest.approx(math.exp(20) - 1 - 25)
+    assert log_probs.grad.item() == 1
+
+
+def test_an_unknown_estimator_is_named():
+    with pytest.raises(ValueError, match="estimator='k4' is unknown"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "dual_clip", "value", "gradient"),
+    [
+        (0.0, 1.0, None, -1.0, -1.0),
+        (math.log(1.5), 1.0, None, -1.2, 0.0),  # clipped above
+        (math.log(0.5), 1.0, None, -0.5, -0.5),
+        (math.log(0.5), -1.0, None, 0.8, 0.0),  # clipped below
+        (math.log(1.5), -1.0, None, 1.5, 1.5),
+        (math.log(5.0), -1.0, 3.0, 3.0, 0.0),  # dual clip
+        (25.0, -1.0, None, math.exp(20), 0.0),  # the ratio's argument is clamped
+    ],
+)
+def test_ppo_clip_by_hand(log_ratio, advantage, dual_clip, value, gradient):
+    log_probs, old = float64([[log_ratio]]).requires_grad_(), float64([[0.0]]).requires_grad_()
+    loss = policy_loss(log_probs, old, torch.tensor([advantage]), torch.tensor([[True]]), dual_clip=dual_clip)
+    loss.per_token.sum().backward()
+    assert old.grad is None
+    assert loss.per_token.item() == pytest.approx(value)
+    assert log_probs.grad.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clip_low", "clipped", "sides"),
+    [
+        (1.1, 2.0, 0.2, 1.1, [0, 0]),
+        (1.5, 2.0, 0.2, 1.2, [0, 1]),  # clipped where PPO clips
+        (1.5, -2.0, 0.2, 1.2, [0, 1]),  # and where it does not
+        (0.5, 2.0, 0.2, 0.8, [1, 0]),
+        (0.01, -2.0, 1.0, 0.01, [0, 0]),  # nothing lies below 1 - 1
+    ],
+)
+def test_cispo_by_hand(ratio, advantage, clip_low, clipped, sides):
+    log_probs = float64([[-0.7]]).requires_grad_()
+    old, weights = float64([[-0.7 - math.log(ratio)]]), float64([[0.5]])
+    settings = {"algorithm": "cispo", "clip_low": clip_low, "weights": weights}
+    loss = policy_loss(log_probs, old, float64([advantage]), log_probs < 0, **settings)
+    loss.per_token.sum().backward()
+    assert loss.per_token.item() == pytest.approx(0.5 * -advantage * clipped * -0.7)
+    assert log_probs.grad.item() == pytest.approx(0.5 * -advantage * clipped)
+    assert sums_of(loss.statistics, "clipped_low", "clipped_high", "dual_clipped") == [*sides, 0]
+
+
+def test_reinforce_by_hand():
+    log_probs, old = float64([[-0.5, -2.0]]).requires_grad_(), float64([[-1.5, -1.5]]).requires_grad_()
+    weights = float64([[0.25, 4.0]]).requires_grad_()
+    loss = policy_loss(log_probs, old, float64([[3.0, -2.0]]), log_probs < 0, algorithm="reinforce", weights=weights)
+    loss.per_token.sum().backward()
+    assert loss.per_token.tolist() == [[0.25 * 3 * 0.5, 4 * -2 * 2]]
+    assert log_probs.grad.tolist() == [[0.25 * -3, 4 * 2]]
+    assert weights.grad is None
+    assert old.grad is None
+    assert sums_of(loss.statistics, "tokens", "log_ratio", "abs_log_ratio", "clipped_low") == [2, 0.5, 1.5, 0]
+    assert loss.statistics.maxima.tolist() == [1, 0.5]
+
+
+UP, DOWN = math.exp(0.2), math.exp(-0.3)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "settings", "losses", "gradients", "counts"),
+    [
+        ([1, -2], {"clip_low": 0.3, "clip_high": 0.3}, [-UP, -UP, *[2 * DOWN] * 3], "free", [0, 0, 0]),
+        ([1, -2], {"clip_low": 0.1, "clip_high": 0.1}, [-1.1, -1.1, 1.8, 1.8, 1.8], [0] * 5, [3, 2, 0]),
+        ([-1, 2], {"clip_low": 0.1, "clip_high": 0.1}, [UP, UP, *[-2 * DOWN] * 3], "free", [0, 0, 0]),
+        # A varies inside the first sequence: each token has the clip of its own A.
+        ([[1, -2, 9], [1, 1, 1]], {}, [-1.2, 2 * UP, *[-DOWN] * 3], [0, 2 * UP, *[-DOWN] * 3], [0, 1, 0]),
+        ([-1, -1], {"clip_low": 0.5, "dual_clip": 1.1}, [1.1, 1.1, *[DOWN] * 3], [0, 0, *[DOWN] * 3], [0, 0, 2]),
+    ],
+)
+def test_gspo_by_hand(advantages, settings, losses, gradients, counts):
+    """The mean of log r is 0.2 over the two tokens of the first sequence, and -0.3 over the three of the second."""
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    log_ratio = float64([[0.4, 0.0, 7.0], [-0.3, -0.1, -0.5]])
+    log_probs = (log_ratio - 1).requires_grad_()
+    old = torch.full_like(log_ratio, -1)
+    loss = policy_loss(log_probs, old, float64(advantages), mask, algorithm="gspo", **settings)
+    loss.per_token.sum().backward()
+    assert loss.per_token[mask].tolist() == pytest.approx(losses)
+    # As if ds/dlog π_θ were s for every token: not s/n.
+    assert log_probs.grad[mask].tolist() == pytest.approx(losses if gradients == "free" else gradients)
+    assert sums_of(loss.statistics, "clipped_low", "clipped_high", "dual_clipped") == counts
+    # What is measured is the ratio of each token.
+    assert sums_of(loss.statistics, "tokens", "log_ratio") == pytest.approx([5, -0.5])
+    assert loss.statistics.maxima.tolist() == pytest.approx([0.4, 0.5])
+
+
+def test_gspo_takes_the_mean_that_is_known():
+    log_probs, mask = float64([[-1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    known = {"algorithm": "gspo", "sequence_log_ratio": float64([0.1])}
+    loss = policy_loss(log_probs, log_probs, float64([1.0]), mask, **known)
+    assert loss.per_token.tolist() == [pytest.approx([-math.exp(0.1)] * 2)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_masked_positions_change_no_bit(algorithm):
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    found = []
+    for filler in (0.0, math.nan, math.inf):
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.where(mask, -torch.rand(2, 3, generator=generator), filler) for _ in range(4)]
+        log_probs, old, advantages, weights = values
+        log_probs.requires_grad_()
+        loss = policy_loss(log_probs, old, advantages, mask, algorithm=algorithm, weights=weights)
+        loss.per_token.sum().backward()
+        assert not log_probs.grad[~mask].any()
+        assert not loss.per_token[~mask].any()
+        found.append((loss.per_token, log_probs.grad, loss.statistics.sums, loss.statistics.maxima))
+    assert found[0][1][mask].all()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"algorithm": "ppo"}, "algorithm='ppo' .* is unknown: use one of ppo_clip, reinforce, gspo, cispo"),
+        ({"clip_low": 1.1}, "clip_low=1.1"),
+        ({"clip_low": -0.1}, "clip_low=-0.1"),
+        ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"clip_high": math.inf}, "clip_high=inf"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ({"dual_clip": 3.0, "algorithm": "reinforce"}, "dual_clip=3.0 .* does nothing with algorithm='reinforce'"),
+        ({"dual_clip": 3.0, "algorithm": "cispo"}, "dual_clip=3.0 .* does nothing with algorithm='cispo'"),
+        ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+        ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
+        ({"entropy_coef": math.inf}, "entropy_coef=inf"),
+        ({"aggregation": "mean"}, "aggregation='mean'"),
+        ({"aggregation": "token-sum"}, "loss_scale_factor=None"),
+        ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0"),
+    ],
+)
+def test_objectives_that_cannot_work_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyLossConfig(**fields)
+
+
+def test_objectives_at_the_edge_are_not():
+    PolicyLossConfig(clip_low=1.0, clip_high=0.0, dual_clip=1.01, algorithm="gspo")
+    PolicyLossConfig(clip_low=0.0, aggregation="token-sum", loss_scale_factor=0.5)
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "cispo"])
+def test_settings_that_do_nothing_are_refused(algorithm):
+    some = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=f"dual_clip=3.0 does nothing with algorithm='{algorithm}'"):
+        policy_loss(some, some, some, some.bool(), algorithm=algorithm, dual_clip=3.0)
+    with pytest.raises(ValueError, match="algorithm='gmpo'"):
+        policy_loss(some, some, some, some.bool(), algorithm="gmpo")
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "response_mask", "weights", "advantages"])
+def test_shapes_that_do_not_fit_are_named(name):
+    arguments = {
+        "log_probs": torch.zeros(2, 3),
+        "old_log_probs": torch.zeros(2, 3),
+        "advantages": torch.zeros(2),
+        "response_mask": torch.ones(2, 3, dtype=torch.bool),
+    }
+    with pytest.raises(ValueError, match=name):
+        policy_loss(**(arguments | {name: torch.zeros(3, 3).bool() if name == "response_mask" else torch.zeros(3, 3)}))
+
+
+def test_statistics_merge():
+    """Those of two parts merge to those of the whole; nothing changes nothing."""
+    generator = torch.Generator().manual_seed(1)
+    log_probs, old = (-2 * torch.rand(6, 5, generator=generator).double() for _ in range(2))
+    mask, advantages = torch.rand(6, 5, generator=generator) < 0.7, torch.randn(6, generator=generator).double()
+    of = [
+        policy_loss(log_probs[rows], old[rows], advantages[rows], mask[rows], dual_clip=1.5).statistics
+        for rows in (slice(0, 6), slice(0, 2), slice(2, 6), slice(0, 0))
+    ]
+    whole, merged = of[0], of[1].merge(of[3]).merge(LossStatistics.nothing()).merge(of[2])
+    torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-12, atol=0)
+    assert torch.equal(merged.maxima, whole.maxima)
+    assert min(sums_of(whole, *SUMS[:6])[3:]) > 0
+    assert torch.equal(of[3].maxima, LossStatistics.nothing().maxima)
+
+
+def test_extremes_are_those_of_the_tokens_that_count():
+    log_probs, mask = float64([[-0.5, -0.7, -3.0]]), torch.tensor([[True, True, False]])
+    for sign in (1, -1):
+        found = policy_loss(log_probs, log_probs - sign * log_probs.abs(), float64([1.0]), mask).statistics
+        metrics = derived(found)
+        extremes = [metrics["policy/log_ratio_min"], metrics["policy/log_ratio_max"]]
+        assert extremes == pytest.approx(sorted([sign * 0.5, sign * 0.7]))
+
+
+def test_statistics_take_more_sums_and_become_metrics():
+    log_probs = float64([[math.log(1.5), math.log(0.5), 0.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    loss = policy_loss(log_probs, torch.zeros_like(log_probs), float64([[1.0, -1.0, 1.0, 1.0]]), mask)
+    found = loss.statistics.plus(loss=float64(2.5), entropy=float64(6.0)).plus(entropy=float64(3.0))
+    metrics = derived(found.merge(LossStatistics.nothing()))
+    low, high = math.log(0.5), math.log(1.5)
+    wanted = {
+        "loss/total": 2.5,
+        "policy/approx_kl": -(low + high) / 3,
+        "policy/abs_log_ratio": (high - low) / 3,
+        "policy/log_ratio_max": high,
+        "policy/log_ratio_min": low,
+        "policy/clip_fraction_low": 1 / 3,
+        "policy/clip_fraction_high": 1 / 3,
+        "policy/dual_clip_fraction": 0,
+        "policy/entropy": 3,
+        "policy/reference_kl": 0,
+    }
+    assert metrics == pytest.approx(wanted)
+    assert derived(LossStatistics.nothing()) == dict.fromkeys(wanted, 0)
+    with pytest.raises(ValueError, match="kl is no statistic of the loss"):
+        found.plus(kl=float64(1.0))
+
+
+PER_TOKEN = [[1.0, 2.0, 50.0], [4.0, 60.0, 70.0], [80.0, 90.0, 99.0]]
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
+ORIGINAL = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+# Mode, scale factor; loss and gradients of the three tokens under the mask, then with ORIGINAL in the denominators.
+BY_HAND = [
+    ("token-mean", None, 7 / 3, [1 / 3, 1 / 3, 1 / 3], 7 / 6, [1 / 6, 1 / 6, 1 / 6]),
+    ("token-sum", 4.0, 7 / 4, [1 / 4, 1 / 4, 1 / 4], 7 / 4, [1 / 4, 1 / 4, 1 / 4]),
+    ("seq-mean-token-sum", None, 7 / 2, [1 / 2, 1 / 2, 1 / 2], 7 / 3, [1 / 3, 1 / 3, 1 / 3]),
+    ("seq-mean-token-mean", None, 11 / 4, [1 / 4, 1 / 4, 1 / 2], 5 / 3, [1 / 9, 1 / 9, 1 / 3]),
+    ("seq-mean-token-sum-norm", 4.0, 7 / 8, [1 / 8, 1 / 8, 1 / 8], 7 / 12, [1 / 12, 1 / 12, 1 / 12]),
+]
+MODES = {mode: {"mode": mode, "loss_scale_factor": factor} for mode, factor, *_ in BY_HAND}
+
+
+@pytest.mark.parametrize(("mode", "factor", "loss", "gradient", "original_loss", "original_gradient"), BY_HAND)
+def test_aggregations_by_hand(mode, factor, loss, gradient, original_loss, original_gradient):
+    for denominator_mask, value, slopes in ((None, loss, gradient), (ORIGINAL, original_loss, original_gradient)):
+        per_token = float64(PER_TOKEN).requires_grad_()
+        got = aggregate_loss(per_token, MASK, mode, loss_scale_factor=factor, denominator_mask=denominator_mask)
+        got.backward()
+        assert (got.dtype, got.dim()) == (torch.float64, 0)
+        assert got.item() == pytest.approx(value)
+        assert per_token.grad[MASK].tolist() == pytest.approx(slopes)
+        assert not per_token.grad[~MASK].any()
+
+
+def test_every_aggregation_is_tried():
+    assert tuple(MODES) == AGGREGATIONS
+
+
+def test_terms_are_added_in_float64():
+    per_token = torch.tensor([[2.0**24, 1.0, 1.0]])
+    assert aggregate_loss(per_token, per_token > 0, "token-sum", loss_scale_factor=1.0).item() == 2**24 + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_mask_gives_no_loss_and_no_gradient(mode, dtype):
+    per_token = torch.tensor(PER_TOKEN, dtype=dtype, requires_grad=True)
+    loss = aggregate_loss(per_token, torch.zeros_like(MASK), **MODES[mode])
+    loss.backward()
+    assert loss.item() == 0
+    assert per_token.grad.tolist() == [[0] * 3] * 3
+
+
+@pytest.mark.parametrize("filler", [math.nan, math.inf])
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregation_does_not_see_masked_positions(mode, filler):
+    found = []
+    for value in (0.0, filler):
+        per_token = torch.where(MASK, torch.tensor(PER_TOKEN), value).requires_grad_()
+        loss = aggregate_loss(per_token, MASK, denominator_mask=ORIGINAL, **MODES[mode])
+        loss.backward()
+        found.append((loss.detach(), per_token.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "mean"}, "aggregation='mean' .* is unknown: use one of token-mean"),
+        ({"mode": "token-sum"}, "loss_scale_factor=None .* with aggregation='token-sum'"),
+        ({"mode": "seq-mean-token-sum-norm"}, "loss_scale_factor=None"),
+        ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0 .* with aggregation='token-mean'"),
+        ({"mode": "token-sum", "loss_scale_factor": 0.0}, "loss_scale_factor=0.0 .* must be positive"),
+        ({"mode": "token-sum", "loss_scale_factor": math.inf}, "loss_scale_factor=inf .* must be positive"),
+        ({"mask": MASK[:2]}, r"^mask has shape \(2, 3\): expected \(3, 3\)"),
+        ({"denominator_mask": MASK[:, :2]}, r"^denominator_mask has shape \(3, 2\): expected \(3, 3\)"),
+        ({"per_token": torch.zeros(3), "mask": MASK[0]}, r"per_token has shape \(3,\): without a layout"),
+    ],
+)
+def test_aggregations_that_cannot_work_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        aggregate_loss(**({"per_token": torch.tensor(PER_TOKEN), "mask": MASK} | arguments))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_schedule_factors_cancel_megatrons(per_token):
+    """What Megatron does with the three values (its division, DDP's mean or sum, the scaling) must leave Σℓ/G."""
+    scale = LossScale(
+        denominator=torch.tensor(7.0, dtype=torch.float64),
+        num_microbatches=3,
+        dp_cp_size=4,
+        calculate_per_token_loss=per_token,
+        local_tokens=10,
+        total_tokens=120,
+    )
+    sums = torch.arange(12.0).view(4, 3)
+    gradients = torch.zeros(4)
+    counts = 0
+    for rank in range(4):
+        for micro_batch in range(3):
+            loss, count, log = schedule_return(sums[rank, micro_batch].clone(), {"x": sums[0, 0]}, scale)
+            assert (count.dtype, count.dim()) == (torch.int32, 0)
+            assert log["x"].data_ptr() != sums.data_ptr()
+            counts += int(count)
+            gradients[rank] += loss if per_token else loss / count / 3
+    total = gradients.sum() / counts if per_token else gradients.mean()
+    assert float(total) == pytest.approx(float(sums.sum()) / 7)

@@ -1,0 +1,169 @@
+"""The masked loss of one micro-batch: what it needs, what must not reach it, and how a step ends."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
+from megatron_rc.loss.policy import ALGORITHMS, KL_ESTIMATORS, PolicyLossConfig
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
+
+ALONE = ParallelGroups()
+ROWS, WIDTH = 3, 8
+MODES = [*(("decoupled", algorithm) for algorithm in ALGORITHMS), *(("bypass", algorithm) for algorithm in ALGORITHMS)]
+
+
+def make_correction(mode, algorithm, bad="error", **loss):
+    fields = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25", "bad_log_probs": bad}
+    if mode == "bypass":
+        config = RolloutCorrectionConfig(**fields, bypass_mode=True, loss_type=algorithm)
+    else:
+        config = RolloutCorrectionConfig(**fields)
+    return RolloutCorrection(config, ALONE, loss=PolicyLossConfig(algorithm=algorithm, **loss))
+
+
+def tensors(seed=0):
+    """Log π_θ, the others near it, and a mask with holes."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (ROWS, WIDTH)
+    theta = -2 + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    near = [theta + 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    mask = torch.rand(shape, generator=generator) > 0.3
+    return theta, *near, theta.abs(), mask
+
+
+def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
+    """(loss, gradient, metrics) of one step of one micro-batch."""
+    layout = SequenceLayout.padded(*mask.shape)
+    bypass = correction.config.bypass_mode
+    plan = correction.plan(PlanInputs(None if bypass else old, rollout, mask if planned is None else planned, layout))
+    theta, entropy = theta.clone().requires_grad_(), entropy.clone().requires_grad_()
+    batch = MicroBatch(layout, mask, torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64), rollout, ref_log_probs=ref)
+    if not bypass:
+        batch = dataclasses.replace(
+            batch, old_log_probs=old, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths
+        )
+    scale = LossScale(correction.loss_denominator(plan, 0), 1, 1, False, mask.numel(), mask.numel())
+    loss, count, log = masked_loss(correction, batch, theta, entropy, scale)
+    loss.backward()
+    assert (int(count), count.dtype, list(log)) == (1, torch.int32, ["loss"])
+    correction.finish_step()
+    return loss.detach(), theta.grad, entropy.grad, correction.loss_metrics()
+
+
+def assert_equal(one, other):
+    for a, b in zip(one[:3], other[:3], strict=True):
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
+    assert one[3] == other[3]
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize(("mode", "algorithm"), MODES)
+@pytest.mark.parametrize("filler", [math.nan, math.inf, -1e10])
+def test_what_stands_at_masked_positions_changes_no_bit(mode, algorithm, estimator, filler):
+    *values, mask = tensors()
+    filled = [torch.where(mask, value, filler) for value in values]
+    loss = {"kl_coef": 0.1, "kl_estimator": estimator, "entropy_coef": 0.05}
+    known, got = (
+        run_loss(make_correction(mode, algorithm, **loss), *each, mask)
+        for each in ([torch.where(mask, value, 0.0) for value in values], filled)
+    )
+    assert_equal(known, got)
+
+
+@pytest.mark.parametrize(("mode", "algorithm"), MODES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5])
+def test_rejected_bad_tokens_do_not_reach_the_loss(mode, algorithm, bad):
+    """As if the response mask had never held them."""
+    theta, old, rollout, ref, entropy, mask = tensors()
+    places = mask.nonzero()[[1, -2]]
+    spoilt = [rollout.clone(), old.clone()]
+    spoilt[0][tuple(places[0])], spoilt[1][tuple(places[1])] = bad, bad
+    without = mask.clone()
+    without[tuple(places[0])] = False
+    if mode == "decoupled":
+        without[tuple(places[1])] = False
+    loss = {"kl_coef": 0.1, "entropy_coef": 0.05}
+    got = run_loss(
+        make_correction(mode, algorithm, "reject_token", **loss), theta, spoilt[1], spoilt[0], ref, entropy, mask
+    )
+    known = run_loss(make_correction(mode, algorithm, **loss), theta, old, rollout, ref, entropy, without)
+    if mode == "decoupled":
+        return assert_equal(known, got)
+    # D₀ still counts the bad token; the factor of the gradients makes up for it.
+    torch.testing.assert_close(got[1] / got[1].norm(), known[1] / known[1].norm())
+    assert got[3] == pytest.approx(known[3])
+
+
+def test_the_denominator_is_known_before_only_in_decoupled_mode():
+    theta, old, rollout, ref, entropy, mask = tensors()
+    correction = make_correction("bypass", "ppo_clip")
+    loss, _, _, metrics = run_loss(correction, theta, old, rollout, ref, entropy, mask)
+    accepted = float(correction.step.denominators[0, 2])
+    factor = float(correction.step.header[-1])
+    assert factor == pytest.approx(float(mask.sum()) / accepted)
+    assert factor > 1.05
+    assert metrics["loss/total"] == pytest.approx(float(loss) * factor)
+    assert correction.scales_gradients
+    assert not make_correction("decoupled", "ppo_clip").scales_gradients
+
+
+class Chunk(torch.nn.Linear):
+    """A model chunk as far as the end of a step looks at it."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.factors = []
+
+    def scale_gradients(self, factor):
+        self.factors.append(float(factor))
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
+    correction, seen, chunks = make_correction(mode, "ppo_clip"), [], [Chunk(), Chunk()]
+    *values, mask = tensors()
+    run_loss(correction, *values, mask)
+    bypass = mode == "bypass"
+    if bypass:
+        correction.plan(PlanInputs(None, values[2], mask))
+        correction.in_loss(values[0], values[2], mask)
+    wrapped = wrap_finalize(correction, lambda *args, **kwargs: seen.append((args, kwargs)))
+    assert wrapped(chunks, 5, pg_collection="groups", force_all_reduce=True) is None
+    assert seen == [((chunks, 5), {"pg_collection": "groups", "force_all_reduce": True})]
+    expected = [float(correction.step.header[-1])] if bypass else []
+    assert [chunk.factors for chunk in chunks] == [expected, expected]
+
+
+def test_what_the_loss_needs_is_named():
+    theta, old, rollout, _, entropy, mask = tensors()
+    layout = SequenceLayout.padded(ROWS, WIDTH)
+    scale = LossScale(torch.ones((), dtype=torch.float64), 1, 1, False, mask.numel(), mask.numel())
+    batch = MicroBatch(layout, mask, torch.ones(ROWS), rollout)
+    correction = make_correction("decoupled", "ppo_clip", entropy_coef=0.1, kl_coef=0.1)
+    with pytest.raises(ValueError, match="decoupled mode needs old_log_probs, and mask and lengths"):
+        masked_loss(correction, batch, theta, entropy, scale)
+    lengths = torch.full((ROWS,), 4.0, dtype=torch.float64)
+    batch = dataclasses.replace(batch, old_log_probs=old, mask=mask, lengths=lengths)
+    with pytest.raises(ValueError, match=r"entropy_coef=0\.1 needs the entropy"):
+        masked_loss(correction, batch, theta, None, scale)
+    with pytest.raises(ValueError, match=r"kl_coef=0\.1 needs the reference policy"):
+        masked_loss(correction, batch, theta, entropy, scale)
+    with pytest.raises(RuntimeError, match="after plan"):
+        masked_loss(make_correction("bypass", "ppo_clip"), batch, theta, None, scale)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "config"), [("reinforce", {}), (None, {"bypass_mode": True, "loss_type": "cispo"})]
+)
+def test_a_cap_that_the_objective_does_not_have_is_refused(algorithm, config):
+    with pytest.raises(ValueError, match=r"dual_clip=3\.0 .* does nothing with"):
+        RolloutCorrection(
+            RolloutCorrectionConfig(rollout_is=None, **config),
+            ALONE,
+            loss=PolicyLossConfig(dual_clip=3.0) if algorithm is None else PolicyLossConfig(algorithm, dual_clip=3.0),
+        )

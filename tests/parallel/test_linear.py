@@ -1,0 +1,252 @@
+"""Log-probs and entropy from hidden states, forward and gradients, against a plain output layer and softmax."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rc.parallel import linear_log_probs_and_entropy, vocab_parallel_log_probs_and_entropy
+from tests.parallel.test_vocab_memory import allocated
+from tests.support.ranks import Layout
+
+VOCABULARY, PADDED, HIDDEN, TEMPERATURE = 11, 16, 6, 0.7
+SEQUENCE, BATCH = 8, 3
+
+
+def make(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    labels = torch.randint(0, VOCABULARY, (SEQUENCE, BATCH), generator=generator)
+    labels[1, 2] = -100
+    return normal(SEQUENCE, BATCH, HIDDEN), normal(PADDED, HIDDEN), normal(PADDED), labels, normal(3, SEQUENCE, BATCH)
+
+
+def plain(dtype=torch.float64):
+    """(results, gradients of hidden, weight and bias) by autograd of the textbook formulas, in float64."""
+    hidden, weight, bias, labels, coefficients = make(dtype)
+    leaves = [value.double().requires_grad_() for value in (hidden, weight, bias)]
+    logits = (leaves[0] @ leaves[1].t() + leaves[2])[..., :VOCABULARY]
+    log_pi = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    counted = labels != -100
+    chosen = log_pi.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    results = [chosen, -(log_pi.exp() * log_pi).sum(-1), log_pi.exp().square().sum(-1)]
+    results = [torch.where(counted, result, 0) for result in results]
+    sum((c * r).sum() for c, r in zip(coefficients.double(), results, strict=True)).backward()
+    return [result.detach() for result in results], [leaf.grad for leaf in leaves]
+
+
+def local(dtype, sequence_parallel, chunk_size):
+    """(results, gradients) on one TP rank; its hidden states are a slice with sequence parallelism."""
+    hidden, weight, bias, labels, coefficients = make(dtype)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows, part = PADDED // size, SEQUENCE // size
+    if sequence_parallel:
+        hidden = hidden[rank * part : (rank + 1) * part]
+    leaves = [hidden, weight[rank * rows : (rank + 1) * rows], bias[rank * rows : (rank + 1) * rows]]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    results = linear_log_probs_and_entropy(
+        leaves[0],
+        leaves[1],
+        labels,
+        dist.group.WORLD,
+        bias=leaves[2],
+        sequence_parallel=sequence_parallel,
+        vocab_size=VOCABULARY,
+        temperature=TEMPERATURE,
+        chunk_size=chunk_size,
+        sum_squares=True,
+    )
+    sum((c * r).sum() for c, r in zip(coefficients, results, strict=True)).backward()
+    return [result.detach() for result in results], [leaf.grad for leaf in leaves]
+
+
+def assert_equal(results, expected, sequence_parallel, tolerance):
+    """Results on every rank, and the gradients put together, are the reference's."""
+    want, gradients = expected
+    for got, _ in results:
+        for value, reference in zip(got, want, strict=True):
+            torch.testing.assert_close(value.double(), reference, rtol=tolerance, atol=tolerance)
+    shards = list(zip(*(grads for _, grads in results), strict=True))
+    whole = [torch.cat(shards[0]) if sequence_parallel else shards[0][0], torch.cat(shards[1]), torch.cat(shards[2])]
+    for value, reference in zip(whole, gradients, strict=True):
+        torch.testing.assert_close(value.double(), reference, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, None])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
+def test_shards_match_a_plain_output_layer(ranks, tp, sequence_parallel, chunk_size):
+    results = ranks.run(local, Layout(tp=tp), torch.float64, sequence_parallel, chunk_size)
+    assert_equal(results, plain(), sequence_parallel, 1e-12)
+    if tp > 1 and not sequence_parallel:
+        for _, gradients in results[1:]:
+            assert torch.equal(gradients[0], results[0][1][0]), "hidden's gradient is complete on every rank"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_lower_precision(ranks, dtype, tolerance):
+    results = ranks.run(local, Layout(tp=2), dtype, True, 5)
+    assert results[0][1][1].dtype == dtype
+    assert results[0][0][0].dtype == torch.float32
+    assert_equal(results, plain(dtype), True, tolerance)
+
+
+def test_a_missing_reduction_would_be_seen(ranks):
+    """The hidden states' gradient of one rank alone, without the sum over the group."""
+    (got, gradients), *others = ranks.run(local, Layout(tp=2), torch.float64, False, 5)
+    wrong = [gradients[0] / 2, *gradients[1:]]
+    with pytest.raises(AssertionError):
+        assert_equal([(got, wrong), *others], plain(), False, 1e-12)
+
+
+def unfused_and_fused(**more):
+    """The same through logits and without them, in float32."""
+    hidden, weight, bias, labels, coefficients = make(torch.float32)
+    found = []
+    for fused in (False, True):
+        leaves = [value.clone().requires_grad_() for value in (hidden, weight, bias)]
+        if fused:
+            results = linear_log_probs_and_entropy(leaves[0], leaves[1], labels, bias=leaves[2], **more)
+        else:
+            logits = leaves[0] @ leaves[1].t() + leaves[2]
+            results = vocab_parallel_log_probs_and_entropy(logits, labels, **more)
+        sum((c * r).sum() for c, r in zip(coefficients, results, strict=False)).backward()
+        found.append([*results, *(leaf.grad for leaf in leaves)])
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"vocab_size": VOCABULARY, "chunk_size": 7}, {"temperature": 2.0}])
+def test_it_is_equal_to_the_unfused_path(more):
+    for one, other in zip(*unfused_and_fused(**more), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_go_to_main_grad():
+    """As Megatron's fused accumulation has it: added to what is there, and autograd gets zeros for its hook."""
+    hidden, weight, _, labels, _ = make(torch.bfloat16)
+    found = []
+    for accumulates in (False, True):
+        leaf = weight.clone().requires_grad_()
+        leaf.main_grad, leaf.grad_added_to_main_grad = torch.ones(PADDED, HIDDEN), False
+        results = linear_log_probs_and_entropy(
+            hidden, leaf, labels, gradient_accumulation=accumulates, vocab_size=VOCABULARY, chunk_size=4
+        )
+        results[0].sum().backward()
+        assert leaf.grad_added_to_main_grad == accumulates
+        assert bool((leaf.grad == 0).all()) == accumulates
+        found.append(leaf.main_grad - 1 if accumulates else leaf.grad.float())
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    assert found[1].abs().max() > 0.1
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    hidden, weight, _, labels, _ = make()
+    hidden.requires_grad_()
+    linear_log_probs_and_entropy(hidden, weight, labels, vocab_size=VOCABULARY)[0].sum().backward()
+    assert weight.grad is None
+    assert hidden.grad.abs().sum() > 0
+
+
+def count_collectives(sequence_parallel, chunk_size):
+    """Names and sizes of the collectives of one call, forward and backward."""
+    seen = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+    for name in COLLECTIVES:
+
+        def counted(*args, _name=name, **kwargs):
+            seen.append((_name, args[0].numel()))
+            return originals[_name](*args, **kwargs)
+
+        setattr(dist, name, counted)
+    try:
+        local(torch.float64, sequence_parallel, chunk_size)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return seen
+
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+TOKENS = SEQUENCE * BATCH
+
+
+def test_collectives_of_the_statistics_do_not_grow_with_chunks(ranks):
+    for chunk_size in (1, None):
+        for seen in ranks.run(count_collectives, Layout(tp=2), False, chunk_size):
+            assert seen == [
+                ("all_reduce", TOKENS),
+                ("all_reduce", 4 * TOKENS),
+                ("all_reduce", TOKENS * HIDDEN),
+            ]
+    assert ranks.run(count_collectives, Layout(), False, 1) == [[]]
+
+
+def test_sequence_parallel_chunks_are_gathered_twice_and_scattered_once(ranks):
+    for seen in ranks.run(count_collectives, Layout(tp=2), True, TOKENS // 2):
+        half = TOKENS // 2 * HIDDEN
+        gather, scatter = ("all_gather_into_tensor", half), ("reduce_scatter_tensor", half // 2)
+        assert seen == [
+            gather,
+            gather,
+            ("all_reduce", TOKENS),
+            ("all_reduce", 4 * TOKENS),
+            gather,
+            scatter,
+            gather,
+            scatter,
+        ]
+
+
+def test_no_logits_are_held():
+    """Beyond the gradients: at most 2.2 chunks of logits at any time."""
+    tokens, width, hidden_size, chunk = 512, 16384, 64, 128
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = torch.randn(width, hidden_size, requires_grad=True)
+    labels = torch.randint(0, width, (tokens,))
+
+    def run():
+        results = linear_log_probs_and_entropy(hidden, weight, labels, chunk_size=chunk)
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+    run()
+    hidden.grad = weight.grad = None
+    largest, held = allocated(run)
+    gradients = 4 * (hidden.numel() + weight.numel())
+    assert held >= gradients
+    assert largest - gradients <= 2.2 * 4 * chunk * width
+
+
+def test_no_tokens_are_fine():
+    weight = torch.randn(PADDED, HIDDEN, requires_grad=True)
+    hidden = torch.zeros(0, BATCH, HIDDEN, requires_grad=True)
+    results = linear_log_probs_and_entropy(hidden, weight, torch.zeros(0, BATCH, dtype=torch.int64))
+    (results[0].sum() + results[1].sum()).backward()
+    assert results[0].shape == (0, BATCH)
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN, dtype=torch.int64)}, "expected one float dtype"),
+        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN, dtype=torch.bfloat16)}, "expected one float dtype"),
+        ({"hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN + 1)}, "cannot be multiplied"),
+        ({"labels": torch.zeros(SEQUENCE, dtype=torch.int64)}, "do not fit hidden"),
+        ({"bias": torch.zeros(HIDDEN)}, "one number a row of the weight"),
+        ({"vocab_size": 40}, "no padding of vocab_size=40"),
+        ({"chunk_size": 0}, "chunk_size=0 must be at least 1"),
+        ({"mask": torch.ones(SEQUENCE, BATCH)}, "expected bool"),
+        ({"gradient_accumulation": True}, "needs weight.main_grad"),
+        ({"hidden": torch.zeros(HIDDEN), "labels": torch.tensor(1), "sequence_parallel": True}, "sequence dimension"),
+    ],
+)
+def test_wrong_input_is_named(change, message):
+    arguments = {
+        "hidden": torch.zeros(SEQUENCE, BATCH, HIDDEN),
+        "weight": torch.zeros(PADDED, HIDDEN),
+        "labels": torch.zeros(SEQUENCE, BATCH, dtype=torch.int64),
+        "vocab_size": VOCABULARY,
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs_and_entropy(**(arguments | change))

@@ -1,0 +1,303 @@
+"""The Triton kernels: their results under Triton's interpreter, which needs no GPU, and that they compile for one."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_rc.parallel import kernels, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rc.parallel import softmax as torch_kernels
+from megatron_rc.parallel.softmax import RowGradients, Softmax
+from tests.support.paths import ROOT
+
+SMALL = {"_FORWARD_BLOCK": 128, "_BACKWARD_BLOCK": 128}  # the interpreter is slow, and blocks must be several
+
+
+def require_triton():
+    if importlib.util.find_spec("triton") is None:
+        pytest.fail("these tests need Triton: pip install 'megatron-rc[test]', or triton alone", pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """The results of all calls below. Triton decides at its import whether it interprets, so they have a process."""
+    require_triton()
+    path = str(tmp_path_factory.mktemp("triton") / "results.pt")
+    done = subprocess.run(
+        (sys.executable, "-c", f"from tests.parallel.test_triton import interpret; interpret({path!r})"),
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(path)
+
+
+def interpret(path):
+    from megatron_rc.parallel import triton_kernels
+
+    kernels.uses_triton = lambda logits: True
+    found = {name: results(case) for name, case in CASES.items() if case.large}
+    vars(triton_kernels).update(SMALL)
+    found |= {name: results(case) for name, case in CASES.items() if name not in found}
+    found |= {name: direct(triton_kernels, *arguments) for name, arguments in DIRECT.items()}
+    found["bad"] = bad_logits()
+    found["nothing"] = triton_kernels.row_statistics(torch.full((2, 200), -torch.inf), whole(200))
+    torch.save(found, path)
+
+
+# The public functions, against the textbook in float64.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; the last ``width - columns`` columns are padding, and ``gap`` more lie between the rows."""
+
+    columns: int
+    width: int
+    dtype: torch.dtype = torch.float32
+    temperature: float = 1.0
+    gap: int = 0
+    used: tuple[int, ...] = (0, 1, 2)  # which of log-probs, entropy, Σπ² the loss depends on
+    inplace: bool = False
+    entropy: bool = True
+    large: bool = False  # with blocks of the size that GPUs get
+
+    def logits(self):
+        """[5, width]; whatever must not be seen is NaN."""
+        logits = 4 * torch.randn(5, self.width + self.gap, generator=self.generator(), dtype=torch.float64)
+        logits[0] += 100  # would overflow without the maximum
+        logits[1, : self.columns // 2] = -torch.inf  # whole blocks of it, from the first
+        logits[2, 1 : self.columns : 3] = -torch.inf
+        logits[3] = torch.nan
+        logits[:, self.columns :] = torch.nan
+        return logits.to(self.dtype)[:, : self.width].requires_grad_()
+
+    def labels(self):
+        """Not of a probability of 0; anything in row 3, which does not count."""
+        last = self.columns - 1
+        return torch.tensor([last, last, 0, 10**9, last // 2])
+
+    def mask(self):
+        mask = torch.tensor([True, True, True, False, True])
+        return torch.stack([mask, ~mask], dim=1)[:, 0]
+
+    def coefficients(self):
+        return torch.randn(3, 5, generator=self.generator(), dtype=torch.float64)
+
+    def generator(self):
+        return torch.Generator().manual_seed(self.columns)
+
+
+CASES = {
+    "one column": Case(1, 4),
+    "five columns, log-probs alone": Case(5, 5, entropy=False, used=(0,), temperature=0.7),
+    "33 columns": Case(33, 40, temperature=1.3, gap=3),
+    "300 columns": Case(300, 305, temperature=0.7, gap=11),
+    "140 columns, nothing of the entropy": Case(140, 144, used=(0, 2)),
+    "300 columns, in place": Case(300, 320, temperature=0.7, gap=11, used=(0, 1), inplace=True),
+    "33 columns of bfloat16": Case(33, 40, torch.bfloat16, temperature=0.7),
+    "300 columns of bfloat16, in place": Case(300, 320, torch.bfloat16, gap=5, inplace=True),
+    "129 columns of float16": Case(129, 136, torch.float16, used=(1,)),
+    "blocks as they are": Case(8192 + 5, 8192 + 16, temperature=1.1, large=True),
+}
+
+
+def results(case):
+    """[log-probs, entropy, Σπ²] as far as asked for, the gradient, the logits after the backward."""
+    logits = case.logits()
+    options = {"vocab_size": case.columns, "mask": case.mask(), "temperature": case.temperature}
+    options["inplace_backward"] = case.inplace
+    if case.entropy:
+        found = vocab_parallel_log_probs_and_entropy(logits, case.labels(), sum_squares=True, **options)
+    else:
+        found = (vocab_parallel_log_probs(logits, case.labels(), **options),)
+    sum((case.coefficients()[index] * found[index]).sum() for index in case.used).backward()
+    return {"values": [value.detach() for value in found], "grad": logits.grad, "after": logits.detach()}
+
+
+def textbook(case):
+    """(log-probs, entropy, Σπ², gradient at the logits) in float64."""
+    logits = case.logits().detach().double().requires_grad_()
+    rows = case.mask().nonzero().squeeze(1)
+    log_pi = torch.log_softmax(logits[rows, : case.columns] / case.temperature, dim=1)
+    pi = log_pi.exp()
+    values = torch.zeros(3, 5, dtype=torch.float64)
+    values[0, rows] = log_pi.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
+    values[1, rows] = -(pi * log_pi.masked_fill(log_pi == -torch.inf, 0)).sum(1)
+    values[2, rows] = pi.square().sum(1)
+    sum((case.coefficients()[index] * values[index]).sum() for index in case.used).backward()
+    return [*values.detach(), logits.grad]
+
+
+def rounding(dtype):
+    """That of a gradient from float32; the interpreter, other than a GPU, cuts bfloat16 off."""
+    return 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_match_the_textbook(interpreted, name):
+    case, found = CASES[name], interpreted[name]
+    *expected, grad = textbook(case)
+    for got, value in zip(found["values"], expected, strict=False):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), value, rtol=3e-6, atol=3e-6)
+    assert found["grad"].dtype == case.dtype
+    torch.testing.assert_close(found["grad"].double(), grad, rtol=2e-5 + rounding(case.dtype), atol=2e-6)
+    exact = torch.zeros_like(grad, dtype=torch.bool)
+    exact[3], exact[:, case.columns :] = True, True
+    assert torch.equal(found["grad"][exact], torch.zeros_like(found["grad"][exact]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_logits_are_written_to_in_place_alone(interpreted, name):
+    case, found = CASES[name], interpreted[name]
+    expected = found["grad"] if case.inplace else case.logits().detach()
+    torch.testing.assert_close(found["after"], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def bad_logits():
+    """All results of rows with one NaN or inf, in the first or last block, and of one row without."""
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
+    for row, column, value in ((0, 3, torch.nan), (1, 299, torch.nan), (2, 3, torch.inf), (3, 299, torch.inf)):
+        logits[row, column] = value
+    found = vocab_parallel_log_probs_and_entropy(logits, torch.full((5,), 7), sum_squares=True)
+    return torch.stack([*found, vocab_parallel_log_probs(logits, torch.full((5,), 7))])
+
+
+def test_a_bad_logit_is_not_hidden(interpreted):
+    assert interpreted["bad"][:, :4].isnan().all()
+    assert interpreted["bad"][:, 4].isfinite().all()
+
+
+def test_a_row_without_any_probability_adds_nothing(interpreted):
+    """On another rank of the vocabulary there may be some."""
+    assert interpreted["nothing"].tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
+
+
+# The kernels themselves, against PyTorch's.
+
+
+def whole(columns, entropy=True, squares=True):
+    """How rows of so many columns are read."""
+    return Softmax(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
+
+
+DIRECT = {
+    f"direct {columns} {entropy} {squares} {dtype}": (columns, entropy, squares, dtype, rows)
+    for columns, entropy, squares, dtype, rows in [
+        (0, True, True, torch.float32, 3),
+        (300, True, True, torch.float32, 0),
+        (33, True, False, torch.float32, 3),
+        (33, False, True, torch.bfloat16, 3),
+        (300, True, True, torch.bfloat16, 3),
+        (256, False, False, torch.float32, 3),
+    ]
+}
+
+
+def direct(implementation, columns, entropy, squares, dtype, rows):
+    """(statistics, gradient) of random rows, for random factors."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = (4 * torch.randn(rows, columns + 7, generator=generator)).to(dtype)
+    softmax = whole(columns, entropy, squares)
+    statistics = implementation.row_statistics(logits, softmax)
+    offset, constant, log_pi, pi, target = torch.randn(5, rows, generator=generator)
+    gradients = RowGradients(
+        offset=offset + 15,
+        constant=constant,
+        log_pi=log_pi if entropy else None,
+        pi=pi if squares else None,
+        column=torch.tensor([columns // 2, 1, 2])[:rows],
+        here=torch.tensor([True, False, False])[:rows] & bool(columns),
+        target=target,
+        counted=torch.tensor([True, True, False])[:rows],
+    )
+    out = torch.full((rows, columns + 9), 7.0).to(dtype)[:, : columns + 7]
+    implementation.write_gradient(logits, out, gradients, softmax)
+    return statistics, out
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_the_kernels_match_those_of_pytorch(interpreted, name):
+    for got, expected in zip(interpreted[name], direct(torch_kernels, *DIRECT[name]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=3e-6 + rounding(got.dtype), atol=1e-6)
+
+
+def test_cpu_tensors_do_not_go_to_triton():
+    assert not kernels.uses_triton(torch.zeros(2, 3))
+
+
+# For a GPU that is not here.
+
+
+class NoGpu:
+    """The driver of a GPU that kernels can be compiled for, and no more."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+class Compiled:
+    """In place of a kernel: keeps the assembly of what would have been launched."""
+
+    def __init__(self, kernel, assembly):
+        self.kernel, self.assembly = kernel, assembly
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *arguments, **options):
+        self.assembly.append(self.kernel.warmup(*arguments, grid=grid, **options).asm["ptx"])
+
+
+@pytest.fixture
+def assembly(monkeypatch, tmp_path):
+    require_triton()
+    from megatron_rc.parallel import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = []
+    for name in ("_statistics_kernel", "_gradient_kernel"):
+        monkeypatch.setattr(triton_kernels, name, Compiled(getattr(triton_kernels, name), found))
+    # triton.runtime.driver.set_active cannot be undone where there is no GPU.
+    monkeypatch.setattr("triton.runtime.jit.driver", types.SimpleNamespace(active=NoGpu()))
+    return found
+
+
+def test_the_kernels_compile_for_a_gpu(assembly):
+    """The interpreter passes much that the compiler rejects."""
+    from megatron_rc.parallel import triton_kernels
+
+    rows, factor = torch.ones(4, dtype=torch.bool), torch.zeros(4)
+    for dtype, width, columns, all_terms in ((torch.bfloat16, 2048, 2001, True), (torch.float32, 1, 1, False)):
+        logits, optional = torch.zeros(4, width, dtype=dtype), factor if all_terms else None
+        softmax = whole(columns, all_terms, all_terms)
+        triton_kernels.row_statistics(logits, softmax)
+        gradients = RowGradients(factor, factor, optional, optional, rows.long(), rows, factor, rows)
+        triton_kernels.write_gradient(logits, logits, gradients, softmax)
+    forward, backward, *single = assembly
+    assert len(single) == 2
+    # A vocabulary that is no multiple of anything is no reason to read logits one by one.
+    assert "ld.global.v4" in forward
+    assert "ld.global.v4" in backward
+    assert "st.global.v4" in backward
+    # To the interpreter, unlike to a GPU, every maximum with NaN is NaN.
+    assert "max.NaN.f32" in forward
+    assert "max.NaN.f32" in backward

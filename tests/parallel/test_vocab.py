@@ -1,0 +1,563 @@
+"""Log-probs, entropy and Σπ² from vocabulary shards: values, gradients, collectives and errors.
+
+The reference is plain ``log_softmax`` with autograd, in float64, on the same rounded logits.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rc.parallel import softmax, vocab, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.correction.test_shards import Recorder
+from tests.support.ranks import Layout
+
+PADDED, VOCABULARY = 16, 11  # of four ranks, the last holds nothing but padding
+TP = [1, 2, 4]  # at module scope, so that ranks meet once for each
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+OPTIONS = [{"chunk_size": size, "inplace_backward": inplace} for size in (None, 1, 3) for inplace in (False, True)]
+# Relative error of the results, and of the gradient, which is rounded to the logits' dtype.
+RESULT = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-6, torch.float16: 3e-6}
+GRADIENT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Logits of the whole padded vocabulary, and how they are read.
+
+    ``coefficients`` [3, ...] make a scalar of log-probs, entropy and Σπ², whose gradient is taken.
+    """
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    coefficients: torch.Tensor
+    mask: torch.Tensor | None = None
+    vocab_size: int = VOCABULARY
+    temperature: float = 0.7
+
+    @property
+    def counted(self):
+        return self.labels != -100 if self.mask is None else self.mask
+
+
+def make(dtype=torch.float64, shape=(2, 5), **changes):
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(*shape, PADDED, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, changes.get("vocab_size", VOCABULARY), shape, generator=generator)
+    coefficients = 2 * torch.randn(3, *shape, generator=generator, dtype=torch.float64)
+    logits[..., changes.get("vocab_size", VOCABULARY) :] = math.nan  # padding must not be seen
+    if labels.numel() and "mask" not in changes:
+        labels.view(-1)[3] = -100
+    return Batch(logits.to(dtype), labels, coefficients, **changes)
+
+
+def textbook(batch):
+    """(results [3, ...], gradient at the logits), in float64."""
+    logits = batch.logits.double().requires_grad_()
+    log_pi = torch.log_softmax(logits[..., : batch.vocab_size] / batch.temperature, dim=-1)
+    pi = log_pi.exp()
+    label = batch.labels.clamp(0, batch.vocab_size - 1).long()
+    chosen = log_pi.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+    entropy = -(pi * torch.where(pi > 0, log_pi, 0)).sum(-1)
+    results = torch.where(batch.counted, torch.stack([chosen, entropy, pi.square().sum(-1)]), 0)
+    (grad,) = torch.autograd.grad(scalar(results, batch), logits)
+    return results.detach(), torch.where(batch.counted.unsqueeze(-1), grad, 0)
+
+
+def scalar(results, batch):
+    """Σ coefficients · results, of as many results as there are."""
+    return sum((factor * result).sum() for factor, result in zip(batch.coefficients, results, strict=False))
+
+
+def everyone():
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def shard_of(batch):
+    """This rank's columns of the logits, a copy."""
+    return batch.logits.chunk(group_size(everyone()), dim=-1)[group_rank(everyone())].clone()
+
+
+def call(logits, batch, **options):
+    settings = {"vocab_size": batch.vocab_size, "mask": batch.mask, "temperature": batch.temperature}
+    options = settings | {"sum_squares": True} | options
+    return vocab_parallel_log_probs_and_entropy(logits, batch.labels, everyone(), **options)
+
+
+def log_probs_alone(logits, batch, **options):
+    settings = {"vocab_size": batch.vocab_size, "mask": batch.mask, "temperature": batch.temperature}
+    return (vocab_parallel_log_probs(logits, batch.labels, everyone(), **settings | options),)
+
+
+def contiguous(shard):
+    return shard.clone()
+
+
+def outcome(batch, options=None, function=call, view=contiguous):
+    """(results, gradient) on this rank, whose logits are a view of other memory, made from a leaf of its own."""
+    options = options or {}
+    leaf = shard_of(batch).requires_grad_()
+    logits = view(leaf)
+    before, pointer = bits(logits).clone(), logits.data_ptr()
+    results = function(logits, batch, **options)
+    total = scalar(results, batch)
+    (grad,) = torch.autograd.grad(total, logits, retain_graph=True)
+    assert grad.shape == logits.shape
+    assert grad.dtype == logits.dtype
+    if options.get("inplace_backward"):
+        assert (grad.data_ptr(), grad.stride()) == (pointer, logits.stride())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(total, leaf)
+    else:
+        (again,) = torch.autograd.grad(total, leaf)
+        assert torch.equal(bits(again), bits(grad)), "the second backward differs"
+        assert torch.equal(bits(logits), before), "the caller's logits were written to"
+    return torch.stack(results).detach(), grad.clone()
+
+
+def outcomes_of(batch, choices, *more):
+    """An outcome for each choice of options."""
+    return [outcome(batch, options, *more) for options in choices]
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def whole(outcomes):
+    """(results, gradient over the whole vocabulary) from those of the ranks, whose results are equal."""
+    results, _ = outcomes[0]
+    assert all(torch.equal(bits(other), bits(results)) for other, _ in outcomes)
+    return results, torch.cat([grad for _, grad in outcomes], dim=-1)
+
+
+def assert_textbook(outcomes, batch, scale=1):
+    """The results and the gradient are right; with logits larger by ``scale``, gradients are coarser by as much."""
+    results, grad = whole(outcomes)
+    count, dtype = len(results), batch.logits.dtype
+    assert results.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    factors = torch.cat([batch.coefficients[:count], torch.zeros_like(batch.coefficients[count:])])
+    want, want_grad = textbook(replace(batch, coefficients=factors))
+    torch.testing.assert_close(results.double(), want[:count], rtol=RESULT[dtype], atol=RESULT[dtype])
+    atol = 1e-12 if dtype == torch.float64 else 5e-6
+    torch.testing.assert_close(grad.double(), want_grad, rtol=GRADIENT[dtype], atol=scale * atol)
+    assert not grad[..., batch.vocab_size :].any(), "padding has a gradient"
+    assert not grad[~batch.counted].any(), "masked tokens have a gradient"
+
+
+def central_differences(batch, step=1e-5):
+    """(gradient, central differences) at this rank's logits: one logit of one rank moves, all ranks go forward."""
+    shard, found = shard_of(batch), []
+    for owner in range(group_size(everyone())):
+        for index in range(shard.numel()):
+            ends = []
+            for distance in (step, -step):
+                moved = shard.clone()
+                moved.view(-1)[index] += distance * (owner == group_rank(everyone()))
+                ends.append(scalar(call(moved, batch), batch).item())
+            if owner == group_rank(everyone()):
+                found.append((ends[0] - ends[1]) / (2 * step))
+    return outcome(batch)[1], torch.tensor(found, dtype=torch.float64).view(shard.shape)
+
+
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_gradients_are_the_differences_of_the_values_on_every_shard(ranks, tp):
+    for grad, differences in ranks.run(central_differences, Layout(tp=tp), make(shape=(1, 4))):
+        torch.testing.assert_close(grad, differences, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("sum_squares", [False, True])
+def test_gradients_pass_gradcheck(sum_squares):
+    batch = make(shape=(2, 3))
+    logits = batch.logits.nan_to_num().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: call(x, batch, sum_squares=sum_squares), (logits,))
+    assert torch.autograd.gradcheck(lambda x: log_probs_alone(x, batch), (logits,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_shards_match_the_textbook(ranks, tp, dtype):
+    for vocab_size in (PADDED, VOCABULARY, 3):
+        batch = make(dtype, vocab_size=vocab_size)
+        found = list(zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, OPTIONS), strict=True))
+        for outcomes in found:
+            assert_textbook(outcomes, batch)
+        for apart, inplace in zip(found[::2], found[1::2], strict=True):
+            assert torch.equal(whole(apart)[1], whole(inplace)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_log_probs_alone_are_the_first_result(ranks, tp, dtype):
+    batch = make(dtype)
+    for options in ({}, {"chunk_size": 3, "inplace_backward": True}):
+        alone = ranks.run(outcome, Layout(tp=tp), batch, options, log_probs_alone)
+        assert_textbook(alone, batch)
+        first = whole(ranks.run(outcome, Layout(tp=tp), batch, options))[0][:1]
+        torch.testing.assert_close(whole(alone)[0], first, rtol=0, atol=1e-6)
+
+
+ENTROPY_WEIGHTS = {
+    "positive": lambda weights: weights.abs(),
+    "negative": lambda weights: -weights.abs(),
+    "either": lambda weights: weights,
+    "small": lambda weights: -1e-3 * weights.abs(),
+    "tiny": lambda weights: 1e-9 * weights.abs(),
+    "denormal": lambda weights: 1e-40 * weights.abs(),
+    "at some tokens": lambda weights: weights.clamp(min=0),
+    "none": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_any_weight_of_the_entropy(ranks, tp, dtype):
+    options = [{"sum_squares": False} | options for options in (OPTIONS[0], OPTIONS[-1])]
+    for weights_of in ENTROPY_WEIGHTS.values():
+        batch = make(dtype)
+        batch.coefficients[1] = weights_of(batch.coefficients[1])
+        for log_probs in (batch.coefficients[0].clone(), 0):
+            batch.coefficients[0] = log_probs
+            for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, options), strict=True):
+                assert_textbook(outcomes, batch)
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+def test_each_result_has_its_own_gradient(used):
+    batch = make()
+    others = [index for index in range(3) if index != used]
+    batch.coefficients[others] = 0
+    logits = batch.logits.clone().requires_grad_()
+    result = call(logits, batch)[used]
+    (batch.coefficients[used] * result).sum().backward()
+    torch.testing.assert_close(logits.grad, textbook(batch)[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_any_temperature(ranks, tp):
+    for temperature in (0.1, 1.0, 5.0):
+        batch = make(temperature=temperature)
+        assert_textbook(ranks.run(outcome, Layout(tp=tp), batch), batch)
+
+
+def transposed(shard):
+    return shard.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def wide_rows(shard):
+    return torch.cat([shard, torch.full_like(shard, 1e4)], dim=-1)[..., : shard.shape[-1]]
+
+
+def every_other_row(shard):
+    return shard.repeat_interleave(2, dim=1)[:, 1::2]
+
+
+def part_of_longer_sequences(shard):
+    return torch.cat([shard, shard, shard[:, :1]], dim=1)[:, : shard.shape[1]]
+
+
+def vocabulary_first(shard):
+    return shard.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+
+
+VIEWS = [transposed, wide_rows, every_other_row, part_of_longer_sequences, vocabulary_first]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_views_of_other_memory(ranks, tp, view):
+    for dtype in (torch.float64, torch.bfloat16):
+        batch = make(dtype)
+        for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, OPTIONS, call, view), strict=True):
+            assert_textbook(outcomes, batch)
+
+
+def test_the_gradient_in_place_stays_inside_the_view():
+    batch = make()
+    memory = torch.cat([batch.logits, torch.full_like(batch.logits, 7)], dim=-1)
+    logits = memory[..., :PADDED].requires_grad_()
+    torch.autograd.grad(scalar(call(logits, batch, inplace_backward=True), batch), logits)
+    assert (memory[..., PADDED:] == 7).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_gradient_reaches_the_weights(inplace):
+    """As in a model: logits [s, b, v] of a matrix product, read as [b, s, v]."""
+    batch = make()
+    hidden = torch.eye(10, dtype=torch.float64).view(2, 5, 10).transpose(0, 1)
+    weight = batch.logits.reshape(10, PADDED).clone().nan_to_num().requires_grad_()
+    logits = (hidden @ weight).transpose(0, 1)
+    scalar(call(logits, batch, inplace_backward=inplace), batch).backward()
+    torch.testing.assert_close(weight.grad.view(2, 5, PADDED), textbook(batch)[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3)])
+def test_any_number_of_leading_dimensions(shape):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(*shape, PADDED, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    batch = Batch(logits, labels, torch.randn(3, *shape, generator=generator, dtype=torch.float64))
+    assert_textbook([outcome(batch)], batch)
+
+
+def without(batch, nowhere, instead=-math.inf):
+    """The same with logits of -inf there; each label is at the first other logit of its row."""
+    first = (batch.logits.isfinite() & ~nowhere).int().argmax(-1)
+    labels = torch.where(batch.counted, first, -100)
+    return replace(batch, logits=batch.logits.masked_fill(nowhere, instead), labels=labels)
+
+
+@pytest.mark.parametrize("where", ["some columns", "all columns of a rank"])
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_a_logit_of_minus_infinity_has_probability_zero(ranks, tp, where):
+    nowhere = torch.zeros(2, 5, PADDED, dtype=torch.bool)
+    if where == "some columns":
+        nowhere[0, 0, 3:5] = nowhere[1, 2, 0] = nowhere[..., 7] = True
+    else:
+        nowhere[0, 0, :8] = nowhere[0, 1, 8:] = nowhere[1, 1, :4] = True
+    batch = without(make(), nowhere)
+    for function in (call, log_probs_alone):
+        for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, OPTIONS, function), strict=True):
+            assert whole(outcomes)[0].isfinite().all()
+            assert_textbook(outcomes, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_the_lowest_number_is_as_good_as_minus_infinity(dtype, temperature):
+    nowhere = torch.zeros(2, 5, PADDED, dtype=torch.bool)
+    nowhere[0, 0, 3:5] = nowhere[1, 2, 0] = True
+    batch = without(make(dtype, temperature=temperature), nowhere, torch.finfo(dtype).min)
+    batch.coefficients[1].abs_()
+    for options in ({}, {"sum_squares": False}):
+        assert_textbook([outcome(batch, options)], batch)
+
+
+@pytest.mark.parametrize("weight", [0.5, 3.0])
+def test_a_label_of_probability_zero(weight):
+    batch = make()
+    batch.logits[0, 0, 4], batch.labels[0, 0] = -math.inf, 4
+    batch.coefficients[1] = weight
+    batch.coefficients[2] = 0
+    for sum_squares in (False, True):
+        results, grad = outcome(batch, {"sum_squares": sum_squares})
+        assert results[0, 0, 0] == -math.inf
+        assert results[1:].isfinite().all()
+        torch.testing.assert_close(grad, textbook(batch)[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_huge_logits_do_not_overflow(ranks, tp, dtype):
+    batch = make(dtype)
+    batch.logits[0] += 1e4
+    batch.logits[1] -= 1e4
+    batch.logits[1, 1, 4] = 1e4
+    batch.coefficients[1].abs_()
+    for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, [{}, {"sum_squares": False}]), strict=True):
+        assert_textbook(outcomes, batch, scale=1e3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_masked_positions_are_zero_whatever_stands_there(ranks, tp, bad):
+    mask = torch.rand(2, 5, generator=torch.Generator().manual_seed(5)) < 0.5
+    batch = make(torch.float32, mask=mask)
+    spoiled = replace(batch, logits=batch.logits.clone(), labels=batch.labels.clone())
+    spoiled.logits[~mask] = bad
+    spoiled.labels[~mask] = torch.tensor([-100, -1, PADDED, 10**6, 3] * 2)[: (~mask).sum()]
+    batch.coefficients[1].abs_()
+    spoiled = replace(spoiled, coefficients=batch.coefficients)
+    choices = [options | {"sum_squares": sum_squares} for options in OPTIONS for sum_squares in (False, True)]
+    clean, found = (ranks.run(outcomes_of, Layout(tp=tp), each, choices) for each in (batch, spoiled))
+    for index in range(len(choices)):
+        results, grad = whole([rank[index] for rank in clean])
+        got_results, got_grad = whole([rank[index] for rank in found])
+        assert torch.equal(bits(got_results), bits(results))
+        assert torch.equal(bits(got_grad), bits(grad))
+        assert not got_results[:, ~mask].any()
+        assert not got_grad[~mask].any()
+
+
+@pytest.mark.parametrize("label", [VOCABULARY, PADDED, 10**6, -1, -100])
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_a_label_out_of_range_is_nan_and_spoils_nothing_else(ranks, tp, label):
+    batch = make(mask=torch.ones(2, 5, dtype=torch.bool))
+    wrong = replace(batch, labels=batch.labels.clone())
+    wrong.labels[0, 2] = label
+    results, grad = whole(ranks.run(outcome, Layout(tp=tp), wrong))
+    assert results[0, 0, 2].isnan()
+    batch.coefficients[0, 0, 2] = 0  # the row's gradient is that of the entropy and Σπ²
+    want, want_grad = textbook(batch)
+    want[0, 0, 2] = math.nan
+    torch.testing.assert_close(results, want, rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(grad, want_grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_labels_of_either_integer_dtype(ranks, tp, dtype):
+    batch = make()
+    batch = replace(batch, labels=batch.labels.to(dtype))
+    assert_textbook(ranks.run(outcome, Layout(tp=tp), batch), batch)
+
+
+RIGHT = {"logits": torch.zeros(2, 5, 8), "labels": torch.zeros(2, 5, dtype=torch.int64), "vocab_size": VOCABULARY}
+WRONG = [
+    ({"logits": torch.zeros(2, 5, 8, dtype=torch.int64)}, r"logits are torch\.int64: expected a float dtype"),
+    ({"logits": torch.zeros(2, 4, 8)}, r"logits \(2, 4, 8\) and labels \(2, 5\) differ before the vocabulary"),
+    ({"labels": torch.zeros(10, dtype=torch.int64)}, r"labels \(10,\) differ before the vocabulary"),
+    ({"labels": torch.zeros(2, 5)}, r"labels are torch\.float32: expected int64"),
+    ({"labels": torch.zeros(2, 5, dtype=torch.bool)}, r"labels are torch\.bool: expected int64"),
+    ({"mask": torch.ones(2, 5)}, r"mask is torch\.float32 \(2, 5\): expected bool"),
+    ({"mask": torch.ones(2, 5, dtype=torch.uint8)}, r"mask is torch\.uint8 \(2, 5\): expected bool"),
+    ({"mask": torch.ones(2, 4, dtype=torch.bool)}, r"mask is torch\.bool \(2, 4\): expected bool .* \(2, 5\)"),
+    ({"temperature": 0.0}, r"temperature=0\.0 must be positive"),
+    ({"temperature": -1.0}, r"temperature=-1\.0 must be positive"),
+    ({"temperature": math.nan}, r"temperature=nan must be positive"),
+    ({"temperature": math.inf}, r"temperature=inf must be positive, and finite"),
+    ({"vocab_size": 0}, r"vocab_size=0 must be at least 1"),
+    ({"labels": torch.zeros(2, 5, dtype=torch.uint8)}, r"labels are torch\.uint8: expected int64"),
+    ({"logits": torch.tensor(1.0), "labels": torch.tensor(0)}, r"expected the vocabulary in the last dimension"),
+    ({"logits": torch.zeros(2, 5, 0)}, r"logits have no columns"),
+    ({"chunk_size": 0}, r"chunk_size=0 must be at least 1"),
+    ({"chunk_size": -3}, r"chunk_size=-3 must be at least 1"),
+    ({"vocab_size": 17}, r"no padding of vocab_size=17"),
+    ({"logits": torch.zeros(2, 5, 512), "vocab_size": 500}, r"width 512 on 2 .* pass each rank its own shard"),
+    ({"logits": torch.zeros(2, 5, 512), "vocab_size": 512}, r"make 1024 rows, .* pass each rank its own shard"),
+]
+
+
+def raises(change, message):
+    """The collectives before the error that both functions raise on this rank."""
+    with Recorder() as seen:
+        for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
+            with pytest.raises(ValueError, match=message):
+                function(tp_group=everyone(), **RIGHT | change)
+    return seen
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_wrong_input_is_named_before_any_collective(ranks, change, message):
+    assert ranks.run(raises, Layout(tp=2), change, message) == [[], []]
+
+
+def collectives(batch, choices, function):
+    """Those of the forward and those of the backward, for each choice of options."""
+    return [collectives_of_one(batch, options, function) for options in choices]
+
+
+def collectives_of_one(batch, options, function):
+    logits = shard_of(batch).requires_grad_()
+    with Recorder() as forward:
+        total = scalar(function(logits, batch, **options), batch)
+    with Recorder() as backward:
+        total.backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (0, 5), (3, 0)])
+@pytest.mark.parametrize("tp", TP, scope="module")
+def test_one_maximum_and_one_sum_are_all_the_collectives(ranks, tp, shape):
+    batch, tokens = make(torch.float32, shape), math.prod(shape)
+    for function, more, numbers in (
+        (call, {"sum_squares": False}, 3),
+        (call, {"sum_squares": True}, 4),
+        (log_probs_alone, {}, 2),
+    ):
+        expected = [("MAX", tp, tokens), ("SUM", tp, numbers * tokens)] if tp > 1 else []
+        found = ranks.run(collectives, Layout(tp=tp), batch, [options | more for options in OPTIONS], function)
+        assert found == [[(expected, [])] * len(OPTIONS)] * tp
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@pytest.mark.parametrize("tp", TP[:2], scope="module")
+def test_no_tokens(ranks, tp, shape):
+    batch = make(torch.float32, shape)
+    for outcomes in zip(*ranks.run(outcomes_of, Layout(tp=tp), batch, OPTIONS), strict=True):
+        results, grad = whole(outcomes)
+        assert results.shape == (3, *shape)
+        assert grad.shape == (*shape, PADDED)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_entropy_of_bfloat16_logits_is_that_of_the_rounded_logits(temperature):
+    generator = torch.Generator().manual_seed(6)
+    scales = torch.tensor([0.0, 0.1, 1.0, 2.0, 4.0, 8.0]).unsqueeze(1)
+    logits = (scales * torch.randn(6, 32768, generator=generator)).bfloat16()
+    log_pi = torch.log_softmax(logits.double() / temperature, dim=-1)
+    labels = torch.zeros(6, dtype=torch.int64)
+    _, entropy = vocab_parallel_log_probs_and_entropy(logits, labels, temperature=temperature)
+    assert (entropy + (log_pi.exp() * log_pi).sum(-1)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_chunks_do_the_same(monkeypatch, dtype):
+    """The graphs are those that are compiled, run without a C++ compiler."""
+    made = []
+
+    def traced(function):
+        made.append(function)
+        return torch.compile(function, backend="aot_eager", dynamic=False)
+
+    monkeypatch.setattr(softmax, "_compiled", traced)
+    nowhere = torch.zeros(2, 5, PADDED, dtype=torch.bool)
+    nowhere[0, 0, 3:5] = nowhere[1, 4, 5] = True
+    batch = without(make(dtype), nowhere)
+    batch.logits[~batch.counted] = math.nan
+    # The last chunk has one token.
+    for options in (
+        {"chunk_size": 3},
+        {"chunk_size": 3, "inplace_backward": True},
+        {"chunk_size": 9, "sum_squares": False},
+    ):
+        made.clear()
+        compiled = outcome(batch, options | {"compile": True})
+        assert len(made) >= 2, "nothing was compiled"
+        assert_textbook([compiled], batch)
+        torch.testing.assert_close(compiled, outcome(batch, options))
+    torch._dynamo.reset()
+
+
+MISTAKES = {
+    "no sum over tp": ("all_reduce_sum", lambda _: lambda tensor, _: tensor.clone()),
+    "no maximum over tp": ("all_reduce_max", lambda _: lambda tensor, _: tensor.clone()),
+    "no entropy in its gradient": (
+        "row_gradients",
+        lambda right: (
+            lambda grads, target, chosen, offset, entropy, squares, spec: right(
+                grads, target, chosen, offset, torch.zeros_like(entropy), squares, spec
+            )
+        ),
+    ),
+}
+
+
+def mistaken(batch, mistake):
+    """As ``outcome``, with one deliberate mistake."""
+    name, wrong = MISTAKES[mistake]
+    right = getattr(vocab, name)
+    setattr(vocab, name, wrong(right))
+    try:
+        return outcome(batch)
+    finally:
+        setattr(vocab, name, right)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(ranks, mistake):
+    batch = make()
+    outcomes = ranks.run(mistaken, Layout(tp=2), batch, mistake)
+    for results, _ in outcomes:  # what one rank returns is wrong, not only unlike the other rank's
+        with pytest.raises(AssertionError, match="not close"):
+            assert_textbook([(results, grad) for _, grad in outcomes], batch)
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 1.0}, {"vocab_size": PADDED}], ids=str)
+def test_a_setting_that_is_lost_is_noticed(ranks, setting):
+    batch = make()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_textbook(ranks.run(outcome, Layout(tp=2), batch, setting), batch)

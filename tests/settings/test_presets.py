@@ -1,0 +1,198 @@
+"""Presets: the numbers of each name in each release, written out, and the papers they come from."""
+
+import inspect
+import math
+import re
+
+import pytest
+
+from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES
+from tests.golden.load import cases
+
+TOKEN = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+SEQUENCE = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+OFF = {"rollout_is": None}
+GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+GEO_THEN = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001, "rollout_token_veto_threshold": 1e-4}
+K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+PRODUCT = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+REGION = {"rollout_rs": "seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.01,2.5"}
+PPO, PG = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+
+NOW = {
+    **dict.fromkeys(("decoupled_token_is", "token_is", "token_tis"), TOKEN),
+    **dict.fromkeys(("decoupled_seq_is", "seq_is"), SEQUENCE),
+    **dict.fromkeys(("decoupled_seq_is_rs", "seq_is_rs", "seq_mis"), SEQUENCE | PRODUCT),
+    **dict.fromkeys(("decoupled_geo_rs", "geo_rs", "geo_mis"), OFF | GEO),
+    **dict.fromkeys(("decoupled_geo_rs_seq_tis", "geo_rs_seq_tis"), SEQUENCE | GEO),
+    "decoupled_geo_rs_token_tis": TOKEN | GEO,
+    "decoupled_k3_rs": OFF | K3,
+    "decoupled_k3_rs_seq_tis": SEQUENCE | K3,
+    "decoupled_k3_rs_token_tis": TOKEN | K3,
+    "decoupled_token_icepop": ICEPOP,
+    "trust_region_masking": OFF | REGION,
+    **dict.fromkeys(("bypass_ppo_clip", "ppo_is_bypass"), OFF | PPO),
+    "bypass_ppo_clip_geo_rs": OFF | GEO | PPO,
+    "bypass_ppo_clip_k3_rs": OFF | K3 | PPO,
+    **dict.fromkeys(("bypass_pg_is", "pg_is", "pure_is"), SEQUENCE | PG),
+    **dict.fromkeys(("bypass_pg_geo_rs", "pg_rs", "bypass_pg_rs"), OFF | GEO | PG),
+    "bypass_pg_token_icepop": ICEPOP | PG,
+    **dict.fromkeys(("bypass_pg_geo_rs_seq_tis", "pg_geo_rs_seq_tis"), SEQUENCE | GEO | PG),
+    "bypass_pg_geo_rs_token_tis": TOKEN | GEO | PG,
+    "disabled": OFF,
+}
+THEN = {
+    "seq_mis": SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-300_2.0"},
+    **dict.fromkeys(("decoupled_geo_rs", "geo_rs"), OFF | GEO_THEN),
+    "geo_mis": OFF | GEO | {"rollout_token_veto_threshold": 1e-4},
+    **dict.fromkeys(("decoupled_geo_rs_seq_tis", "geo_rs_seq_tis"), SEQUENCE | GEO_THEN),
+    **dict.fromkeys(("bypass_ppo_clip", "ppo_is_bypass"), TOKEN | PPO),
+    "bypass_ppo_clip_geo_rs": OFF | GEO_THEN | PPO,
+    **dict.fromkeys(("bypass_pg_geo_rs", "pg_rs", "bypass_pg_rs"), OFF | GEO_THEN | PG),
+    **dict.fromkeys(("bypass_pg_geo_rs_seq_tis", "pg_geo_rs_seq_tis"), SEQUENCE | GEO_THEN | PG),
+}
+ALIASES = [name for name in PRESETS if "Alias of" in inspect.getdoc(getattr(RolloutCorrectionConfig, name))]
+
+
+def test_the_table_is_complete():
+    assert set(PRESETS) == set(NOW)
+    assert len(ALIASES) == 14
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_fields_of_each_preset(name):
+    assert preset(name) == preset(name, NEWEST) == RolloutCorrectionConfig(**NOW[name])
+    assert getattr(RolloutCorrectionConfig, name)() == preset(name)
+    assert preset(name, "2025-11") == RolloutCorrectionConfig(**THEN.get(name, NOW[name]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_release_can_be_chosen_where_it_makes_a_difference(name):
+    takes_release = "release" in inspect.signature(getattr(RolloutCorrectionConfig, name)).parameters
+    assert takes_release == (name in THEN)
+    if takes_release:
+        assert getattr(RolloutCorrectionConfig, name)(release="2025-11") == preset(name, "2025-11") != preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_docstring_names_a_paper_or_what_it_is_an_alias_of(name):
+    text = " ".join(inspect.getdoc(getattr(RolloutCorrectionConfig, name)).split())
+    if name in ALIASES:
+        (other,) = set(re.findall(r"Alias of ``(\w+)``", text))
+        assert preset(name) == preset(other)
+        assert other not in ALIASES
+    elif name != "disabled":
+        assert re.search(r'[A-Z]\w+( et al\.| Team)? (19|20)\d\d, "[A-Z][^"]{15,}"', text)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_a_round_trip(name):
+    for config in (preset(name), preset(name, "2025-11")):
+        assert RolloutCorrectionConfig.from_dict(config.to_dict()) == config
+        assert set(config.to_dict()) >= {"rollout_is", "loss_type", "metric_prefix"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_has_a_file(name, request):
+    path = request.config.rootpath / "configs" / "rollout_correction" / f"{name}.yaml"
+    assert RolloutCorrectionConfig.from_yaml(path) == preset(name)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    default = RolloutCorrectionConfig().to_dict()
+    assert lines[0].startswith("# ")
+    written = {line.split(":")[0] for line in lines[1:]}
+    assert written == {"rollout_is"} | {
+        field for field, value in preset(name).to_dict().items() if value != default[field]
+    }
+
+
+def test_there_is_no_file_without_a_preset(request):
+    folder = request.config.rootpath / "configs" / "rollout_correction"
+    assert {path.stem for path in folder.glob("*.yaml")} == set(PRESETS)
+
+
+def test_the_documentation_lists_every_name(request):
+    text = (request.config.rootpath / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert [name for name in PRESETS if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("then", [False, True], ids=RELEASES)
+def test_the_first_geometric_bounds_are_on_rho(then):
+    (criterion,) = preset("decoupled_geo_rs", RELEASES[then]).criteria
+    low, high = (1 / 1.001, 1.001) if then else (0.999, 1.001)
+    assert (criterion.lower, criterion.upper) == (math.log(low), math.log(high))
+
+
+def test_numbers_can_be_given():
+    make = RolloutCorrectionConfig
+    assert make.decoupled_token_is(3.0) == make(rollout_is="token", rollout_is_threshold=3.0)
+    assert make.token_tis(threshold=3.0) == make.decoupled_token_is(3.0)
+    assert make.decoupled_seq_is_rs(is_threshold=3.0, rs_threshold="0.4_2") == make(
+        rollout_is_threshold=3.0, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.4_2"
+    )
+    assert make.seq_mis(4.0).criteria == make.decoupled_seq_is_rs(4.0, "0.25_4").criteria
+    assert make.decoupled_geo_rs(rs_threshold="0.99_1.02").rollout_rs_threshold == "0.99_1.02"
+    then = make.decoupled_geo_rs_seq_tis(3.0, 1.002, release="2025-11")
+    assert (then.rollout_is_threshold, then.rollout_rs_threshold, then.rollout_token_veto_threshold) == (
+        3.0,
+        1.002,
+        1e-4,
+    )
+    assert make.decoupled_k3_rs(rs_threshold=0.005).criteria[0].upper == 0.005
+    assert [c.upper for c in make.trust_region_masking(0.001, max_threshold=0.5).criteria] == [0.001, 0.5]
+    assert make.ppo_is_bypass(3.0, release="2025-11").rollout_is_threshold == 3.0
+    assert make.bypass_pg_geo_rs_token_tis(is_threshold=1.5, rs_threshold=1.01).is_bounds[1] == 1.5
+
+
+def test_icepop_stays_icepop_whatever_bounds_it_gets():
+    make = RolloutCorrectionConfig
+    assert (make.decoupled_token_icepop().is_mode, make.decoupled_token_icepop().is_bounds) == ("mask", (0.5, 5.0))
+    for config in (make.decoupled_token_icepop(3.0), make.decoupled_token_icepop("3"), make.bypass_pg_token_icepop(3)):
+        assert (config.is_mode, config.is_bounds) == ("mask", (0.5, 3.0))
+    assert make.bypass_pg_token_icepop(3.0, threshold_lower=0.1).is_bounds == (0.1, 3.0)
+    with pytest.raises(ValueError, match="has a lower bound already"):
+        make.decoupled_token_icepop("0.5_5", threshold_lower=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: preset("best"), "preset='best' is unknown: use one of decoupled_token_is, "),
+        (lambda: preset("preset"), "preset='preset' is unknown"),
+        (lambda: preset("from_dict"), "preset='from_dict' is unknown"),
+        (lambda: preset("geo_rs", "2025-10"), "release='2025-10' is unknown: use one of 2026-08, 2025-11"),
+        (lambda: preset("disabled", "2020"), "release='2020' is unknown"),
+        (lambda: RolloutCorrectionConfig.geo_mis(release="then"), "release='then' is unknown"),
+        (lambda: RolloutCorrectionConfig.bypass_ppo_clip(3.0), "threshold=3.0 does nothing: release '2026-08'"),
+        (lambda: RolloutCorrectionConfig.decoupled_token_is(0.0), "must be a finite positive number"),
+        (lambda: RolloutCorrectionConfig.decoupled_k3_rs(rs_threshold="0.1_1"), "seq_mean_k3 takes one upper bound"),
+        (lambda: RolloutCorrectionConfig.decoupled_geo_rs("1.1_0.9"), "must lie below the upper one"),
+        (lambda: RolloutCorrectionConfig.trust_region_masking(-1.0), "must be a finite positive number"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_the_presets_of_verl_are_ours():
+    """The recorded configs of verl's constructors, through their dialect, are the presets of the same name."""
+    found = set()
+    for generation, dialect, release in (("gen2", "verl-2025-11", "2025-11"), ("gen3", "verl", NEWEST)):
+        for case in cases("rollout_correction", generation=generation):
+            name = case["preset"]
+            if name in PRESETS and not case["config"]["rollout_is_batch_normalize"]:
+                theirs, ours = RolloutCorrectionConfig.from_dict(case["config"], dialect), preset(name, release)
+                assert (theirs.rollout_is, theirs.is_mode, theirs.is_bounds) == (
+                    ours.rollout_is,
+                    ours.is_mode,
+                    ours.is_bounds,
+                )
+                assert [c.name for c in theirs.criteria] == [c.name for c in ours.criteria]
+                assert theirs.rollout_token_veto_threshold == ours.rollout_token_veto_threshold
+                for their, our in zip(theirs.criteria, ours.criteria, strict=True):
+                    # The bounds 0.999_1.001 are on 1/ρ there and on ρ here.
+                    assert (their.lower, their.upper) == pytest.approx((our.lower, our.upper), rel=2e-3)
+                found.add((release, name))
+    assert len(found) >= 18

@@ -1,0 +1,428 @@
+"""The rollouts, objectives and runs of the matrix, and what the ranks of the pool do with them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from tests.support import correction_oracle as oracle
+from tests.support import training_reference as reference
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags, make_trainer
+from tests.support.training_reference import Data, Objective
+
+SEQUENCES, LENGTH, MINI_BATCHES = 32, 16, 2
+PER_MINI_BATCH = SEQUENCES // MINI_BATCHES
+# No decision lies nearer to its bound: float32 errs by 1e-5 at most here.
+NEAREST = 1e-3
+EMPTY_ROWS, REJECTED_ROWS = range(24, 32), range(4)
+
+LAYOUTS = (
+    *(Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(pp=2, vpp=True), Layout(cp=2), Layout(cp=4)),
+    *(Layout(dp=2), Layout(tp=2, pp=2), Layout(tp=2, cp=2), Layout(cp=2, dp=2), Layout(pp=2, cp=2)),
+    Layout(tp=2, pp=2, cp=2),
+)
+
+_CLIP = ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
+_REJECT = ("--rollout-rs=token_k1,seq_mean_k3", "--rollout-rs-threshold=0.65_1.6,0.12")
+_CRITERIA = (("token_k1", oracle.log(0.65), oracle.log(1.6)), ("seq_mean_k3", -oracle.math.inf, 0.12))
+_SETTINGS = functools.partial(oracle.Settings, criteria=_CRITERIA)
+_OBJECTIVE = functools.partial(Objective, low=0.1, high=0.15)
+_REINFORCE = ("--bypass-mode", "--loss-type=reinforce")
+
+# By mode, several each: which one a run takes follows from its place in the matrix.
+OBJECTIVES: dict[str, tuple[Objective, ...]] = {
+    "decoupled": (
+        _OBJECTIVE(
+            words=(
+                *("--rollout-is=token", "--rollout-is-threshold=1.4", "--rollout-is-batch-normalize"),
+                *("--rollout-is-batch-normalize-scope=accepted", "--loss-aggregation=seq-mean-token-mean"),
+                *("--ppo-dual-clip=1.2", "--grpo-entropy-term-weight=0.02", "--grpo-kl-beta=0.05"),
+            ),
+            settings=_SETTINGS(level="token", upper=1.4, batch_normalize=True, scope="accepted"),
+            aggregation="seq-mean-token-mean",
+            dual=1.2,
+            entropy=0.02,
+            kl=0.05,
+        ),
+        _OBJECTIVE(
+            words=(
+                *("--policy-loss=gspo", "--rollout-is=sequence", "--rollout-is-threshold=1.5", "--grpo-kl-beta=0"),
+                *("--rejection-denominator=original", "--loss-aggregation=seq-mean-token-sum"),
+                *("--grpo-clamp-eps-lower=0.02", "--grpo-clamp-eps-upper=0.01"),
+            ),
+            settings=_SETTINGS(level="sequence", upper=1.5, denominator="original"),
+            algorithm="gspo",
+            low=0.02,
+            high=0.01,
+            aggregation="seq-mean-token-sum",
+        ),
+        _OBJECTIVE(
+            words=(
+                *("--policy-loss=cispo", "--rollout-is=geometric", "--rollout-is-threshold=0.8_1.2"),
+                *("--grpo-kl-beta=0.05", "--kl-estimator=k2"),
+                *("--loss-aggregation=seq-mean-token-sum-norm", "--loss-scale-factor=9"),
+            ),
+            settings=_SETTINGS(level="geometric", mode="mask", lower=0.8, upper=1.2),
+            algorithm="cispo",
+            aggregation="seq-mean-token-sum-norm",
+            scale=9.0,
+            kl=0.05,
+            estimator="k2",
+        ),
+    ),
+    "bypass ppo_clip": (
+        _OBJECTIVE(
+            words=("--bypass-mode", "--rollout-is=none", "--grpo-kl-beta=0.05", "--grpo-entropy-term-weight=0.02"),
+            settings=_SETTINGS(),
+            bypass=True,
+            kl=0.05,
+            entropy=0.02,
+        ),
+        _OBJECTIVE(
+            words=(
+                *("--bypass-mode", "--rollout-is=none", "--grpo-kl-beta=0", "--ppo-dual-clip=1.2"),
+                *("--loss-aggregation=seq-mean-token-mean", "--rollout-token-veto-threshold=0.35"),
+            ),
+            settings=_SETTINGS(veto=0.35),
+            bypass=True,
+            dual=1.2,
+            aggregation="seq-mean-token-mean",
+        ),
+    ),
+    "bypass reinforce": (
+        _OBJECTIVE(
+            words=(
+                *(*_REINFORCE, "--rollout-is=token", "--rollout-is-threshold=1.4", "--rollout-is-batch-normalize"),
+                *("--grpo-kl-beta=0", "--loss-aggregation=seq-mean-token-sum"),
+            ),
+            settings=_SETTINGS(level="token", upper=1.4, batch_normalize=True),
+            bypass=True,
+            algorithm="reinforce",
+            aggregation="seq-mean-token-sum",
+        ),
+        _OBJECTIVE(
+            words=(
+                *(*_REINFORCE, "--rollout-is=sequence", "--rollout-is-threshold=1.5", "--grpo-kl-beta=0.05"),
+                *("--loss-aggregation=token-sum", "--loss-scale-factor=40"),
+            ),
+            settings=_SETTINGS(level="sequence", upper=1.5),
+            bypass=True,
+            algorithm="reinforce",
+            aggregation="token-sum",
+            scale=40.0,
+            kl=0.05,
+        ),
+    ),
+    "bypass gspo": (
+        _OBJECTIVE(
+            words=("--bypass-mode", "--loss-type=gspo", "--rollout-is=none", "--grpo-kl-beta=0"),
+            settings=_SETTINGS(),
+            bypass=True,
+            algorithm="gspo",
+        ),
+    ),
+}
+MODES = ("decoupled", "bypass ppo_clip", "bypass reinforce")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a layout, what it trains, and how the work is cut."""
+
+    layout: Layout
+    mode: str
+    variant: int = 0
+    packed: bool = False
+    per_token_loss: bool = False
+    size: int = 8
+
+    @property
+    def objective(self) -> Objective:
+        return OBJECTIVES[self.mode][self.variant]
+
+    def words(self, folder: Any) -> list[str]:
+        """The launcher's flags."""
+        words = [*self.layout.flags(), f"--micro-batch-size={self.size}", *_CLIP, *_REJECT, *self.objective.words]
+        words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
+        batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
+        return [word for word in flags(folder, *batch, *words, model=LLAMA) if not word.startswith(_REPLACED)] + words
+
+    def __str__(self) -> str:
+        form = "packed" if self.packed else "padded"
+        loss = "-ptl" if self.per_token_loss else ""
+        return f"{self.layout}-{self.mode.replace(' ', '-')}{self.variant}-{form}{self.size}{loss}"
+
+
+# What the scenario's own flags say of the correction.
+_REPLACED = ("--rollout-", "--grpo-clamp")
+
+
+def make_cases() -> list[Case]:
+    """Every layout with every mode; the rest is dealt out so that every pair of values occurs."""
+    cases = []
+    for (row, layout), (column, mode) in itertools.product(enumerate(LAYOUTS), enumerate(MODES)):
+        cases.append(
+            Case(
+                layout,
+                mode,
+                variant=(row + column) % len(OBJECTIVES[mode]),
+                packed=(row + column) % 2 == 1,
+                per_token_loss=(row // 2 + (column > 0)) % 2 == 1,
+                size=(2, 4, 8)[(row + column) % 3],
+            )
+        )
+    return cases
+
+
+@functools.cache
+def weights(experts: int = 0) -> tuple[reference.Weights, reference.Weights]:
+    """Those that make log π_old and log π_ref, and those that train."""
+    old = reference.make_weights(1, experts=experts)
+    return old, reference.moved(old, 2, 0.03)
+
+
+@functools.cache
+def make_data(experts: int = 0) -> Data:
+    """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; nothing near any bound.
+
+    Up to four sequences are rejected together.
+    """
+    # With 34 no router decides narrowly.
+    generator = torch.Generator().manual_seed(34 if experts else 12)
+    shape = (SEQUENCES, LENGTH)
+    tokens = torch.randint(0, reference.VOCABULARY, shape, generator=generator)
+    old, new = (reference.score({k: w.double() for k, w in each.items()}, tokens)[0] for each in weights(experts))
+    rewards = torch.rand(SEQUENCES, generator=generator)
+    ids = torch.arange(SEQUENCES)
+    data = Data(tokens, torch.zeros(shape, dtype=torch.bool), old.clone(), rewards, ids // 4, ids // PER_MINI_BATCH)
+    for row in range(SEQUENCES):
+        if row not in EMPTY_ROWS:
+            _fill(data, row, old, new, generator)
+    return data
+
+
+def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator: torch.Generator) -> None:
+    """Draw one sequence until no objective decides anything narrowly."""
+    objectives = [objective for some in OBJECTIVES.values() for objective in some]
+    position = torch.arange(LENGTH)
+    for _ in range(2000):
+        start, length = (int(torch.randint(*span, (1,), generator=generator)) for span in ((0, 4), (3, 12)))
+        data.mask[row] = (position >= start) & (position < start + length)
+        data.mask[row] &= torch.rand(LENGTH, generator=generator) > 0.15
+        offset = 1.2 if row in REJECTED_ROWS else 0.25 * float(torch.randn((), generator=generator))
+        noise = offset + 0.3 * torch.randn(LENGTH, generator=generator)
+        # Rollouts are float32, and so are the reference's.
+        data.rollout[row] = (old[row] + noise).clamp(max=-0.01).float().double()
+        near = (reference.nearest_bound(objective, data, row, new, old) for objective in objectives)
+        if data.mask[row].any() and all(distance > NEAREST for distance in near):
+            return
+    raise AssertionError(f"no draw of sequence {row} is clear")
+
+
+@functools.cache
+def expected(objective: Objective, experts: int = 0) -> reference.Expected:
+    """The reference's update."""
+    return reference.update(objective, make_data(experts), *weights(experts))
+
+
+def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, torch.Tensor]:
+    """The share of one data-parallel rank of each mini-batch, and which rows these are."""
+    rows = torch.arange(SEQUENCES).view(MINI_BATCHES, replicas, -1)[:, replica].flatten()
+
+    def to_tokens(values: torch.Tensor, filler: float) -> torch.Tensor:
+        """From label positions to token positions."""
+        first = torch.full_like(values[:, :1], filler)
+        return torch.cat([first, values[:, :-1]], 1)[rows]
+
+    mask = to_tokens(data.mask, False)
+    return RolloutBatch(
+        tokens=data.tokens[rows],
+        response_mask=mask,
+        rollout_log_probs=torch.where(mask, to_tokens(data.rollout, 0).float(), torch.nan),
+        policy_versions=(-to_tokens(data.ages, 0) if data.ages is not None else torch.zeros(mask.shape)).int(),
+        sample_ids=rows,
+        group_ids=data.group_ids[rows],
+        rewards=data.rewards[rows],
+        finish_reasons=torch.zeros(len(rows), dtype=torch.int64),
+        sampling=SamplingParams(),
+    ), rows
+
+
+# On the ranks
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank brings back; lists by mini-batch.
+
+    Attributes:
+        where: (tp, cp, dp, pp) ranks.
+        places: [k, 2] row and position of each local token, with its weight (nan: none), mask and n_i.
+        metrics: of the step and of the correction.
+        gradients: this rank's part, under the names of the whole model.
+        sharded: dimension of each gradient that TP splits.
+        plan_calls: our collectives before the schedule.
+        step_calls: those of each mini-batch.
+        sequences: of each micro-batch of each mini-batch here.
+    """
+
+    where: tuple[int, int, int, int]
+    places: torch.Tensor | None
+    weights: torch.Tensor | None
+    mask: torch.Tensor | None
+    lengths: torch.Tensor | None
+    metrics: list[dict[str, float]]
+    gradients: list[reference.Weights]
+    sharded: dict[str, int]
+    plan_calls: list[tuple[str, int, int]]
+    step_calls: list[list[tuple[str, int, int]]]
+    sequences: list[list[int]]
+
+
+def run_case(words: list[str], data: Data, old: reference.Weights, new: reference.Weights) -> Found:
+    """Plan at the old weights, then the gradients of each mini-batch at the new ones."""
+    trainer = make_trainer(words)
+    groups = trainer.groups
+    load(trainer.chunks, old)
+    load(trainer.reference, old)
+    batch, rows = batch_of(data, group_rank(groups.dp), group_size(groups.dp))
+    with recorded() as plan_calls:
+        prepared = trainer.prepare(batch)
+    load(trainer.chunks, new)
+    held = _watch(trainer)
+    metrics, gradients, step_calls = [], [], []
+    for index in range(MINI_BATCHES):
+        with recorded() as calls:
+            metrics.append(trainer.accumulate(prepared, index) | prepared.plan.metrics())
+        step_calls.append(list(calls))
+        gradients.append({name: p.main_grad.clone() for name, p in named(trainer.chunks)})
+    local = prepared.batch.local
+    applied = [local.weights, local.mask, local.lengths] if held is None else _joined(held)
+    own = prepared.batch.rows
+    row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
+    last = groups.is_last_stage
+    return Found(
+        where=tuple(group_rank(group) for group in (groups.tp, groups.cp, groups.dp, groups.pp)),
+        places=torch.stack([local.layout.expand(row).flatten(), local.positions.flatten()], 1) if last else None,
+        weights=None if not last or applied[0] is None else applied[0].flatten(),
+        mask=applied[1].flatten() if last else None,
+        lengths=local.layout.expand(applied[2]).flatten() if last else None,
+        metrics=metrics,
+        gradients=gradients,
+        sharded={n: p.partition_dim for n, p in named(trainer.chunks) if getattr(p, "tensor_model_parallel", False)},
+        plan_calls=plan_calls,
+        step_calls=step_calls,
+        sequences=[[cut.layout.num_sequences for cut in cuts] for cuts in prepared.batch.cuts],
+    )
+
+
+def _watch(trainer: Any) -> list[Any] | None:
+    """In bypass mode everything that ``in_loss`` gives from now on."""
+    correction = trainer.correction
+    if not correction.config.corrects_in_loss:
+        return None
+    held, in_loss = [], correction.in_loss
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        held.append(in_loss(*args, **kwargs))
+        return held[-1]
+
+    correction.in_loss = watched
+    return held
+
+
+def _joined(held: list[Any]) -> list[torch.Tensor | None]:
+    """The micro-batches of all mini-batches, one after the other."""
+    if not held:
+        return [None, None, None]
+    return [None if parts[0] is None else torch.cat(parts) for parts in zip(*held, strict=True)]
+
+
+def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the names that they have in the whole model."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                layer = chunk.decoder.layers[int(parts[2])]
+                parts[2] = str(layer.layer_number - 1)
+                if parts[5:6] == ["local_experts"]:
+                    parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
+            yield ".".join(parts), parameter
+
+
+def load(chunks: Any, weights: reference.Weights) -> None:
+    """Copy the weights' TP shards into the model."""
+    from megatron.core import parallel_state
+
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    for name, parameter in named(chunks):
+        # With tied embeddings the last stage holds a copy.
+        whole = weights["embedding.word_embeddings.weight" if name == "output_layer.weight" else name]
+        if getattr(parameter, "tensor_model_parallel", False):
+            whole = cut_weight(name, whole, parameter.partition_dim, size)[rank]
+        parameter.data.copy_(whole)
+
+
+def cut_weight(name: str, whole: torch.Tensor, dimension: int, size: int) -> list[torch.Tensor]:
+    """The TP shards; each holds its part of the gate and its part of the other half."""
+    if not name.endswith("linear_fc1.weight"):
+        return list(whole.chunk(size, dimension))
+    halves = [half.chunk(size, 0) for half in whole.chunk(2, 0)]
+    return [torch.cat([half[rank] for half in halves]) for rank in range(size)]
+
+
+def join_weight(name: str, shards: list[torch.Tensor], dimension: int) -> torch.Tensor:
+    """The inverse of :func:`cut_weight`."""
+    if not name.endswith("linear_fc1.weight"):
+        return torch.cat(shards, dimension)
+    halves = [shard.chunk(2, 0) for shard in shards]
+    return torch.cat([half[index] for index in range(2) for half in halves])
+
+
+class _Watched:
+    """torch.distributed as the library's collectives see it, taking notes of them."""
+
+    def __init__(self, original: Any, seen: list[tuple[str, int, int]]) -> None:
+        self.original, self.seen = original, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def all_reduce(self, tensor: Any, op: Any, group: Any) -> Any:
+        from megatron.core import parallel_state
+
+        # Those over TP make the log-probs: they are the model's.
+        if group is not parallel_state.get_tensor_model_parallel_group():
+            self.seen.append((str(op).split(".")[-1], group_size(group), tensor.numel()))
+        return self.original.all_reduce(tensor, op=op, group=group)
+
+    def broadcast(self, tensor: Any, src: int, group: Any) -> Any:
+        self.seen.append(("BROADCAST", group_size(group), tensor.numel()))
+        return self.original.broadcast(tensor, src=src, group=group)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[str, int, int]]]:
+    """(kind, ranks, numbers) of the collectives that the library makes while this is active; not those of the model."""
+    from megatron_rc.parallel import collectives
+
+    seen: list[tuple[str, int, int]] = []
+    original = collectives.dist
+    collectives.dist = _Watched(original, seen)
+    try:
+        yield seen
+    finally:
+        collectives.dist = original

@@ -1,0 +1,201 @@
+"""A pool of processes that stays up for the whole run and forms one process group after the other.
+
+Importing torch and Megatron costs seconds a process, so ranks are forked once from a server that has them loaded. They
+meet through a fresh file for every layout. Between two layouts all groups are destroyed, since Megatron's own clean-up
+leaves gloo's threads and descriptors behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COLLECTIVE_SECONDS = 60
+VICTIM_SECONDS = 3
+# Groups that something still holds keep their threads, which poll: now and then the ranks begin anew.
+RENEWED = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks split each dimension; the experts are split over ``ep`` of the data and context ranks."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: bool = False
+    sp: bool = False
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    def flags(self) -> list[str]:
+        """The launcher's flags for it."""
+        flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
+        flags += [f"--context-parallel-size={self.cp}", f"--expert-model-parallel-size={self.ep}"]
+        return flags + ["--sequence-parallel"] * self.sp + ["--num-layers-per-virtual-pipeline-stage=1"] * self.vpp
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "pp", "dp", "ep") if getattr(self, name) > 1]
+        return "-".join([*sizes, *["vpp"] * self.vpp, *["sp"] * self.sp]) or "single"
+
+
+class RankFailure(AssertionError):
+    """The first rank that failed, with its traceback."""
+
+
+class RankPool:
+    """Runs one function on several ranks at once."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.support.preloaded"])
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.workers: list[tuple[Any, Connection]] = []
+        self.meetings = 0
+        self.layout: Layout | None = None
+
+    def run(self, function: Callable[..., Any], layout: Layout, *args: Any, timeout: float = 120) -> list[Any]:
+        """What ``function(*args)`` returns on each rank of the layout; a list of tuples as ``args`` differs by rank.
+
+        The function is found by its module and name. Megatron's groups are those of the layout.
+        """
+        if layout != self.layout:
+            self.meetings += 1
+            if self.meetings % RENEWED == 0:
+                self.close()
+        while len(self.workers) < layout.world:
+            self._start()
+        self.layout = layout
+        meeting = self.folder / f"meeting-{self.meetings}"
+        connections = [connection for _, connection in self.workers[: layout.world]]
+        for rank, connection in enumerate(connections):
+            connection.send((function, args, layout, rank, str(meeting)))
+        return self._collect(connections, timeout)
+
+    def close(self, seconds: float = 5) -> None:
+        """End the workers; those that do not leave by themselves are killed."""
+        for _, connection in self.workers:
+            connection.close()
+        for process, _ in self.workers:
+            process.join(seconds)
+            process.kill()
+            process.join()
+        self.workers, self.layout = [], None
+
+    def _start(self) -> None:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(theirs,))
+        process.start()
+        theirs.close()
+        self.workers.append((process, ours))
+
+    def _collect(self, connections: Sequence[Connection], timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[tuple[float, int, str]] = []
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < len(connections):
+            left = deadline - time.monotonic()
+            waiting = [c for rank, c in enumerate(connections) if rank not in results and rank not in _ranks(failures)]
+            ready = wait(waiting, timeout=max(left, 0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = connections.index(connection)
+                try:
+                    good, value, when = connection.recv()
+                except EOFError:
+                    good, value, when = False, "the process died", time.time()
+                if good:
+                    results[rank] = value
+                else:
+                    failures.append((when, rank, value))
+                    # Ranks that wait for this one cannot go on.
+                    deadline = min(deadline, time.monotonic() + VICTIM_SECONDS)
+        if len(results) == len(connections):
+            return [results[rank] for rank in range(len(connections))]
+        self.close(seconds=0)
+        if not failures:
+            raise RankFailure(f"only ranks {sorted(results)} of {len(connections)} answered in {timeout} s")
+        _, rank, text = min(failures)
+        raise RankFailure(f"rank {rank} of {len(connections)}:\n{text}")
+
+
+def _ranks(failures: Sequence[tuple[float, int, str]]) -> set[int]:
+    return {rank for _, rank, _ in failures}
+
+
+def _serve(connection: Connection) -> None:
+    import gc
+    import importlib
+    import logging
+    import warnings
+
+    import torch
+
+    from megatron_rc.launch.training.cpu import cpu_backend
+
+    # There already, unless the server was started where it could not find it.
+    importlib.import_module("tests.support.preloaded")
+    # What the server had loaded is never garbage, and is not looked through again.
+    gc.freeze()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    joined = None
+    with cpu_backend(), contextlib.suppress(EOFError):
+        while True:
+            function, args, layout, rank, meeting = connection.recv()
+            try:
+                if joined != meeting:
+                    _join(layout, rank, meeting)
+                    joined = meeting
+                connection.send((True, function(*args), time.time()))
+            except BaseException:
+                connection.send((False, traceback.format_exc(), time.time()))
+
+
+def _join(layout: Layout, rank: int, meeting: str) -> None:
+    import gc
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        # Models and trainers are cycles: while they live, so do their groups, each with a thread that polls.
+        gc.collect()
+    store = dist.FileStore(meeting, layout.world)
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=2 if layout.vpp else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,89 @@
+"""A tiny model, recorded rollouts, and what the ranks of the pool do with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+
+SEQUENCES, LENGTH, VOCABULARY = 16, 16, 13
+
+LLAMA = """--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4 --group-query-attention
+--num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear""".split()
+GPT2 = "--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4".split()
+COMMON = f"""--cpu --seq-length={LENGTH} --make-vocab-size-divisible-by=4 --init-method-std=0.08 --task=count_up
+--max-response-length=10 --micro-batch-size=4 --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=2
+--global-batch-size={SEQUENCES} --train-iters=100 --lr=0.02 --lr-decay-style=constant --weight-decay=0
+--grpo-clamp-eps-lower=0.02 --grpo-clamp-eps-upper=0.03 --rollout-is=token --rollout-is-threshold=1.5
+--rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2.5,0.27""".split()
+
+
+def flags(folder: Path, *more: str, model: list[str] = LLAMA) -> list[str]:
+    """Flags of the tiny run; what comes later wins."""
+    return [*model, *COMMON, f"--runs-dir={folder}", *more]
+
+
+def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBatch:
+    """The share of one data-parallel rank of a rollout batch: ragged lengths, holes, a share of rejected tokens."""
+    generator = torch.Generator().manual_seed(100 + index)
+    shape = (SEQUENCES, LENGTH)
+    prompt = torch.randint(1, 5, (SEQUENCES, 1), generator=generator)
+    end = prompt + torch.randint(3, LENGTH - 5, (SEQUENCES, 1), generator=generator)
+    position = torch.arange(LENGTH).expand(shape)
+    mask = (position >= prompt) & (position < end)
+    mask &= torch.rand(shape, generator=generator) > 0.15
+    log_probs = -2.7 + 0.4 * torch.randn(shape, generator=generator)
+    batch = RolloutBatch(
+        tokens=torch.randint(0, VOCABULARY, shape, generator=generator),
+        response_mask=mask,
+        rollout_log_probs=torch.where(mask, log_probs.clamp(max=-0.01), torch.nan),
+        policy_versions=torch.zeros(shape, dtype=torch.int32),
+        sample_ids=torch.arange(SEQUENCES),
+        group_ids=torch.arange(SEQUENCES) // 4,
+        rewards=torch.rand(SEQUENCES, generator=generator),
+        finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
+        sampling=SamplingParams(),
+    )
+    rows = slice(replica * SEQUENCES // replicas, (replica + 1) * SEQUENCES // replicas)
+    return RolloutBatch(
+        *(getattr(batch, name)[rows] for name in tuple(RolloutBatch.__dataclass_fields__)[:8]), batch.sampling
+    )
+
+
+def make_trainer(words: list[str]):
+    """A trainer on this rank of the pool; its rollouts are recorded."""
+    from megatron_rc.launch.training.trainer import Trainer
+
+    args = parse_args(words)
+    validate_args(args, torch.distributed.get_world_size(), engine=False)
+    return Trainer(args, ParallelGroups.from_megatron())
+
+
+def save_initial(words: list[str]) -> None:
+    """Write the checkpoint that all layouts start from."""
+    make_trainer(words).save()
+
+
+def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
+    """Two optimizer steps on each recorded batch; the metrics of every step, and the local size of the loss."""
+    trainer = make_trainer(words)
+    dp = trainer.groups.dp
+    steps = []
+    for index in range(batches):
+        replica, replicas = group_rank(dp), trainer.args.data_parallel_size
+        prepared = trainer.prepare(recorded_batch(index, replica, replicas))
+        local = prepared.batch.local
+        size = 0.0
+        if local.weights is not None and group_rank(trainer.groups.tp) == 0:
+            terms = local.weights.double() * local.layout.expand(local.advantages.double().abs())
+            size = float(torch.where(local.mask, terms, 0).sum())
+        for _ in range(2):
+            metrics = trainer.update(prepared, 0) | prepared.plan.metrics()
+            steps.append(metrics | {"size": size})
+    return steps

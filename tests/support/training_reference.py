@@ -1,0 +1,380 @@
+"""The whole update in float64 on one process: model, correction, objective, gradients. Imports nothing of the library.
+
+The model is a Llama in plain torch, one sequence at a time and without padding; with a mixture of experts in the place
+of each MLP where the weights have one. They carry the names and the shapes of Megatron-Core's unsharded GPTModel. The
+correction is ``oracle.py``; the objective is a loop over tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.support import correction_oracle as oracle
+
+LAYERS, HIDDEN, INNER, HEADS, GROUPS, WIDTH = 4, 32, 48, 4, 2, 8
+VOCABULARY, PADDED_VOCABULARY = 13, 16
+NORM_EPSILON, ROTARY_BASE = 1e-5, 10000.0
+RATIO_LIMIT = 20.0
+EXPERT_INNER, EXPERTS_OF_A_TOKEN = 24, 2
+
+Weights = dict[str, torch.Tensor]
+
+
+def make_weights(seed: int, std: float = 0.25, experts: int = 0) -> Weights:
+    """Float32 weights under Megatron's names; 0 experts: plain MLPs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    def scale() -> torch.Tensor:
+        return 1 + 0.2 * torch.randn(HIDDEN, generator=generator)
+
+    weights = {"embedding.word_embeddings.weight": matrix(PADDED_VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        names = f"decoder.layers.{layer}."
+        weights |= {
+            names + "input_layernorm.weight": scale(),
+            names + "self_attention.linear_qkv.weight": matrix((HEADS + 2 * GROUPS) * WIDTH, HIDDEN),
+            names + "self_attention.linear_proj.weight": matrix(HIDDEN, HEADS * WIDTH),
+            names + "pre_mlp_layernorm.weight": scale(),
+        }
+        inner = EXPERT_INNER if experts else INNER
+        for mlp in [f"mlp.experts.local_experts.{expert}." for expert in range(experts)] or ["mlp."]:
+            weights[names + mlp + "linear_fc1.weight"] = matrix(2 * inner, HIDDEN)
+            weights[names + mlp + "linear_fc2.weight"] = matrix(HIDDEN, inner)
+        if experts:
+            weights[names + "mlp.router.weight"] = matrix(experts, HIDDEN)
+    return weights | {"decoder.final_layernorm.weight": scale()}
+
+
+def moved(weights: Weights, seed: int, size: float) -> Weights:
+    """The same a step away, relative to each weight's own size."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: weight + size * weight.std() * torch.randn(weight.shape, generator=generator)
+        for name, weight in weights.items()
+    }
+
+
+def logits(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """[s, vocabulary] for one sequence [s]; each layer's router logits [s, experts] are added to ``routers``."""
+    hidden = weights["embedding.word_embeddings.weight"][tokens]
+    for layer in range(LAYERS):
+        own = {name.split(".", 3)[3]: w for name, w in weights.items() if name.startswith(f"decoder.layers.{layer}.")}
+        hidden = hidden + attention(own, norm(hidden, own["input_layernorm.weight"]))
+        inside = norm(hidden, own["pre_mlp_layernorm.weight"])
+        if "mlp.router.weight" not in own:
+            hidden = hidden + gated(own, "mlp.", inside)
+            continue
+        router = inside @ own["mlp.router.weight"].T
+        hidden = hidden + mixture(own, inside, router)
+        if routers is not None:
+            routers.append(router)
+    hidden = norm(hidden, weights["decoder.final_layernorm.weight"])
+    return hidden @ weights["embedding.word_embeddings.weight"][:VOCABULARY].T
+
+
+def norm(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return hidden / (hidden.square().mean(-1, keepdim=True) + NORM_EPSILON).sqrt() * scale
+
+
+def gated(own: Weights, mlp: str, hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = (hidden @ own[mlp + "linear_fc1.weight"].T).chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up) @ own[mlp + "linear_fc2.weight"].T
+
+
+def mixture(own: Weights, hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """The experts of each token's largest router logits, weighted by the softmax over these alone."""
+    highest, chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1)
+    shares = highest.softmax(-1)
+    total = torch.zeros_like(hidden)
+    for expert in range(router.shape[-1]):
+        share = torch.where(chosen == expert, shares, 0.0).sum(-1, keepdim=True)
+        total = total + share * gated(own, f"mlp.experts.local_experts.{expert}.", hidden)
+    return total
+
+
+def routers_of(weights: Weights, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Each layer's router logits [tokens of all sequences, experts]."""
+    rows: list[list[torch.Tensor]] = []
+    for row in tokens:
+        rows.append([])
+        logits(weights, row, rows[-1])
+    return [torch.cat(layer) for layer in zip(*rows, strict=True)]
+
+
+def balance(router: torch.Tensor) -> torch.Tensor:
+    """E Σ_e f_e P_e of one layer and micro-batch (Fedus et al. 2021, "Switch Transformers", Eq. 4 to 6).
+
+    f_e is the share of the choices that fell on expert e, P_e the mean of its probability among all experts.
+    """
+    tokens, experts = router.shape
+    chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
+    shares = [int((chosen == expert).sum()) / (tokens * EXPERTS_OF_A_TOKEN) for expert in range(experts)]
+    return experts * sum(share * router.softmax(-1)[:, expert].mean() for expert, share in enumerate(shares))
+
+
+def auxiliary_gradients(
+    weights: Weights, tokens: torch.Tensor, micro_batches: list[list[int]], balancing: float, z: float
+) -> Weights:
+    """Of the router losses, summed over the layers and averaged over micro-batches, which are rows of ``tokens``.
+
+    z multiplies the mean of (log Σ exp)² of a token's logits (Zoph et al. 2022, "ST-MoE", Eq. 5).
+    """
+    parameters = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in micro_batches:
+        for router in routers_of(parameters, tokens[rows]):
+            total = total + balancing * balance(router) + z * router.logsumexp(-1).square().mean()
+    gradients = torch.autograd.grad(
+        total / len(micro_batches), list(parameters.values()), allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def attention(own: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    """Megatron interleaves by group: its query heads, its key head, its value head."""
+    each = HEADS // GROUPS
+    mixed = (hidden @ own["self_attention.linear_qkv.weight"].T).view(-1, GROUPS, each + 2, WIDTH)
+    heads = []
+    for group in range(GROUPS):
+        key, value = rotate(mixed[:, group, each]), mixed[:, group, each + 1]
+        for head in range(each):
+            scores = rotate(mixed[:, group, head]) @ key.T / math.sqrt(WIDTH)
+            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+    return torch.cat(heads, -1) @ own["self_attention.linear_proj.weight"].T
+
+
+def rotate(heads: torch.Tensor) -> torch.Tensor:
+    """[s, width] turned by its positions."""
+    frequency = ROTARY_BASE ** (-torch.arange(0, WIDTH, 2, dtype=heads.dtype) / WIDTH)
+    angle = torch.outer(torch.arange(len(heads), dtype=heads.dtype), frequency)
+    one, other = heads.chunk(2, -1)
+    return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
+
+
+def score(weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, s] log-probs of the next tokens and entropies, in float64; the last column, which has no next token, is 0."""
+    columns = []
+    for row in tokens:
+        log_p = logits(weights, row).log_softmax(-1)[:-1]
+        taken = log_p[torch.arange(len(row) - 1), row[1:]]
+        columns.append(torch.stack([taken, -(log_p.exp() * log_p).sum(-1)]))
+    both = torch.nn.functional.pad(torch.stack(columns, 1), (0, 1))
+    return both[0], both[1]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One way to train: what the flags ``words`` say, said again for the reference."""
+
+    words: tuple[str, ...]
+    settings: oracle.Settings
+    bypass: bool = False
+    algorithm: str = "ppo_clip"
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+    aggregation: str = "token-mean"
+    scale: float = 1.0
+    kl: float = 0.0
+    estimator: str = "k3"
+    entropy: float = 0.0
+    interpolation: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rollouts as [n, s] tensors; log-probs and mask are aligned to labels."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    rollout: torch.Tensor
+    rewards: torch.Tensor
+    group_ids: torch.Tensor
+    mini_batch_ids: torch.Tensor
+    ages: torch.Tensor | None = None  # versions between the policy that sampled and the old one
+
+
+@dataclass
+class Expected:
+    """What the reference says of one objective; lists by mini-batch where it is one of an optimizer step."""
+
+    weights: list[list[float]] | None
+    mask: list[list[bool]]
+    lengths: list[int]
+    metrics: list[dict[str, float]]
+    loss: list[float] = field(default_factory=list)
+    size: list[float] = field(default_factory=list)
+    policy: list[dict[str, float]] = field(default_factory=list)
+    gradients: list[Weights] = field(default_factory=list)
+
+
+def advantages(data: Data) -> list[float]:
+    """(x - mean) / (sample std + 1e-6) of each prompt's responses."""
+    found = []
+    for row, group in enumerate(data.group_ids.tolist()):
+        rewards = [x for x, other in zip(data.rewards.tolist(), data.group_ids.tolist(), strict=True) if other == group]
+        mean = sum(rewards) / len(rewards)
+        std = math.sqrt(sum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1))
+        found.append((float(data.rewards[row]) - mean) / (std + 1e-6))
+    return found
+
+
+def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[oracle.Result]:
+    """What the oracle says of each mini-batch: decoupled of all at once, bypass of each by itself."""
+    ids = data.mini_batch_ids.tolist()
+    common = {"mini_batch_ids": ids, "num_mini_batches": max(ids) + 1, "advantages": advantages(data)}
+    if not (objective.bypass or objective.interpolation):
+        whole = oracle.correct(train.tolist(), data.rollout.tolist(), data.mask.tolist(), objective.settings, **common)
+        return [whole] * (max(ids) + 1)
+    return [
+        oracle.correct(
+            train.tolist(),
+            data.rollout.tolist(),
+            (data.mask & (data.mini_batch_ids == index).unsqueeze(1)).tolist(),
+            objective.settings,
+            **common,
+        )
+        for index in range(max(ids) + 1)
+    ]
+
+
+def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
+    """[n, s]: log π_prox, where as many steps have been made as mini-batches come before that of the row."""
+    found = log_probs.clone()
+    for row, steps in enumerate(data.mini_batch_ids.tolist()):
+        for t, age in enumerate(data.ages[row].tolist()):
+            share = age / (age + steps) if steps else 1.0
+            found[row, t] = share * log_probs[row, t] + (1 - share) * data.rollout[row, t]
+    return found
+
+
+def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expected:
+    """Losses and gradients of every mini-batch at the weights ``new``; π_old and π_ref are ``old``."""
+    parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
+    log_probs, entropy = score(parameters, data.tokens)
+    with torch.no_grad():
+        before = score({name: weight.double() for name, weight in old.items()}, data.tokens)[0]
+    if objective.interpolation:
+        behind = proximal(data, log_probs.detach())
+    else:
+        behind = data.rollout if objective.bypass else before
+    found = corrected(objective, data, log_probs.detach() if objective.bypass else behind)
+    pick = [found[index] for index in data.mini_batch_ids.tolist()]
+    applied = objective.settings.level is not None and not (objective.bypass and objective.algorithm != "reinforce")
+    expected = Expected(
+        weights=[one.weights[row] for row, one in enumerate(pick)] if applied else None,
+        mask=[one.mask[row] for row, one in enumerate(pick)],
+        lengths=[one.sequence_lengths[row] for row, one in enumerate(pick)],
+        metrics=[one.metrics for one in found],
+    )
+    for index, one in enumerate(found):
+        rows = [row for row, mini in enumerate(data.mini_batch_ids.tolist()) if mini == index]
+        total, size, policy = add_up(objective, data, rows, log_probs, behind, before, entropy, expected)
+        tokens, sequences = (
+            one.denominators[index][2:]
+            if objective.settings.denominator == "accepted"
+            else (one.denominators[index][:2])
+        )
+        divisor = {
+            "token-mean": tokens,
+            "token-sum": objective.scale,
+            "seq-mean-token-sum": sequences,
+            "seq-mean-token-mean": sequences,
+            "seq-mean-token-sum-norm": sequences * objective.scale,
+        }[objective.aggregation]
+        loss = total / divisor
+        expected.loss.append(loss.item())
+        expected.size.append(size / divisor)
+        expected.policy.append(policy)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+        expected.gradients.append(dict(zip(parameters, gradients, strict=True)))
+    return expected
+
+
+def add_up(
+    objective: Objective,
+    data: Data,
+    rows: list[int],
+    log_probs: torch.Tensor,
+    behind: torch.Tensor,
+    ref: torch.Tensor,
+    entropy: torch.Tensor,
+    expected: Expected,
+) -> tuple[torch.Tensor, float, dict[str, float]]:
+    """The loss of some sequences before the division by G, Σ|terms|, and what is measured of it."""
+    worth = advantages(data)
+    total, size = torch.zeros((), dtype=torch.float64), 0.0
+    measured: dict[str, list[float]] = {name: [] for name in ("log_ratio", "low", "high", "dual", "entropy", "kl")}
+    for row in rows:
+        tokens = [t for t, valid in enumerate(data.mask[row].tolist()) if valid]
+        ratios = [log_probs[row, t] - behind[row, t] for t in tokens]
+        mean = sum(x.item() for x in ratios) / max(len(tokens), 1)
+        for t, log_ratio in zip(tokens, ratios, strict=True):
+            loss, clipped = objective_of(objective, log_probs[row, t], log_ratio, mean, worth[row])
+            penalty = divergence(objective.estimator, log_probs[row, t] - ref[row, t])
+            measured["log_ratio"].append(log_ratio.item())
+            measured["entropy"].append(entropy[row, t].item())
+            measured["kl"].append(penalty.item())
+            for name in ("low", "high", "dual"):
+                measured[name].append(float(name == clipped))
+            if not expected.mask[row][t]:
+                continue
+            weight = 1.0 if expected.weights is None else expected.weights[row][t]
+            share = expected.lengths[row] if objective.aggregation == "seq-mean-token-mean" else 1
+            terms = [weight * loss, objective.kl * penalty, -objective.entropy * entropy[row, t]]
+            total = total + sum(terms) / share
+            size += sum(abs(term.item()) for term in terms) / share
+    values = measured["log_ratio"]
+    policy = {name: oracle.mean(measured[name]) for name in measured}
+    return total, size, policy | {"highest": max(values, default=0.0), "lowest": min(values, default=0.0)}
+
+
+def objective_of(
+    objective: Objective, log_prob: torch.Tensor, log_ratio: torch.Tensor, mean: float, worth: float
+) -> tuple[torch.Tensor, str]:
+    """The loss of one token, and how it was clipped."""
+    if objective.algorithm == "reinforce":
+        return -worth * log_prob, ""
+    if objective.algorithm == "gspo":
+        log_ratio = mean + log_prob - log_prob.detach()
+    ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
+    held = ratio.clamp(1 - objective.low, 1 + objective.high)
+    value, bound = ratio.item(), held.item()
+    side = "low" if value < bound else "high" if value > bound else ""
+    if objective.algorithm == "cispo":
+        return -worth * held.detach() * log_prob, side
+    free, clipped = -worth * ratio, -worth * held
+    loss, how = (clipped, side) if clipped.item() > free.item() else (free, "")
+    if objective.dual is not None and worth < 0 and loss.item() > -worth * objective.dual:
+        return torch.as_tensor(-worth * objective.dual, dtype=torch.float64), "dual"
+    return loss, how
+
+
+def divergence(estimator: str, difference: torch.Tensor) -> torch.Tensor:
+    """The KL penalty of one token."""
+    if estimator == "k1":
+        return difference
+    return difference**2 / 2 if estimator == "k2" else (-difference).exp() - 1 + difference
+
+
+def nearest_bound(objective: Objective, data: Data, row: int, new: torch.Tensor, old: torch.Tensor) -> float:
+    """How near anything that is decided in one sequence comes to flipping, at log π_θ and log π_old [n, s]."""
+    train, behind = (new, data.rollout) if objective.bypass else (old, old)
+    one = ([tensor[row].tolist()] for tensor in (train, data.rollout, data.mask))
+    nearest = oracle.distance_to_bounds(*one, objective.settings, advantages=[advantages(data)[row]])
+    if objective.algorithm == "reinforce":
+        return nearest
+    tokens = data.mask[row]
+    log_ratio = (new - behind)[row][tokens]
+    if objective.algorithm == "gspo":
+        log_ratio = log_ratio.mean(0, keepdim=True)
+    bounds = [1 - objective.low, 1 + objective.high, *([objective.dual] if objective.dual else [])]
+    found = [abs(float(r) - bound) for r in log_ratio.exp() for bound in bounds]
+    return min([nearest, *found])
