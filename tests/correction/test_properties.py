@@ -118,9 +118,11 @@ def assert_equal(got, result):
     assert metrics.keys() == wanted.keys()
     for key, value in wanted.items():
         rounding = 1e-9
-        if key.endswith("_std") and value:
-            # The difference of two moments: what is left of values near 5e7 that differ by 1e4 has fewer digits.
-            rounding = max(rounding, 1e-15 * wanted[key.removesuffix("std") + "mean"] ** 2 / value)
+        if key.endswith("_std"):
+            # The difference v of two moments, each rounded to e = 1e-15 of the mean's square. √(v + e) - √v is at most
+            # e/√v, and at most √e: ratios that are all clamped to 5e8 have a spread of 0, or of that rounding.
+            error = 1e-15 * wanted[key.removesuffix("std") + "mean"] ** 2
+            rounding = max(rounding, min(error / value, math.sqrt(error)) if value else math.sqrt(error))
         assert metrics[key] == pytest.approx(value, rel=1e-9, abs=rounding), key
 
 
