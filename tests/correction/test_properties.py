@@ -119,9 +119,9 @@ def assert_equal(got, result):
     for key, value in wanted.items():
         rounding = 1e-9
         if key.endswith("_std"):
-            # The difference v of two moments, each rounded to e = 1e-15 of the mean's square. √(v + e) - √v is at most
-            # e/√v, and at most √e: ratios that are all clamped to 5e8 have a spread of 0, or of that rounding.
-            error = 1e-15 * wanted[key.removesuffix("std") + "mean"] ** 2
+            # The difference v of two moments of w - 1, rounded to e. √(v + e) - √v is at most e/√v, and at most √e: what
+            # is clamped alike at either end, to 5e8 or 2e-9, has a spread of 0 or of that rounding.
+            error = 1e-15 * (1 + wanted[key.removesuffix("std") + "mean"]) ** 2
             rounding = max(rounding, min(error / value, math.sqrt(error)) if value else math.sqrt(error))
         assert metrics[key] == pytest.approx(value, rel=1e-9, abs=rounding), key
 
