@@ -119,8 +119,8 @@ def assert_equal(got, result):
     for key, value in wanted.items():
         rounding = 1e-9
         if key.endswith("_std"):
-            # The difference v of two moments of w - 1, rounded to e. √(v + e) - √v is at most e/√v, and at most √e: what
-            # is clamped alike at either end, to 5e8 or 2e-9, has a spread of 0 or of that rounding.
+            # The difference v of two moments of w - 1, rounded to e. √(v + e) - √v is at most e/√v, and at most √e:
+            # what is clamped alike at either end, to 5e8 or 2e-9, has a spread of 0 or of that rounding.
             error = 1e-15 * (1 + wanted[key.removesuffix("std") + "mean"]) ** 2
             rounding = max(rounding, min(error / value, math.sqrt(error)) if value else math.sqrt(error))
         assert metrics[key] == pytest.approx(value, rel=1e-9, abs=rounding), key
