@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.aggregation import aggregate_loss, denominator, loss_sum
-from megatron_rc.loss_statistics import MAXIMA, SUMS, derive_loss_metrics
-from megatron_rc.losses import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.loss.aggregation import aggregate_loss, denominator, loss_sum
+from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
+from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.schedule import LossScale, MicroBatch, masked_loss
 from tests.correction import test_golden
