@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.correction.token_pass.values import POSITIVE_LIMIT
+from megatron_rc.correction.numerics import POSITIVE_LIMIT
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.records.rollout import SamplingParams
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
 from megatron_rc.correction.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale
 from megatron_rc.correction.token_pass.terms import Columns, Sums, largest
-from megatron_rc.correction.weights import EXP_LIMIT, bounded_weights, exp_ratio, log_bounds, scaled_bounds
+from megatron_rc.correction.weights import bounded_weights, log_bounds, scaled_bounds
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
 
-PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
 LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
 REWARD_SIGNS = ("negative", "zero", "positive")
 

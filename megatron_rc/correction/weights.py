@@ -7,15 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.numerics import NORMALIZE_LIMIT, exp_ratio, within
 from megatron_rc.settings.config import RolloutCorrectionConfig
-
-EXP_LIMIT = 20.0  # a ratio is exp(clamp(x, ±20))
-NORMALIZE_LIMIT = 1e-8  # a mean weight at or below this is not divided by
-
-
-def exp_ratio(log_ratio: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(clamp(x, ±20)): a ratio that is finite and never 0."""
-    return torch.clamp(log_ratio, -EXP_LIMIT, EXP_LIMIT, out=out).exp_()
 
 
 def log_bounds(config: RolloutCorrectionConfig) -> tuple[float, float]:
@@ -56,11 +49,6 @@ def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor) -> tuple[Tenso
     """(lo^f, hi^f) of the weights, for each factor f."""
     low, high = ((bound * scale).exp() for bound in log_bounds(config))
     return low, high
-
-
-def within(values: Tensor, lower: float, upper: float) -> Tensor:
-    """Where lower <= values <= upper; False for NaN and infinities. One comparison, which on a CPU costs most."""
-    return values - values.clamp(lower, upper) == 0
 
 
 def normalization(total: Tensor, count: Tensor) -> Tensor:

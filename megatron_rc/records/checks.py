@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.token_pass.values import POSITIVE_LIMIT
+from megatron_rc.correction.numerics import MAX_ZERO_LOG_PROBS, POSITIVE_LIMIT
 
 if TYPE_CHECKING:
     from megatron_rc.records.rollout import RolloutBatch, SamplingParams
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 FINISH_REASONS = ("stop", "length", "abort")
 LOG_PROBS_MODES = ("processed", "raw")
 MAX_SAMPLE_ID = 2**21 - 1  # id · 2³² + position, the key of a token in error messages, stays exact in float64
-MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
 
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 _INTEGERS = (*_SIGNED, torch.uint8)

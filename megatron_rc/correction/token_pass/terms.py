@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.token_pass.values import POSITIVE_LIMIT, FusedTerms, Scratch, TokenTerms
-from megatron_rc.correction.weights import EXP_LIMIT, apply_bounds, log_bounds
+from megatron_rc.correction.numerics import divergence
+from megatron_rc.correction.token_pass.values import FusedTerms, Scratch, TokenTerms
+from megatron_rc.correction.weights import apply_bounds, log_bounds
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import OPSM, Criterion
 
@@ -149,29 +150,6 @@ def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig
     terms.end_mask(kept, tokens.kept)
     out.codes = terms.codes()
     return out
-
-
-def is_log_prob(values: Tensor) -> Tensor:
-    """Where a log-prob is usable: neither NaN nor infinite nor positive."""
-    return unusable(values) == 0
-
-
-def unusable(values: Tensor) -> Tensor:
-    """The opposite, as 1 and 0 of the values' dtype, which on a CPU takes a fraction of the time that bools take."""
-    excess = values - values.clamp(torch.finfo(values.dtype).min, POSITIVE_LIMIT)
-    return torch.ne(excess, 0, out=excess)
-
-
-def divergence(kind: str, log_ratio: Tensor) -> Tensor:
-    """k1 as log ρ (the bounds are on ρ), k2 = ½(log ρ)², k3 = ρ - 1 - log ρ with ρ = exp(min(log ρ, 20)).
-
-    Schulman 2020, "Approximating KL Divergence" (there k1 is -log ρ).
-    """
-    if kind == "k1":
-        return log_ratio
-    if kind == "k2":
-        return log_ratio.square() / 2
-    return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
 
 
 def _policy_terms(terms: Terms, out: BlockTerms) -> Tensor:

@@ -17,11 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.numerics import POSITIVE_LIMIT, exp_ratio
 from megatron_rc.correction.token_pass.histogram import codes_of
-from megatron_rc.correction.weights import exp_ratio
 
 MIN_RUN, MAX_RUN = 64, 1024  # so many tokens float32 adds up to a relative 1e-7
-POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
 _BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 

@@ -1,0 +1,45 @@
+"""Numbers that every part agrees on: which log-probs can be used, the limits of exp, and the divergences k1, k2, k3."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
+MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
+EXP_LIMIT = 20.0  # a ratio is exp(clamp(x, ±20))
+PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
+NORMALIZE_LIMIT = 1e-8  # a mean weight at or below this is not divided by
+
+
+def is_log_prob(values: Tensor) -> Tensor:
+    """Where a log-prob is usable: neither NaN nor infinite nor positive."""
+    return unusable(values) == 0
+
+
+def unusable(values: Tensor) -> Tensor:
+    """The opposite, as 1 and 0 of the values' dtype, which on a CPU takes a fraction of the time that bools take."""
+    excess = values - values.clamp(torch.finfo(values.dtype).min, POSITIVE_LIMIT)
+    return torch.ne(excess, 0, out=excess)
+
+
+def exp_ratio(log_ratio: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(clamp(x, ±20)): a ratio that is finite and never 0."""
+    return torch.clamp(log_ratio, -EXP_LIMIT, EXP_LIMIT, out=out).exp_()
+
+
+def divergence(kind: str, log_ratio: Tensor) -> Tensor:
+    """k1 as log ρ (the bounds are on ρ), k2 = ½(log ρ)², k3 = ρ - 1 - log ρ with ρ = exp(min(log ρ, 20)).
+
+    Schulman 2020, "Approximating KL Divergence" (there k1 is -log ρ).
+    """
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
+
+
+def within(values: Tensor, lower: float, upper: float) -> Tensor:
+    """Where lower <= values <= upper; False for NaN and infinities. One comparison, which on a CPU costs most."""
+    return values - values.clamp(lower, upper) == 0
