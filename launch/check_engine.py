@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_rc.launch.rollouts.distances import LAGS, lag_distances, tolerance
+from megatron_rc.launch.rollouts.agreement import LAGS, Finding, judge, lag_distances, tolerance
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch
@@ -28,17 +27,6 @@ if TYPE_CHECKING:
     from megatron_rc.launch.training.trainer import Trainer
 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.4, 2.0)
-# Another explanation counts where it leaves less than this share of the distance.
-MUCH_BETTER = 0.5
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One question, its answer in a sentence, and whether it is the right one."""
-
-    about: str
-    agrees: bool
-    words: str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,52 +103,6 @@ def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -
         return torch.zeros(len(LAGS) + 1, dtype=torch.float64, device=batch.tokens.device)
     local = cut.local
     return lag_distances(train, local.rollout_log_probs, local.response_mask, local.positions)
-
-
-def judge(distances: Mapping[float, Sequence[float]], configured: float, limit: float) -> list[Finding]:
-    """Shift, temperature and weights, from the sums of :func:`lag_distances` by temperature.
-
-    Args:
-        distances: by temperature, over all ranks.
-        configured: the temperature that the trainer scores at.
-        limit: mean |Δ| in nats that rounding the engine's weights explains.
-    """
-    *sums, pairs = distances[configured]
-    if not pairs:
-        return [Finding("log-probs", False, "no two neighbouring tokens were sampled: ask for longer responses")]
-    means = {lag: value / pairs for lag, value in zip(LAGS, sums, strict=True)}
-    by_temperature = {temperature: found[0] / pairs for temperature, found in distances.items()}
-    lag, best = min(means, key=means.__getitem__), min(by_temperature, key=by_temperature.__getitem__)
-    shifted = lag != 0 and means[lag] < MUCH_BETTER * means[0]
-    warmer = best != configured and by_temperature[best] < MUCH_BETTER * means[0]
-    evidence = ", ".join(f"{lag:+d}: {mean:.4f}" for lag, mean in means.items())
-    close = means[0] <= limit
-    return [
-        Finding(
-            "shift",
-            not shifted,
-            f"mean |Δ log-prob| by lag {evidence} nats"
-            + (f": the engine's log-probs are shifted by {lag:+d}; align both to the label tokens" if shifted else ""),
-        ),
-        Finding("temperature and log-prob mode", not warmer, _temperature(by_temperature, configured, best, warmer)),
-        Finding(
-            "weights",
-            close,
-            f"mean |Δ log-prob| {means[0]:.5f} nats, up to {limit} is rounding"
-            + ("" if close or shifted or warmer else ": other weights, a stale cache, or another tokenizer"),
-        ),
-    ]
-
-
-def _temperature(distances: Mapping[float, float], configured: float, best: float, warmer: bool) -> str:
-    words = f"closest at {best}, scored at {configured} ({distances[best]:.4f} and {distances[configured]:.4f} nats)"
-    if not warmer:
-        return f"{words}: " + (
-            "at 1 raw and processed log-probs are the same" if configured == 1 else "processed log-probs"
-        )
-    if best == 1:
-        return f"{words}: these are raw log-probs, before temperature; ask the engine for processed ones"
-    return f"{words}: the engine samples at another temperature than --rl-default-temperature"
 
 
 def _tokens(batch: RolloutBatch, text: Text) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.engines.factory import make_engine
-from megatron_rc.launch.rollouts.prefetch import SampledAhead, check_versions
+from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.launch.weights.converter import export_model
@@ -67,7 +67,7 @@ class RolloutCollector:
         steps = 0 if args.load_rollouts else args.rollout_staleness or 0
         self.window = steps // args.updates_per_rollout
         elsewhere = getattr(self.engine, "is_elsewhere", False)
-        self.ahead = SampledAhead(self._obtain, in_background=self.window > 0 and elsewhere)
+        self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
@@ -84,22 +84,22 @@ class RolloutCollector:
         Raises:
             AgreedError: see :meth:`sync_weights` and :meth:`collect`.
         """
-        is_fresh = step not in self.ahead
+        is_fresh = step not in self.prefetched
         if is_fresh:
             weight_sync(lap)
         batch = self.collect(step)
         lap("rollout")
-        if not len(self.ahead):
+        if not len(self.prefetched):
             following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
             following = [later for later in following if later < self.args.train_iters]
             if not is_fresh and (following or weight_sync.is_wanted):
                 weight_sync(lap)
-            self.ahead.order(following)
+            self.prefetched.order(following)
         return batch
 
     def close(self) -> None:
         """End the sampling that is under way, if any is, and the engine where it can be. Collectives: none."""
-        self.ahead.close()
+        self.prefetched.close()
         end = getattr(self.engine, "close", None)
         if end is not None:
             try:
@@ -134,8 +134,10 @@ class RolloutCollector:
             AgreedError: on every rank, if sampling, scoring or the checks failed on any.
         """
         if not self.is_engine_rank:
-            self.ahead.forget(step)
-        batch = self._on_engine_rank(lambda: self._checked(self.ahead.take(step), step), f"the rollout of step {step}")
+            self.prefetched.forget(step)
+        batch = self._on_engine_rank(
+            lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}"
+        )
         return self._share(batch)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:

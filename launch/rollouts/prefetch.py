@@ -23,7 +23,7 @@ from megatron_rc.records.rollout import RolloutBatch
 GRACE_SECONDS = 5.0
 
 
-class SampledAhead:
+class PrefetchedRollouts:
     """The batches that were ordered and not yet taken, by the optimizer step that they start at.
 
     Every rank keeps the same orders; only a rank with an engine has something to take. Nothing here is a collective.

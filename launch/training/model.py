@@ -220,7 +220,7 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=args.num_experts, moe_grouped_gemm=False, qk_layernorm=args.qk_layernorm
         )
-    from megatron_rc.launch.training.local_modules import LocalAttention, LocalNorm
+    from megatron_rc.launch.training.local_layers import LocalAttention, LocalNorm
 
     norm: Any = LocalNorm
     if not args.on_cpu and args.normalization == "LayerNorm" and _has("apex.normalization"):

@@ -12,10 +12,9 @@ import math
 
 import torch
 
-from megatron_rc.launch.check_engine import judge
 from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.rollouts.agreement import judge, lag_distances, tolerance
 from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.distances import lag_distances, tolerance
 from megatron_rc.launch.training.micro_batches import cut_batch
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast

@@ -21,7 +21,7 @@ from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.correction.result import BypassPlan, CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rc.launch.training.local_modules import PackedTokens
+from megatron_rc.launch.training.local_layers import PackedTokens
 from megatron_rc.launch.training.micro_batches import Cut, LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,

@@ -9,7 +9,7 @@ from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_tokens
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.checks import validate_args
 from megatron_rc.launch.flags.parser import parse_args
-from megatron_rc.launch.rollouts.distances import lag_distances
+from megatron_rc.launch.rollouts.agreement import lag_distances
 from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch

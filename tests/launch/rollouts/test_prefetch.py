@@ -11,7 +11,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks import validate_args
 from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.launch.rollouts.collector import RolloutCollector
-from megatron_rc.launch.rollouts.prefetch import SampledAhead, check_versions
+from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.launch.training.test_loop import LIVE, SUMS, rows, run_training, without_times
 from tests.support.ranks import Layout
@@ -25,24 +25,26 @@ def numbered(step):
 
 
 def test_ordered_batches_are_taken_by_their_step():
-    ahead = SampledAhead(numbered, in_background=True)
-    ahead.order([1, 2])
-    assert (1 in ahead, 3 in ahead, len(ahead)) == (True, False, 2)
-    assert ahead.take(2).identical(numbered(2))
-    assert ahead.take(1).identical(numbered(1))
-    assert ahead.take(3).identical(numbered(3)), "not ordered: obtained at once"
-    assert len(ahead) == 0
-    ahead.close()
+    prefetched = PrefetchedRollouts(numbered, in_background=True)
+    prefetched.order([1, 2])
+    assert (1 in prefetched, 3 in prefetched, len(prefetched)) == (True, False, 2)
+    assert prefetched.take(2).identical(numbered(2))
+    assert prefetched.take(1).identical(numbered(1))
+    assert prefetched.take(3).identical(numbered(3)), "not ordered: obtained at once"
+    assert len(prefetched) == 0
+    prefetched.close()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_batches_are_sampled_one_at_a_time_in_their_order(in_background):
     seen, main = [], threading.get_ident()
-    ahead = SampledAhead(lambda step: seen.append((step, threading.get_ident() == main)), in_background=in_background)
-    ahead.order([4, 6, 8])
+    prefetched = PrefetchedRollouts(
+        lambda step: seen.append((step, threading.get_ident() == main)), in_background=in_background
+    )
+    prefetched.order([4, 6, 8])
     for step in (4, 6, 8):
-        ahead.take(step)
-    ahead.close()
+        prefetched.take(step)
+    prefetched.close()
     assert seen == [(step, not in_background) for step in (4, 6, 8)]
 
 
@@ -52,7 +54,7 @@ def test_an_engine_that_does_not_end_is_told_and_takes_no_errors_place(caplog):
             raise OSError("still there")
 
     collector = RolloutCollector.__new__(RolloutCollector)
-    collector.engine, collector.ahead = Stuck(), SampledAhead(numbered, in_background=False)
+    collector.engine, collector.prefetched = Stuck(), PrefetchedRollouts(numbered, in_background=False)
     collector.close()
     assert "the rollout engine did not end cleanly: still there" in caplog.text
 
@@ -64,12 +66,12 @@ def test_what_sampling_raises_is_raised_where_it_is_taken():
         return step
 
     for in_background in (False, True):
-        ahead = SampledAhead(broken, in_background=in_background)
-        ahead.order([1, 2])
-        assert ahead.take(1) == 1
+        prefetched = PrefetchedRollouts(broken, in_background=in_background)
+        prefetched.order([1, 2])
+        assert prefetched.take(1) == 1
         with pytest.raises(TimeoutError, match="no answer"):
-            ahead.take(2)
-        ahead.close()
+            prefetched.take(2)
+        prefetched.close()
 
 
 def test_closing_drops_what_waits_and_ends_the_thread():
@@ -80,10 +82,10 @@ def test_closing_drops_what_waits_and_ends_the_thread():
         begun.set()
         go.wait(SECONDS)
 
-    ahead = SampledAhead(slow, in_background=True)
-    ahead.order([1, 2, 3])
+    prefetched = PrefetchedRollouts(slow, in_background=True)
+    prefetched.order([1, 2, 3])
     assert begun.wait(SECONDS)
-    closing = threading.Thread(target=ahead.close)
+    closing = threading.Thread(target=prefetched.close)
     closing.start()
     go.set()
     closing.join(SECONDS)
@@ -95,10 +97,10 @@ def test_a_batch_that_does_not_end_is_left_behind(monkeypatch):
     """An error of the trainer is not kept back by it."""
     monkeypatch.setattr("megatron_rc.launch.rollouts.prefetch.GRACE_SECONDS", 0.01)
     begun, go = threading.Event(), threading.Event()
-    ahead = SampledAhead(lambda step: begun.set() or go.wait(SECONDS), in_background=True)
-    ahead.order([1])
+    prefetched = PrefetchedRollouts(lambda step: begun.set() or go.wait(SECONDS), in_background=True)
+    prefetched.order([1])
     assert begun.wait(SECONDS)
-    ahead.close()
+    prefetched.close()
     (left,) = (thread for thread in threading.enumerate() if thread.name == "rollouts")
     assert left.daemon
     go.set()

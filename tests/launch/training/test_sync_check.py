@@ -8,7 +8,7 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.parser import parse_args
-from megatron_rc.launch.rollouts.distances import tolerance
+from megatron_rc.launch.rollouts.agreement import tolerance
 from tests.launch.training.test_loop import run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags
