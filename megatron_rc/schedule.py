@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.api import RolloutCorrection
-from megatron_rc.correction.numerics import is_log_prob
 from megatron_rc.loss.aggregation import loss_sum
 from megatron_rc.loss.policy import kl_penalty, policy_loss
+from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.layout import SequenceLayout
 
 

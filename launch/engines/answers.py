@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.correction.numerics import POSITIVE_LIMIT
 from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.records.rollout import SamplingParams
 
 LOWEST = -9000.0  # vLLM's server writes -9999 for minus infinity

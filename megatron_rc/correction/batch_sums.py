@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
-from megatron_rc.correction.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
 from megatron_rc.correction.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale
 from megatron_rc.correction.token_pass.terms import Columns, Sums, largest
 from megatron_rc.correction.weights import bounded_weights, log_bounds, scaled_bounds
+from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.correction.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.correction.token_pass.histogram import quantiles
+from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
 

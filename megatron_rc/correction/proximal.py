@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.numerics import is_log_prob
+from megatron_rc.numerics import is_log_prob
 
 
 def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor, updates: int) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
-from megatron_rc.correction.numerics import within
 from megatron_rc.correction.token_pass.terms import Sums
+from megatron_rc.numerics import within
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import GROUP_ANY, OPSM, Criterion
 

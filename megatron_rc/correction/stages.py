@@ -27,13 +27,13 @@ from megatron_rc.correction.batch_sums import (
 from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
 from megatron_rc.correction.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
-from megatron_rc.correction.numerics import is_log_prob
 from megatron_rc.correction.rejection import Verdicts, decide, local_group_sums, threshold_scale
 from megatron_rc.correction.result import CorrectionResult, HeaderShape
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
 from megatron_rc.correction.token_pass.blocks import BlockPass
 from megatron_rc.correction.token_pass.terms import BlockTokens, Columns, Sums
 from megatron_rc.correction.weights import bounded_weights, normalization
+from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, ParallelGroups

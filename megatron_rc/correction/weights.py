@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.numerics import NORMALIZE_LIMIT, exp_ratio, within
+from megatron_rc.numerics import NORMALIZE_LIMIT, exp_ratio, within
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.numerics import MAX_ZERO_LOG_PROBS, POSITIVE_LIMIT
+from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, POSITIVE_LIMIT
 
 if TYPE_CHECKING:
     from megatron_rc.records.rollout import RolloutBatch, SamplingParams

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import MAX_SEQUENCE_ID, Part, Shards
-from megatron_rc.correction.numerics import unusable
+from megatron_rc.numerics import unusable
 
 _STRIDE = 2**32
 _PIECE = 2**18  # tokens of a sequence that are looked at together

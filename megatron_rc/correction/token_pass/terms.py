@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.numerics import divergence
 from megatron_rc.correction.token_pass.values import FusedTerms, Scratch, TokenTerms
 from megatron_rc.correction.weights import apply_bounds, log_bounds
+from megatron_rc.numerics import divergence
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import OPSM, Criterion
 

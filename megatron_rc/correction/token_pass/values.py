@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.numerics import POSITIVE_LIMIT, exp_ratio
 from megatron_rc.correction.token_pass.histogram import codes_of
+from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio
 
 MIN_RUN, MAX_RUN = 64, 1024  # so many tokens float32 adds up to a relative 1e-7
 _BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
