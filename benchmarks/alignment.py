@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rc import PlanInputs
 from megatron_rc.correction.checks.shift import find_lag, shift_sums
-from megatron_rc.correction.inputs import Sizes, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, collect_shards
 
 SHAPE = (17, 64)
 NOISES = (1e-3, 0.02, 0.1, 0.5, 1.0, 3.0)
@@ -34,7 +34,7 @@ def sample(generator: torch.Generator) -> Tensor:
 
 def verdict(train: Tensor, rollout: Tensor) -> int:
     """The lag that the test finds."""
-    parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), Sizes()).parts
+    parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), AgreedCounts()).parts
     ((names, sums),) = shift_sums(parts).items()
     return find_lag(dict(zip(names, sums.tolist(), strict=True)))
 

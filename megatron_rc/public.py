@@ -1,7 +1,7 @@
 """The list of public names, which ``megatron_rc`` hands out: what a user imports from it, and nothing else."""
 
 from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
-from megatron_rc.correction.inputs import PlanInputs, Sizes, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.stages import (
     batch_sums,
@@ -24,6 +24,7 @@ from megatron_rc.settings.flags import (
 )
 
 __all__ = [
+    "AgreedCounts",
     "CorrectionResult",
     "LossScale",
     "MicroBatch",
@@ -33,7 +34,6 @@ __all__ = [
     "RolloutCorrection",
     "RolloutCorrectionConfig",
     "SamplingParams",
-    "Sizes",
     "add_rollout_correction_args",
     "aggregate_loss",
     "batch_sums",

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import (
+    AgreedCounts,
     Layouts,
     PlanInputs,
-    Sizes,
     Tensors,
-    check_sizes,
+    check_counts,
     collect_masks,
     collect_shards,
 )
@@ -112,21 +112,21 @@ def correct_rollouts(
         mini_batch_ids=mini_batch_ids,
     )
     groups = groups or ParallelGroups()
-    sizes = Sizes(num_mini_batches, num_groups, current_version, max_staleness)
-    batch = _sums(inputs, config, sizes, groups, compile)
+    counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
+    batch = _sums(inputs, config, counts, groups, compile)
     return finish(batch, reduce_batch(batch.pair, groups))
 
 
 def _sums(
     inputs: PlanInputs,
     config: RolloutCorrectionConfig,
-    sizes: Sizes,
+    counts: AgreedCounts,
     groups: ParallelGroups,
     compile: bool,
     first_id: int = 0,
 ) -> BatchSums:
     """Everything before the reduction over the batch; sequences without ids are counted from ``first_id``."""
-    local = sequence_sums(collect_shards(inputs, sizes, groups, first_id), config, compile=compile)
+    local = sequence_sums(collect_shards(inputs, counts, groups, first_id), config, compile=compile)
     sequences = reduce_sequences(local.pair, groups)
     prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_groups else None
     return batch_sums(local, sequences, prompts)
@@ -178,7 +178,7 @@ class RolloutCorrection:
         self._ended: CorrectionResult | None = None
         self._statistics: LossStatistics | None = None
         self._plan: BypassPlan | None = None
-        self._sizes = Sizes()
+        self._counts = AgreedCounts()
         self._pair: Pair | None = None
         self._mini_batch: int | None = None
         self._seen = 0
@@ -215,20 +215,20 @@ class RolloutCorrection:
         Raises:
             ValueError: shapes or ids that do not fit. Bad data is reported by ``check()`` of the result.
         """
-        sizes = Sizes(num_mini_batches, num_groups, current_version, max_staleness)
-        self._check_plan(inputs, sizes)
+        counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
+        self._check_plan(inputs, counts)
         if self.config.corrects_in_loss:
             self._headers, self._pair, self._mini_batch, self._seen = [], None, None, 0
             self._statistics = None
             # A step is one mini-batch, and no criterion that needs the prompts is there.
-            self._sizes = dataclasses.replace(sizes, num_mini_batches=1, num_groups=None)
-            self._plan = None if inputs is None else self._plan_bypass(inputs, sizes)
+            self._counts = dataclasses.replace(counts, num_mini_batches=1, num_groups=None)
+            self._plan = None if inputs is None else self._plan_bypass(inputs, counts)
             return self._plan or BypassPlan(None)
         if inputs is None:
-            shape = header_shape(self.config, sizes)
+            shape = header_shape(self.config, counts)
             header = torch.zeros(len(shape), dtype=torch.float64, device=device)
             return CorrectionResult(self.config, shape, self._broadcast(header))
-        batch = _sums(inputs, self.config, sizes, self.groups, self.compile)
+        batch = _sums(inputs, self.config, counts, self.groups, self.compile)
         result = finish(batch, reduce_batch(batch.pair, self.groups))
         result.header = self._broadcast(result.header)
         return result
@@ -289,12 +289,12 @@ class RolloutCorrection:
             layout,
             advantages=advantages,
             sequence_ids=sequence_ids,
-            policy_versions=None if self._sizes.current_version is None else policy_versions,
+            policy_versions=None if self._counts.current_version is None else policy_versions,
         )
         if self.config.proximal_interpolation:
             self.proximal_log_probs = self._interpolated(inputs)
             inputs = dataclasses.replace(inputs, train_log_probs=self.proximal_log_probs)
-        batch = _sums(inputs, self.config, self._sizes, self.groups, self.compile, self._seen)
+        batch = _sums(inputs, self.config, self._counts, self.groups, self.compile, self._seen)
         sums, maxima = batch.pair
         if self._pair is not None:
             sums, maxima = self._pair[0] + sums, torch.maximum(self._pair[1], maxima)
@@ -325,7 +325,7 @@ class RolloutCorrection:
         Raises:
             RuntimeError: bypass mode, and no micro-batch since the last step.
         """
-        shape = _step_shape(self.config, self._sizes)
+        shape = _step_shape(self.config, self._counts)
         if self.groups.is_last_stage:
             message = self._step_header(device)
         else:
@@ -389,34 +389,34 @@ class RolloutCorrection:
         """
         if not self._headers:
             return {}
-        shape = _step_shape(self.config, self._sizes)
+        shape = _step_shape(self.config, self._counts)
         metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
         return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
 
-    def _check_plan(self, inputs: PlanInputs | None, sizes: Sizes) -> None:
+    def _check_plan(self, inputs: PlanInputs | None, counts: AgreedCounts) -> None:
         """What every stage can see, before any of them waits for another."""
-        check_sizes(sizes)
-        check_version_given(self.config, sizes)
-        if self.config.needs_groups and sizes.num_groups is None:
+        check_counts(counts)
+        check_version_given(self.config, counts)
+        if self.config.needs_groups and counts.num_groups is None:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
 
-    def _plan_bypass(self, inputs: PlanInputs, sizes: Sizes) -> BypassPlan:
-        masks = collect_masks(inputs, sizes, self.groups)
+    def _plan_bypass(self, inputs: PlanInputs, counts: AgreedCounts) -> BypassPlan:
+        masks = collect_masks(inputs, counts, self.groups)
         tokens = all_reduce_sum(masks.tokens, self.groups.cp)
         return BypassPlan(all_reduce_sum(masks.mini_batch_counts(tokens), self.groups.dp_cp))
 
     def _interpolated(self, inputs: PlanInputs) -> Tensor:
         """The proximal policy's log-probs of a micro-batch: the plan's weights are the steps behind that have ended."""
-        shards = collect_shards(inputs, self._sizes, self.groups)
+        shards = collect_shards(inputs, self._counts, self.groups)
         (part,) = shards.parts
         versions = part.versions
         if versions is None and shards.versions is not None:
             versions = part.layout.expand(shards.versions)
-        if versions is None or self._sizes.current_version is None:
+        if versions is None or self._counts.current_version is None:
             raise RuntimeError("proximal_interpolation needs versions, which the plan asked for")
-        staleness = (self._sizes.current_version - versions).clamp(min=0)
+        staleness = (self._counts.current_version - versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=len(self._headers))
 
     def _step_header(self, device: torch.device | None) -> Tensor:
@@ -429,7 +429,7 @@ class RolloutCorrection:
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima])
         header = torch.cat([*reduce_batch(pair, self.groups), nothing.new_ones(1)])
         if self._plan is not None:
-            result = CorrectionResult(self.config, _step_shape(self.config, self._sizes), header)
+            result = CorrectionResult(self.config, _step_shape(self.config, self._counts), header)
             # Found by the plan, which the other stages did not see.
             result.shape.unpack(header)[0]["bad_mini_batch_ids"].add_(self._plan.bad_ids)
             header[-1] = self._factor(result, self._plan)
@@ -474,9 +474,9 @@ def resolve_objective(
     return dataclasses.replace(loss, algorithm=loss.algorithm or algorithm)
 
 
-def _step_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
+def _step_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
     """What a step reduces: in bypass mode the correction's sums and maxima, then the loss's, then D₀/G."""
-    known = header_shape(config, sizes) if config.corrects_in_loss else HeaderShape((), ())
+    known = header_shape(config, counts) if config.corrects_in_loss else HeaderShape((), ())
     sums = (*known.sums, ("loss_sums", (len(SUMS),)))
     return HeaderShape(sums, (*known.maxima, *(f"loss_{name}" for name in MAXIMA), "factor"))
 

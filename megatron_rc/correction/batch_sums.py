@@ -141,7 +141,7 @@ def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Columns:
     return {
         "length": _bucket(octave, LENGTH_BUCKETS, columns),
         "reward": _bucket(signs, len(REWARD_SIGNS), columns),
-        "staleness": _bucket(versions, shards.sizes.max_staleness + 1, by_version),
+        "staleness": _bucket(versions, shards.counts.max_staleness + 1, by_version),
     }
 
 
@@ -159,20 +159,20 @@ def token_staleness(
     """The sums by staleness of some tokens that have their own versions, and how many versions are too new."""
     columns = torch.stack([valid.double(), (valid & ~accepted).double(), log_ratio.double()], dim=-1)
     index = staleness(versions, shards).reshape(-1)
-    newer = valid & (versions > (shards.sizes.current_version or 0))
-    return _bucket(index, shards.sizes.max_staleness + 1, columns.reshape(-1, 3)), newer.sum()
+    newer = valid & (versions > (shards.counts.current_version or 0))
+    return _bucket(index, shards.counts.max_staleness + 1, columns.reshape(-1, 3)), newer.sum()
 
 
 def staleness(versions: Tensor, shards: Shards) -> Tensor:
     """The bucket of each version: current_version - version in [0, max_staleness]."""
-    return ((shards.sizes.current_version or 0) - versions).clamp(0, shards.sizes.max_staleness)
+    return ((shards.counts.current_version or 0) - versions).clamp(0, shards.counts.max_staleness)
 
 
 def mini_batch_counts(verdicts: Verdicts, shards: Shards) -> Tensor:
     """[num_mini_batches, 4] float64: tokens and sequences under m, then under m'."""
     tokens, accepted = verdicts.tokens, verdicts.accepted
     columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0], dim=1)
-    return _bucket(shards.mini_batch_ids, shards.sizes.num_mini_batches, columns)
+    return _bucket(shards.mini_batch_ids, shards.counts.num_mini_batches, columns)
 
 
 def _bucket(index: Tensor | None, count: int, columns: Tensor) -> Tensor:

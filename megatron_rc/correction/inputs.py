@@ -53,8 +53,15 @@ class PlanInputs:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is equal on every rank, so that no shape depends on data."""
+class AgreedCounts:
+    """The counts that all ranks agree on before any of them looks at data, so that no shape depends on data.
+
+    Attributes:
+        num_mini_batches: optimizer steps that share the batch.
+        num_groups: prompts of the whole batch; None where no criterion looks at prompts.
+        current_version: of the weights that train; None where versions are not looked at.
+        max_staleness: the last bucket of staleness holds everything from here on.
+    """
 
     num_mini_batches: int = 1
     num_groups: int | None = None
@@ -82,7 +89,7 @@ class Shards:
     Attributes:
         parts: the micro-batches.
         is_list: the caller gave lists, and gets lists back.
-        sizes: what every rank agrees on.
+        counts: what every rank agrees on.
         dtype: of the arithmetic and the weights.
         sequence_ids: int64.
         mini_batch_ids: int64.
@@ -97,7 +104,7 @@ class Shards:
 
     parts: tuple[Part, ...]
     is_list: bool
-    sizes: Sizes
+    counts: AgreedCounts
     dtype: torch.dtype
     sequence_ids: Tensor
     mini_batch_ids: Tensor
@@ -123,9 +130,9 @@ class Shards:
         """The same on a device, with ids clamped into their range, and flags where that or a NaN was found."""
         limits: tuple[tuple[str, str, int | None, int | None], ...] = (
             ("sequence_ids", "sequence_ids", 0, MAX_SEQUENCE_ID - 1),
-            ("mini_batch_ids", "mini_batch_ids", 0, self.sizes.num_mini_batches - 1),
-            ("group_ids", "group_ids", 0, (self.sizes.num_groups or 1) - 1),
-            ("versions", "policy_versions", None, self.sizes.current_version),
+            ("mini_batch_ids", "mini_batch_ids", 0, self.counts.num_mini_batches - 1),
+            ("group_ids", "group_ids", 0, (self.counts.num_groups or 1) - 1),
+            ("versions", "policy_versions", None, self.counts.current_version),
         )
         moved, bad = {}, {}
         nothing = torch.zeros(self.num_sequences, dtype=torch.bool, device=device)
@@ -148,12 +155,14 @@ class Shards:
         return self.parts[0].mask.device
 
 
-def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | None = None, first_id: int = 0) -> Shards:
+def collect_shards(
+    inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups | None = None, first_id: int = 0
+) -> Shards:
     """Check shapes, dtypes and counts, and fill in the defaults.
 
     Args:
         inputs: this rank's part.
-        sizes: what every rank agrees on.
+        counts: what every rank agrees on.
         groups: those that carry the sums; None where something else does: the layouts alone say which shard this is.
         first_id: where the ids of sequences without any start.
 
@@ -161,8 +170,8 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | No
         ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
             only.
     """
-    check_sizes(sizes)
-    _check_pairs(inputs, sizes)
+    check_counts(counts)
+    _check_pairs(inputs, counts)
     is_list = not isinstance(inputs.response_mask, Tensor)
     masks: list[Tensor] = _listed("response_mask", inputs.response_mask, is_list, None)
     if not masks:
@@ -192,7 +201,7 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | No
     return Shards(
         parts=tuple(parts),
         is_list=is_list,
-        sizes=sizes,
+        counts=counts,
         dtype=functools.reduce(torch.promote_types, dtypes, torch.float32),
         sequence_ids=torch.arange(first_id, first_id + sum(num)) if ids is None else ids,
         mini_batch_ids=torch.zeros(sum(num), dtype=torch.int64) if mini_batches is None else mini_batches,
@@ -205,26 +214,26 @@ def collect_shards(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups | No
     ).checked(masks[0].device)
 
 
-def check_sizes(sizes: Sizes) -> None:
+def check_counts(counts: AgreedCounts) -> None:
     """Raise ValueError for counts that cannot be."""
-    if sizes.num_mini_batches < 1:
-        raise ValueError(f"num_mini_batches={sizes.num_mini_batches} must be at least 1")
-    if sizes.num_groups is not None and sizes.num_groups < 1:
-        raise ValueError(f"num_groups={sizes.num_groups} must be at least 1")
-    if sizes.max_staleness < 0:
-        raise ValueError(f"max_staleness={sizes.max_staleness} must be 0 or more")
-    if sizes.max_staleness and sizes.current_version is None:
+    if counts.num_mini_batches < 1:
+        raise ValueError(f"num_mini_batches={counts.num_mini_batches} must be at least 1")
+    if counts.num_groups is not None and counts.num_groups < 1:
+        raise ValueError(f"num_groups={counts.num_groups} must be at least 1")
+    if counts.max_staleness < 0:
+        raise ValueError(f"max_staleness={counts.max_staleness} must be 0 or more")
+    if counts.max_staleness and counts.current_version is None:
         raise ValueError(
-            f"max_staleness={sizes.max_staleness} does nothing without policy_versions and current_version"
+            f"max_staleness={counts.max_staleness} does nothing without policy_versions and current_version"
         )
 
 
-def _check_pairs(inputs: PlanInputs, sizes: Sizes) -> None:
-    if (inputs.group_ids is None) != (sizes.num_groups is None):
+def _check_pairs(inputs: PlanInputs, counts: AgreedCounts) -> None:
+    if (inputs.group_ids is None) != (counts.num_groups is None):
         raise ValueError(
             "group_ids and num_groups come together: num_groups is the count of prompts, equal on all ranks"
         )
-    if (inputs.policy_versions is None) != (sizes.current_version is None):
+    if (inputs.policy_versions is None) != (counts.current_version is None):
         raise ValueError("policy_versions and current_version come together: staleness is their difference")
 
 
@@ -358,12 +367,12 @@ class Masks:
         return counts * self.is_first_cp_rank
 
 
-def collect_masks(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> Masks:
+def collect_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups) -> Masks:
     """The response masks of a rollout batch, checked as :func:`collect_shards` does; log-probs are not looked at."""
     mask = inputs.response_mask
     stand_in: Tensors = mask.float() if isinstance(mask, Tensor) else [part.float() for part in mask]
     shards = collect_shards(
-        dataclasses.replace(inputs, train_log_probs=stand_in, rollout_log_probs=stand_in), sizes, groups
+        dataclasses.replace(inputs, train_log_probs=stand_in, rollout_log_probs=stand_in), counts, groups
     )
     return Masks(
         tokens=torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts]),
@@ -371,7 +380,7 @@ def collect_masks(inputs: PlanInputs, sizes: Sizes, groups: ParallelGroups) -> M
             [torch.tensor(part.layout.full_lengths, dtype=torch.float64, device=shards.device) for part in shards.parts]
         ),
         mini_batch_ids=shards.mini_batch_ids,
-        num_mini_batches=sizes.num_mini_batches,
+        num_mini_batches=counts.num_mini_batches,
         bad_ids=shards.bad["bad_mini_batch_ids"],
         is_first_cp_rank=shards.is_first_cp_rank,
     )

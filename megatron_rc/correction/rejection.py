@@ -124,7 +124,7 @@ def local_group_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfig
         raise ValueError("group criteria need group_ids")
     values = {"valid": sums["valid"], "k1": sums["log_ratio"], "lost": lost} | sums
     columns = torch.stack([values[name] for name in group_columns(config)], dim=1)
-    groups = torch.zeros(shards.sizes.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
+    groups = torch.zeros(shards.counts.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
     return groups.index_add_(0, shards.group_ids, columns)
 
 

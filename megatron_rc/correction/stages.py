@@ -26,7 +26,7 @@ from megatron_rc.correction.batch_sums import (
 )
 from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
-from megatron_rc.correction.inputs import Part, PlanInputs, Shards, Sizes, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, Part, PlanInputs, Shards, collect_shards
 from megatron_rc.correction.rejection import Verdicts, decide, local_group_sums, threshold_scale
 from megatron_rc.correction.result import CorrectionResult, HeaderShape
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
@@ -234,22 +234,22 @@ def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
     )
 
 
-def header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
+def header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
     """What lies where in the header of every rank, whatever its data: that of a batch without sequences."""
-    version = None if sizes.current_version is None else 0
-    return _header_shape(config, dataclasses.replace(sizes, current_version=version))
+    version = None if counts.current_version is None else 0
+    return _header_shape(config, dataclasses.replace(counts, current_version=version))
 
 
 @functools.lru_cache(maxsize=64)
-def _header_shape(config: RolloutCorrectionConfig, sizes: Sizes) -> HeaderShape:
+def _header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
     nothing = torch.zeros(0, 0)
     no_ids = torch.zeros(0, dtype=torch.int64)
     inputs = PlanInputs(nothing, nothing, nothing.bool(), advantages=torch.zeros(0))
-    if sizes.num_groups is not None:
+    if counts.num_groups is not None:
         inputs = dataclasses.replace(inputs, group_ids=no_ids)
-    if sizes.current_version is not None:
+    if counts.current_version is not None:
         inputs = dataclasses.replace(inputs, policy_versions=no_ids)
-    local = sequence_sums(collect_shards(inputs, sizes, ParallelGroups()), config)
+    local = sequence_sums(collect_shards(inputs, counts, ParallelGroups()), config)
     prompts = group_sums(local, local.pair) if config.needs_groups else None
     return batch_sums(local, local.pair, prompts).shape
 
@@ -262,12 +262,12 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
     if config.needs_groups and shards.group_ids is None:
         needed = ", ".join(criterion.name for criterion in config.criteria if criterion.needs_groups)
         raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
-    check_version_given(config, shards.sizes)
+    check_version_given(config, shards.counts)
 
 
-def check_version_given(config: RolloutCorrectionConfig, sizes: Sizes) -> None:
+def check_version_given(config: RolloutCorrectionConfig, counts: AgreedCounts) -> None:
     """Raise ValueError where the config looks at staleness and nobody knows it; sees what every stage can see."""
-    if sizes.current_version is not None:
+    if counts.current_version is not None:
         return
     for name in ("rollout_staleness_scale", "proximal_interpolation"):
         if not getattr(config, name):
@@ -336,7 +336,7 @@ def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionC
         versions = block.expand(shards.versions[_rows(part, block)]).expand(block.shape)
     else:
         raise ValueError("a staleness scale needs versions")
-    return config.staleness_scale.levels((shards.sizes.current_version or 0) - versions)
+    return config.staleness_scale.levels((shards.counts.current_version or 0) - versions)
 
 
 def _finish_weights(local: LocalSums, log_weights: Tensor | None, scale: Tensor | None, factor: Tensor | None) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.inputs import PlanInputs, Sizes, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.correction.token_pass.accumulator import Accumulator
 from megatron_rc.correction.token_pass.terms import BlockValues
 from tests.correction.test_correction import correct, use_blocks
@@ -55,7 +55,7 @@ def test_micro_batches_of_different_widths_add_up(shapes):
 def test_sums_are_counted_beyond_float32(kept):
     """2²⁴ + 1 is the first whole number that float32 has not; every kind of sum has it, from runs and from blocks."""
     nothing = torch.zeros(2, 4)
-    total = Accumulator(collect_shards(PlanInputs(nothing, nothing, nothing.bool()), Sizes()), CONFIG)
+    total = Accumulator(collect_shards(PlanInputs(nothing, nothing, nothing.bool()), AgreedCounts()), CONFIG)
     many = torch.tensor([2.0**24, 1.0, 2.0**24, 0.0])
     codes = torch.zeros(4, 1024 if kept else 64, dtype=torch.int64)
     total.add(BlockValues(tuple((many,) * len(names) for names in total._names), codes), slice(0, 2))

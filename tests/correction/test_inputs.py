@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction import stages as pipeline
 from megatron_rc.correction.checks.bad_tokens import describe_bad_token
-from megatron_rc.correction.inputs import Sizes
+from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.token_pass import accumulator
 from megatron_rc.parallel import SequenceLayout
 from tests.correction.test_correction import config_of
@@ -140,7 +140,7 @@ def test_the_default_dtype_of_tensors_changes_nothing(dtype):
     try:
         got = correct_rollouts(**sound, config=config_of("token"))
         bad = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
-        shape = pipeline.header_shape(config_of("token"), Sizes())
+        shape = pipeline.header_shape(config_of("token"), AgreedCounts())
     finally:
         torch.set_default_dtype(before)
     assert got.metrics() == want.metrics()

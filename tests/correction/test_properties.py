@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rc import PlanInputs, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.inputs import Sizes, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, collect_shards
 from megatron_rc.correction.stages import batch_sums, finish, group_sums, sequence_sums
 from megatron_rc.parallel import SequenceLayout
 
@@ -87,7 +87,7 @@ def correct_split(batch, name, replicas, cp_size, split):
             part = rows_of(batch, torch.tensor(rows, dtype=torch.int64))
             cut = {key: layout.cut(value) if value.dim() == 2 else value for key, value in part.items()}
             inputs = PlanInputs(**cut, layout=layout)
-            shards[replica, rank] = sequence_sums(collect_shards(inputs, Sizes(**SIZES)), config)
+            shards[replica, rank] = sequence_sums(collect_shards(inputs, AgreedCounts(**SIZES)), config)
     over_cp = {
         replica: added([shards[replica, rank].pair for rank in range(cp_size)]) for replica in range(len(replicas))
     }

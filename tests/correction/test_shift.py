@@ -5,7 +5,7 @@ import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.checks.shift import MIN_PAIRS, find_lag, shift_sums
-from megatron_rc.correction.inputs import PlanInputs, Sizes, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.parallel import SequenceLayout
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
@@ -77,7 +77,7 @@ def test_shards_compare_true_neighbours_only(split):
         for rank in range(4):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
-            parts = collect_shards(inputs, Sizes()).parts
+            parts = collect_shards(inputs, AgreedCounts()).parts
             ((names, values),) = shift_sums(parts).items()
             for name, value in zip(names, values.tolist(), strict=True):
                 total[name] = total.get(name, 0.0) + value
