@@ -5,6 +5,7 @@ unpacked on a file system without them). Either alone fails for some way of inst
 so they are left out of what it finds in ``megatron_rc/`` and listed once, under the names that they are imported by.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -21,9 +22,15 @@ def packages() -> list[str]:
     return names
 
 
+def version() -> str:
+    """What ``megatron_rc.__version__`` says, read without importing torch."""
+    text = Path(__file__).with_name("megatron_rc").joinpath("__init__.py").read_text(encoding="utf-8")
+    return re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)[0]
+
+
 setup(
     name="megatron-rc",
-    version="0.1.0",
+    version=version(),
     description="Rollout Correction for PPO with Megatron-Core, exact on sharded log-probs",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

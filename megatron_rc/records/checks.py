@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, POSITIVE_LIMIT
 
-if TYPE_CHECKING:
-    from megatron_rc.records.rollout import RolloutBatch, SamplingParams
-
 FINISH_REASONS = ("stop", "length", "abort")
-LOG_PROBS_MODES = ("processed", "raw")
 MAX_SAMPLE_ID = 2**21 - 1  # id · 2³² + position, the key of a token in error messages, stays exact in float64
 
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -51,20 +47,20 @@ FIELDS = {
 }
 
 
-def check_structure(batch: RolloutBatch) -> None:
-    """Shapes, dtypes and devices of all fields; values are not read.
+def check_structure(columns: Mapping[str, Any]) -> None:
+    """Shapes, dtypes and devices of all fields, by name; values are not read.
 
     Raises:
         TypeError: a field is no tensor.
         ValueError: names the field, what it is and what is expected.
     """
     for name in FIELDS:
-        value = getattr(batch, name)
+        value = columns.get(name)
         if value is None and name == "routed_experts":
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is {type(value).__name__}: expected a tensor")
-        _check_field(name, value, batch.tokens)
+        _check_field(name, value, columns["tokens"])
 
 
 def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
@@ -82,104 +78,70 @@ def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
         raise ValueError(f"{name} is on {value.device}, tokens on {tokens.device}: move the batch with to(device)")
 
 
-def check_sampling(sampling: SamplingParams, allow_truncated_sampling: bool) -> None:
-    """The sampling parameters, each and together.
-
-    Args:
-        sampling: those of a batch.
-        allow_truncated_sampling: accept top_p < 1 and top_k > 0.
-
-    Raises:
-        ValueError: names the parameter, its value and the remedy.
-    """
-    temperature, top_p, top_k, mode = sampling.temperature, sampling.top_p, sampling.top_k, sampling.log_probs_mode
-    if not (_is_number(temperature) and 0 < temperature < math.inf):
-        raise ValueError(f"temperature={temperature!r}: expected a number above 0")
-    if not (_is_number(top_p) and 0 < top_p <= 1):
-        raise ValueError(f"top_p={top_p!r}: expected a number above 0 and at most 1")
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
-        raise ValueError(f"top_k={top_k!r}: expected an integer of at least 0, where 0 samples from all tokens")
-    if mode not in LOG_PROBS_MODES:
-        raise ValueError(f"log_probs_mode={mode!r}: expected one of {', '.join(LOG_PROBS_MODES)}")
-    if mode == "raw" and temperature != 1:
-        raise ValueError(
-            f"log-probs are raw (before temperature) at temperature {temperature}: "
-            "ask the engine for processed log-probs"
-        )
-    if (top_p < 1 or top_k > 0) and not allow_truncated_sampling:
-        raise ValueError(
-            f"top_p={top_p}, top_k={top_k} sample from a truncated distribution, which is not the policy: sample with "
-            "top_p=1 and top_k=0, or allow truncated sampling"
-        )
-
-
-def check_values(batch: RolloutBatch, vocab_size: int | None) -> None:
+def check_values(columns: Mapping[str, Tensor], top_k: int, vocab_size: int | None) -> None:
     """Everything that the tensors hold, in a batch whose structure is right.
 
     Args:
-        batch: the records.
+        columns: the tensors of the batch by the names of its fields.
+        top_k: that of the sampling; with 1 every log-prob is 0.
         vocab_size: token ids lie below it; None: not checked.
 
     Raises:
         ValueError: names the field, the sample and the position.
     """
-    _check_ids(batch)
-    mask, values = batch.response_mask, batch.rollout_log_probs
+    _check_ids(columns)
+    ids, tokens, versions = columns["sample_ids"], columns["tokens"], columns["policy_versions"]
+    mask, values = columns["response_mask"], columns["rollout_log_probs"]
     first = mask[:, :1].any(dim=1)
-    _refuse(batch, first, "{}: its first token is marked as sampled, but nothing stands before it")
-    _refuse(batch, batch.tokens < 0, "the token id of {} is {}: expected 0 or more, padding included", batch.tokens)
+    _refuse(ids, first, "{}: its first token is marked as sampled, but nothing stands before it")
+    _refuse(ids, tokens < 0, "the token id of {} is {}: expected 0 or more, padding included", tokens)
     if vocab_size is not None:
         expected = f"expected less than the vocabulary's {vocab_size}, padding included"
-        _refuse(batch, batch.tokens >= vocab_size, "the token id of {} is {}: " + expected, batch.tokens)
+        _refuse(ids, tokens >= vocab_size, "the token id of {} is {}: " + expected, tokens)
     bad = mask & ~(values.isfinite() & (values <= POSITIVE_LIMIT))
-    _refuse(batch, bad, "the rollout log-prob of {} is {}: expected a finite number of at most 0", values)
-    versions = batch.policy_versions
-    _refuse(batch, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
-    _check_fillers(batch)
+    _refuse(ids, bad, "the rollout log-prob of {} is {}: expected a finite number of at most 0", values)
+    _refuse(ids, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
+    _check_fillers(columns, top_k)
 
 
-def _check_ids(batch: RolloutBatch) -> None:
-    ids, number = batch.sample_ids, len(FINISH_REASONS)
+def _check_ids(columns: Mapping[str, Tensor]) -> None:
+    ids, number = columns["sample_ids"], len(FINISH_REASONS)
     bad = (ids < 0) | (ids.long() > MAX_SAMPLE_ID)
     expected = f"expected 0 to {MAX_SAMPLE_ID}: number the samples of a rollout batch from 0"
-    _refuse(batch, bad, "sample_ids has {1}: " + expected, ids)
+    _refuse(ids, bad, "sample_ids has {1}: " + expected, ids)
     known, counts = ids.unique(return_counts=True)
     if (counts > 1).any():
         shared = int(known[counts > 1][0])
         raise ValueError(f"sample_ids must be unique: {shared} is that of {int(counts[known == shared])} sequences")
-    _refuse(batch, batch.group_ids < 0, "the group id of {} is {}: expected 0 or more", batch.group_ids)
-    _refuse(batch, ~batch.rewards.isfinite(), "the reward of {} is {}: expected a finite number", batch.rewards)
-    reasons = batch.finish_reasons
+    groups, rewards, reasons = columns["group_ids"], columns["rewards"], columns["finish_reasons"]
+    _refuse(ids, groups < 0, "the group id of {} is {}: expected 0 or more", groups)
+    _refuse(ids, ~rewards.isfinite(), "the reward of {} is {}: expected a finite number", rewards)
     meaning = ", ".join(f"{index} ({name})" for index, name in enumerate(FINISH_REASONS))
-    _refuse(batch, (reasons < 0) | (reasons >= number), "the finish reason of {} is {}: expected " + meaning, reasons)
+    _refuse(ids, (reasons < 0) | (reasons >= number), "the finish reason of {} is {}: expected " + meaning, reasons)
 
 
-def _check_fillers(batch: RolloutBatch) -> None:
+def _check_fillers(columns: Mapping[str, Tensor], top_k: int) -> None:
     """Log-probs of exactly 0 throughout: an engine that was not asked for them, or a field that was never filled."""
-    if batch.sampling.top_k == 1:
+    if top_k == 1:
         return  # the one token that can be sampled has probability 1
-    mask = batch.response_mask
+    mask = columns["response_mask"]
     count = mask.sum(dim=1)
-    empty = ~(mask & (batch.rollout_log_probs != 0)).any(dim=1) & (count > 0)
+    empty = ~(mask & (columns["rollout_log_probs"] != 0)).any(dim=1) & (count > 0)
     # Short responses are told from fillers by their number.
     everywhere = bool(empty[count > 0].all()) and int(count.sum()) > MAX_ZERO_LOG_PROBS
     bad = empty if everywhere else empty & (count > MAX_ZERO_LOG_PROBS)
     _refuse(
-        batch,
+        columns["sample_ids"],
         bad,
         "all rollout log-probs of {} are 0.0, at {} sampled tokens: the engine returned none, ask it for log-probs",
         count,
     )
 
 
-def _refuse(batch: RolloutBatch, bad: Tensor, message: str, values: Tensor | None = None) -> None:
+def _refuse(sample_ids: Tensor, bad: Tensor, message: str, values: Tensor | None = None) -> None:
     """Raise for the first True of ``bad``, [n] or [n, s]; the message's slots are the place and its value."""
     if not bad.any():
         return
     first = tuple(int(index) for index in bad.nonzero()[0])
-    place = f"sample {int(batch.sample_ids[first[0]])}" + (f", token {first[1]}" if len(first) > 1 else "")
+    place = f"sample {int(sample_ids[first[0]])}" + (f", token {first[1]}" if len(first) > 1 else "")
     raise ValueError(message.format(place, None if values is None else values[first].item()))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.records.checks import FIELDS, FINISH_REASONS, check_sampling, check_structure, check_values
+from megatron_rc.records.checks import FIELDS, FINISH_REASONS, check_structure, check_values
+from megatron_rc.records.sampling import SamplingParams
 from megatron_rc.records.storage import read_file, write_file
 
 __all__ = ["FINISH_REASONS", "SCHEMA_VERSION", "RolloutBatch", "SamplingParams", "load_rollouts", "save_rollouts"]
 
 SCHEMA_VERSION = 1  # of the fields below, in files and in JSON lines; another meaning of a field is another version
 NO_EXPERT = -1  # in routed_experts: the route is not known
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens were sampled.
-
-    Attributes:
-        temperature: of the distribution, > 0.
-        top_p: nucleus; 1 samples from all tokens.
-        top_k: number of tokens sampled from; 0 means all.
-        log_probs_mode: ``processed``: log-probs of the distribution that was sampled from; ``raw``: before temperature.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    log_probs_mode: str = "processed"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Of the fields by name, none missing.
-
-        Raises:
-            ValueError: an unknown or a missing name.
-        """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, Mapping):
-            raise ValueError(f"sampling parameters are {values!r}: expected {', '.join(sorted(names))} by name")
-        if set(values) != names:
-            odd = ", ".join(sorted(set(values) ^ names))
-            raise ValueError(f"sampling parameters: {odd} unknown or missing, expected {', '.join(sorted(names))}")
-        return cls(**values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +68,9 @@ class RolloutBatch:
             TypeError: a field is no tensor.
             ValueError: names the field, the sample and the position.
         """
-        check_structure(self)
-        check_sampling(self.sampling, allow_truncated_sampling)
-        check_values(self, vocab_size)
+        self._check_structure()
+        self.sampling.check(allow_truncated_sampling)
+        check_values(self.tensors(), self.sampling.top_k, vocab_size)
 
     def label_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
         """(labels, response_mask, rollout_log_probs), each [n, s]: position t speaks of token t + 1.
@@ -147,14 +116,8 @@ class RolloutBatch:
         """The same on another device."""
         return self._each(lambda value: value.to(device))
 
-    def identical(self, other: RolloutBatch) -> bool:
-        """Whether all fields have the same dtypes, shapes and bits, NaN included; where they lie does not matter."""
-        mine, theirs = self.tensors(), other.tensors()
-        return (
-            self.sampling == other.sampling
-            and mine.keys() == theirs.keys()
-            and all(_same_bits(value, theirs[name]) for name, value in mine.items())
-        )
+    def _check_structure(self) -> None:
+        check_structure({name: getattr(self, name) for name in FIELDS})
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RolloutBatch:
         changed: dict[str, Any] = {name: change(value) for name, value in self.tensors().items()}
@@ -196,7 +159,7 @@ def save_rollouts(batch: RolloutBatch, path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written; what stood there before is untouched.
         ValueError: shapes or dtypes are not those of the record.
     """
-    check_structure(batch)
+    batch._check_structure()
     tensors = batch.tensors()
     shapes = {name: list(value.shape) for name, value in tensors.items()}
     write_file(path, tensors, {"schema_version": SCHEMA_VERSION, "sampling": asdict(batch.sampling), "shapes": shapes})
@@ -227,7 +190,7 @@ def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatc
     if header["shapes"] != {name: list(value.shape) for name, value in tensors.items()}:
         raise ValueError("the tensors do not have the shapes that the header names: the file is damaged")
     batch = RolloutBatch(**tensors, sampling=SamplingParams.from_dict(header["sampling"]))
-    check_structure(batch)
+    batch._check_structure()
     return batch
 
 
@@ -264,9 +227,3 @@ def _pad(value: Tensor, length: int, filler: int) -> Tensor:
     """[n, s, ...] to [n, length, ...]."""
     missing = value.new_full((len(value), length - value.shape[1], *value.shape[2:]), filler)
     return torch.cat([value, missing], dim=1)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(value.cpu().contiguous().flatten().view(torch.uint8) for value in (one, other)))

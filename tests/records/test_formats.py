@@ -14,6 +14,7 @@ from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import from_verl, to_verl
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 from tests.records.test_rollout import FIELDS, HALF, batches, changed, cut, example, known
+from tests.support.records import identical
 
 # JSON lines
 
@@ -22,7 +23,7 @@ from tests.records.test_rollout import FIELDS, HALF, batches, changed, cut, exam
 @given(batch=batches())
 def test_lines_keep_what_a_record_says(batch):
     (found,) = from_lines(to_lines(batch), batch_size=10)
-    assert found.identical(cut(known(batch)))
+    assert identical(found, cut(known(batch)))
 
 
 def test_lines_are_plain_json():
@@ -49,7 +50,7 @@ def test_files_of_lines_are_read_batch_by_batch(tmp_path):
     found = list(read_jsonl(path, batch_size=2))
     assert [part.sample_ids.tolist() for part in found] == [[7, 5], [9], [7, 5], [9]]
     assert [part.sampling.temperature for part in found] == [0.5, 0.5, 1.0, 1.0]
-    assert RolloutBatch.concatenate(found[:2]).identical(known(batch))
+    assert identical(RolloutBatch.concatenate(found[:2]), known(batch))
     path.write_text(path.read_text().rstrip("\n"))  # what stands after the last line does not matter
     assert sum(part.num_sequences for part in read_jsonl(path, batch_size=64)) == 6
 
@@ -203,14 +204,15 @@ def test_verl_and_back(batch):
     mask, kept = batch.response_mask, cut(known(batch))
     oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1)
     _, groups = numbered(batch.group_ids)
-    assert found.identical(
+    assert identical(
+        found,
         dataclasses.replace(
             kept,
             sample_ids=torch.arange(len(mask)),
             group_ids=groups,
             finish_reasons=found.finish_reasons,
             policy_versions=oldest.unsqueeze(1).expand(kept.tokens.shape),
-        )
+        ),
     )
 
 
@@ -310,7 +312,7 @@ def test_nemo_rl_is_read_token_by_token():
     assert batch.finish_reasons.tolist() == [0, 1, 0]
     assert batch.rewards.tolist() == [0.5, -1.0, 0.25]
     assert batch.policy_versions.eq(6).all()
-    assert from_nemo_rl(nemo_example(), sampling=HALF, policy_version=[6] * 3, group_ids=[0, 0, 1]).identical(batch)
+    assert identical(from_nemo_rl(nemo_example(), sampling=HALF, policy_version=[6] * 3, group_ids=[0, 0, 1]), batch)
 
 
 def messages():
@@ -344,7 +346,7 @@ def test_message_logs_say_the_same():
     found = from_nemo_rl(logs, sampling=HALF, policy_version=6)
     expected = from_nemo_rl(fields, sampling=HALF, policy_version=6)
     columns = {name: getattr(expected, name)[:, :6] for name in FIELDS[:4]}
-    assert found.identical(dataclasses.replace(expected, **columns))
+    assert identical(found, dataclasses.replace(expected, **columns))
 
 
 def test_masks_of_messages_come_before_roles():
@@ -366,7 +368,7 @@ def test_logged_lines_are_read():
     names |= {"total_reward": "rewards"}
     logged = {names.get(name, name): value.tolist() for name, value in fields.items()}
     found = from_nemo_rl(logged, sampling=HALF, policy_version=6)
-    assert found.identical(from_nemo_rl(fields, sampling=HALF, policy_version=6))
+    assert identical(found, from_nemo_rl(fields, sampling=HALF, policy_version=6))
 
 
 def test_nemo_rl_is_written_as_it_is_read():
@@ -387,13 +389,14 @@ def test_nemo_rl_and_back(batch):
     fields = to_nemo_rl(batch, pad_token_id=0)
     found = from_nemo_rl(fields, sampling=batch.sampling, policy_version=3, group_ids=batch.group_ids.tolist())
     kept = cut(known(batch))
-    assert found.identical(
+    assert identical(
+        found,
         dataclasses.replace(
             kept,
             sample_ids=torch.arange(batch.num_sequences),
             policy_versions=torch.full(kept.tokens.shape, 3, dtype=torch.int32),
             finish_reasons=(batch.finish_reasons == 1).long(),
-        )
+        ),
     )
 
 
@@ -507,14 +510,15 @@ def test_slime_and_back(batch):
     # concatenate fills up with versions of 0
     position = torch.arange(kept.tokens.shape[1])
     routes = kept.routed_experts
-    assert found.identical(
+    assert identical(
+        found,
         dataclasses.replace(
             kept,
             policy_versions=torch.where(position < used, oldest, 0),
             routed_experts=None
             if routes is None
             else torch.where((position == used - 1)[..., None, None], -1, routes).int(),
-        )
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 from tests.support.paths import ROOT
+from tests.support.records import identical
 
 HALF = SamplingParams(temperature=0.5)
 FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
@@ -281,8 +282,8 @@ def test_rows_are_taken_in_any_way():
         some = batch.rows(index)
         assert some.sample_ids.tolist() == [9, 7]
         assert torch.equal(some.routed_experts, batch.routed_experts[[2, 0]])
-    assert batch.rows(slice(1, 3)).identical(batch.rows(torch.tensor([False, True, True])))
-    assert batch.rows(slice(None)).identical(batch)
+    assert identical(batch.rows(slice(1, 3)), batch.rows(torch.tensor([False, True, True])))
+    assert identical(batch.rows(slice(None)), batch)
     with pytest.raises(IndexError):
         batch.rows([3])
 
@@ -292,7 +293,7 @@ def test_only_padding_is_cut_off():
     again = batch.at_length(6).at_length(8)
     assert torch.equal(again.routed_experts[:, :6], batch.routed_experts[:, :6])
     assert (again.routed_experts[:, 6:] == NO_EXPERT).all()
-    assert dataclasses.replace(again, routed_experts=batch.routed_experts).identical(batch)
+    assert identical(dataclasses.replace(again, routed_experts=batch.routed_experts), batch)
     assert batch.at_length(9, pad_token_id=99).tokens[:, 8].tolist() == [99, 99]
     with pytest.raises(ValueError, match="sample 7 has sampled tokens behind its first 5: give it more room"):
         batch.at_length(5)
@@ -306,7 +307,7 @@ def test_concatenation_pads_to_the_longest():
     joined = RolloutBatch.concatenate([short, batch.rows([0, 2])], pad_token_id=99)
     assert joined.tokens[0].tolist() == [11, 12, 24, 25, 99, 99, 99, 99]
     assert joined.routed_experts[0, 4:].eq(-1).all()
-    assert known(joined).identical(known(batch.rows([1, 0, 2])))
+    assert identical(known(joined), known(batch.rows([1, 0, 2])))
     joined.validate(vocab_size=100)
 
 
@@ -331,12 +332,12 @@ def test_nothing_has_no_batch():
 
 def test_identical_compares_bits():
     batch = changed(example(), "rollout_log_probs", math.nan, (0, 0))
-    assert batch.identical(batch.rows(slice(None)))
+    assert identical(batch, batch.rows(slice(None)))
     assert batch != batch.rows(slice(None))  # == is identity, and never an error
-    assert not batch.identical(changed(batch, "rollout_log_probs", -0.0, (1, 0)))
-    assert not batch.identical(dataclasses.replace(batch, tokens=batch.tokens.int()))
-    assert not batch.identical(dataclasses.replace(batch, routed_experts=None))
-    assert not batch.identical(dataclasses.replace(batch, sampling=SamplingParams()))
+    assert not identical(batch, changed(batch, "rollout_log_probs", -0.0, (1, 0)))
+    assert not identical(batch, dataclasses.replace(batch, tokens=batch.tokens.int()))
+    assert not identical(batch, dataclasses.replace(batch, routed_experts=None))
+    assert not identical(batch, dataclasses.replace(batch, sampling=SamplingParams()))
 
 
 # Files
@@ -356,7 +357,7 @@ def test_files_keep_every_bit(tmp_path_factory, batch, bits):
     batch = dataclasses.replace(batch, rollout_log_probs=log_probs)
     save_rollouts(batch, path)
     found = load_rollouts(path)
-    assert found.identical(batch)
+    assert identical(found, batch)
     assert torch.equal(found.rollout_log_probs.view(torch.int32), log_probs.view(torch.int32))
 
 
@@ -372,7 +373,7 @@ def test_a_file_holds_views_wide_dtypes_and_bad_values(tmp_path):
     )
     batch = changed(batch, "rollout_log_probs", math.inf, (0, 2))
     save_rollouts(batch, tmp_path / "rollouts")
-    assert load_rollouts(tmp_path / "rollouts").identical(batch)
+    assert identical(load_rollouts(tmp_path / "rollouts"), batch)
     save_rollouts(batch.rows([]), tmp_path / "rollouts")
     assert load_rollouts(str(tmp_path / "rollouts")).num_sequences == 0
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts"]
@@ -414,7 +415,7 @@ def rewritten(path, tensors=None, header=None, metadata=None):
 
 
 def test_the_rewritten_file_is_good_when_nothing_is_changed(tmp_path):
-    assert load_rollouts(rewritten(tmp_path / "file")).identical(example())
+    assert identical(load_rollouts(rewritten(tmp_path / "file")), example())
 
 
 @pytest.mark.parametrize(
@@ -476,7 +477,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="no space left"):
         save_rollouts(example(False), path)
-    assert load_rollouts(path).identical(example())
+    assert identical(load_rollouts(path), example())
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -16,6 +16,7 @@ from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.launch.training.test_loop import LIVE, SUMS, rows, run_training, without_times
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch
+from tests.support.records import identical
 
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
 
@@ -28,9 +29,9 @@ def test_ordered_batches_are_taken_by_their_step():
     prefetched = PrefetchedRollouts(numbered, in_background=True)
     prefetched.order([1, 2])
     assert (1 in prefetched, 3 in prefetched, len(prefetched)) == (True, False, 2)
-    assert prefetched.take(2).identical(numbered(2))
-    assert prefetched.take(1).identical(numbered(1))
-    assert prefetched.take(3).identical(numbered(3)), "not ordered: obtained at once"
+    assert identical(prefetched.take(2), numbered(2))
+    assert identical(prefetched.take(1), numbered(1))
+    assert identical(prefetched.take(3), numbered(3)), "not ordered: obtained at once"
     assert len(prefetched) == 0
     prefetched.close()
 

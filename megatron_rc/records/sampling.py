@@ -1,0 +1,75 @@
+"""How the tokens of a rollout batch were sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+LOG_PROBS_MODES = ("processed", "raw")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens were sampled.
+
+    Attributes:
+        temperature: of the distribution, > 0.
+        top_p: nucleus; 1 samples from all tokens.
+        top_k: number of tokens sampled from; 0 means all.
+        log_probs_mode: ``processed``: log-probs of the distribution that was sampled from; ``raw``: before temperature.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    log_probs_mode: str = "processed"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Of the fields by name, none missing.
+
+        Raises:
+            ValueError: an unknown or a missing name.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, Mapping):
+            raise ValueError(f"sampling parameters are {values!r}: expected {', '.join(sorted(names))} by name")
+        if set(values) != names:
+            odd = ", ".join(sorted(set(values) ^ names))
+            raise ValueError(f"sampling parameters: {odd} unknown or missing, expected {', '.join(sorted(names))}")
+        return cls(**values)
+
+    def check(self, allow_truncated_sampling: bool = False) -> None:
+        """The parameters, each and together.
+
+        Args:
+            allow_truncated_sampling: accept top_p < 1 and top_k > 0.
+
+        Raises:
+            ValueError: names the parameter, its value and the remedy.
+        """
+        temperature, top_p, top_k, mode = self.temperature, self.top_p, self.top_k, self.log_probs_mode
+        if not (_is_number(temperature) and 0 < temperature < math.inf):
+            raise ValueError(f"temperature={temperature!r}: expected a number above 0")
+        if not (_is_number(top_p) and 0 < top_p <= 1):
+            raise ValueError(f"top_p={top_p!r}: expected a number above 0 and at most 1")
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
+            raise ValueError(f"top_k={top_k!r}: expected an integer of at least 0, where 0 samples from all tokens")
+        if mode not in LOG_PROBS_MODES:
+            raise ValueError(f"log_probs_mode={mode!r}: expected one of {', '.join(LOG_PROBS_MODES)}")
+        if mode == "raw" and temperature != 1:
+            raise ValueError(
+                f"log-probs are raw (before temperature) at temperature {temperature}: "
+                "ask the engine for processed log-probs"
+            )
+        if (top_p < 1 or top_k > 0) and not allow_truncated_sampling:
+            raise ValueError(
+                f"top_p={top_p}, top_k={top_k} sample from a truncated distribution, which is not the policy: sample "
+                "with top_p=1 and top_k=0, or allow truncated sampling"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,163 @@
+"""The package as it is installed: what a wheel holds, what it needs, what an import brings along."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megatron_rc
+from tests.support.paths import LINKED, ROOT, SOURCES
+
+HEAVY = ("megatron.core", "transformers", "numpy.testing", "yaml", "tokenizers", "matplotlib", "tensorboard", "tqdm")
+
+
+def test_import_needs_torch_alone():
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import megatron_rc\n"
+        "for name in megatron_rc.__all__: getattr(megatron_rc, name)\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        f"assert not [name for name in {HEAVY!r} if name in sys.modules and name not in before]\n"
+        "print(sorted(new - sys.stdlib_module_names))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert output.stdout.strip() == "['megatron_rc']"
+
+
+def run(*command, **options):
+    return subprocess.run(command, check=True, capture_output=True, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The sources in a folder where links are lost."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", *LINKED * (name == "megatron_rc"))
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(copy):
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps")
+    run(*pip, "--no-build-isolation", "--wheel-dir", str(copy / "dist"), str(copy))
+    (path,) = (copy / "dist").glob("*.whl")
+    return path
+
+
+@pytest.fixture
+def distribution(monkeypatch):
+    """What the setup.py of a folder says of itself."""
+    importlib.import_module("setuptools")  # brings distutils, which newer Pythons lack
+    core = importlib.import_module("distutils.core")
+
+    def read(folder):
+        monkeypatch.chdir(folder)
+        return core.run_setup("setup.py", stop_after="init")
+
+    return read
+
+
+def folders_with_modules(folder):
+    """Import packages, by the rule that each has an __init__.py."""
+    found = set()
+    for top in ("megatron_rc", *LINKED):
+        for path in (folder / top).rglob("__init__.py"):
+            parts = path.parent.relative_to(folder).parts
+            if parts[0] != "megatron_rc" or len(parts) == 1 or parts[1] not in LINKED:
+                found.add(".".join(parts if parts[0] == "megatron_rc" else ("megatron_rc", *parts)))
+    return found
+
+
+def test_links_change_no_package(copy, distribution):
+    with_links, without = distribution(ROOT).packages, distribution(copy).packages
+    assert sorted(with_links) == sorted(without) == sorted(folders_with_modules(ROOT))
+    assert len(with_links) > 15
+
+
+def test_every_folder_of_modules_is_a_package():
+    lacking = [
+        path
+        for top in ("megatron_rc", *LINKED)
+        for path in (ROOT / top).rglob("*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
+    assert not lacking
+
+
+def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.endswith((".py", ".yaml", "py.typed"))}
+    wanted = set()
+    for top in ("megatron_rc", *LINKED):
+        for path in (copy / top).rglob("*"):
+            if path.suffix in (".py", ".yaml") or path.name == "py.typed":
+                inside = path.relative_to(copy).as_posix()
+                wanted.add(inside if top == "megatron_rc" else f"megatron_rc/{inside}")
+    assert held == wanted
+
+
+def test_the_version_is_said_once(distribution):
+    assert distribution(ROOT).get_version() == megatron_rc.__version__
+
+
+def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
+    """Torch and the launcher's libraries are lent by this environment; the package comes from the wheel alone."""
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"))
+    python = str(tmp_path / "venv" / "bin" / "python")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    (Path(site) / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    code = (
+        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.checks as v\n"
+        "from megatron_rc.launch.flags.parser import CONFIGS, parse_args\n"
+        "assert (CONFIGS / 'launch' / 'count_up.yaml').is_file()\n"
+        "args = parse_args(['--config', 'count_up', '--runs-dir', 'runs'])\n"
+        "v.validate_args(args, 4)\n"
+        "print(megatron_rc.__file__, v.__file__)"
+    )
+    output = run(python, "-I", "-c", code, cwd=tmp_path).stdout.split()
+    assert all(path.startswith(site) for path in output)
+
+
+def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
+    """Flags are read with the standard library; the first package that is missing is named with its extra."""
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "lacking = ('megatron.core', 'transformers', 'tokenizers')\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in lacking else find(name, *rest)\n"
+        "sys.modules.update({name: None for name in lacking})\n"
+        "from megatron_rc.launch.__main__ import main\n"
+        "main(['--config', 'count_up'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    needs = "training needs megatron.core, which is not installed: pip install 'megatron-rc[launch]'"
+    assert done.stderr == f"error: {needs}\n"
+
+
+def test_torch_is_the_only_hard_dependency(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    needed = re.findall(r"^Requires-Dist: (.*)$", text, flags=re.MULTILINE)
+    assert [line for line in needed if "extra ==" not in line] == ["torch>=2.6"]
+    extras = set(re.findall(r"^Provides-Extra: (.*)$", text, flags=re.MULTILINE))
+    assert {"megatron", "launch", "gpu", "test", "dev"} <= extras
+
+
+def test_links_are_relative_and_committed():
+    for name in LINKED:
+        assert (ROOT / "megatron_rc" / name).readlink() == Path("..") / name
