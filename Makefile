@@ -18,7 +18,7 @@ VLLM_INSTALLED = $(VLLM_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 
-.PHONY: run run-smollm2 test test-latest test-vllm lint format clean
+.PHONY: run run-smollm2 test test-fast test-latest test-vllm coverage lint format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -33,6 +33,17 @@ run-smollm2: $(SMOLLM2)/config.json
 test: $(INSTALLED)
 	@echo "== the whole suite"
 	$(VENV)/bin/python -m pytest
+
+# Everything that one process can say, in about a minute.
+test-fast: $(INSTALLED)
+	@echo "== the tests that need no ranks"
+	$(VENV)/bin/python -m pytest -m "not ranks and not processes"
+
+# Lines that the tests of one process run; those of ranks run in processes that nobody counts.
+coverage: $(INSTALLED)
+	$(PIP) install -c constraints.txt -e ".[coverage]"
+	$(VENV)/bin/python -m coverage run --source=megatron_rc,parallel,launch -m pytest -m "not ranks and not processes"
+	$(VENV)/bin/python -m coverage report --skip-covered
 
 # Python 3.12 with the newest Megatron-Core that constraints.txt names for it.
 test-latest:
@@ -53,7 +64,7 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-latest build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and pinned: anything else that wants it would bring another build.
 $(INSTALLED): setup.py constraints.txt

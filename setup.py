@@ -67,6 +67,7 @@ setup(
             "setuptools>=68",
             "triton; platform_system == 'Linux'",
         ],
+        "coverage": ["coverage"],
         "dev": ["mypy", "ruff", "types-PyYAML"],
     },
 )

@@ -14,6 +14,10 @@ from megatron_rc.correction.stages import (
 )
 from megatron_rc.loss.aggregation import aggregate_loss
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl
+from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
+from megatron_rc.records.formats.slime import from_slime, to_slime
+from megatron_rc.records.formats.verl import from_verl, to_verl
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -40,17 +44,27 @@ __all__ = [
     "collect_shards",
     "correct_rollouts",
     "finish",
+    "from_json_lines",
+    "from_nemo_rl",
+    "from_slime",
+    "from_verl",
     "group_sums",
     "kl_penalty",
     "load_rollouts",
     "masked_loss",
     "policy_loss",
     "policy_loss_config_from_args",
+    "read_jsonl",
     "reduce_batch",
     "reduce_groups",
     "reduce_sequences",
     "rollout_correction_config_from_args",
     "save_rollouts",
     "sequence_sums",
+    "to_json_lines",
+    "to_nemo_rl",
+    "to_slime",
+    "to_verl",
     "wrap_finalize",
+    "write_jsonl",
 ]

@@ -1,7 +1,10 @@
 """The documents say what the code does: every metric is named in docs/metrics.md, and README's examples run."""
 
+import ast
 import functools
+import importlib
 import itertools
+import pkgutil
 import re
 
 import pytest
@@ -15,7 +18,7 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.settings.criteria import NAMES, TABLE
 from tests.correction.test_correction import correct
 from tests.support.corrections import CASES, clear_batch
-from tests.support.paths import ROOT
+from tests.support.paths import LINKED, ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
@@ -108,22 +111,72 @@ def test_the_oldest_names_are_those_of_the_first_table():
     assert len(with_mark) == 15
 
 
-def test_files_named_in_the_documents_exist():
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
-        assert not [link for link in links if not (document.parent / link).exists()], document
+DOCUMENTS = (*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").glob("*.md"))
+FOLDERS = ("megatron_rc", *LINKED, "tests", "docs", "benchmarks")
 
 
-def test_the_tree_lists_every_module():
+@functools.cache
+def sources():
+    """Every path of the checkout's folders, and every name of a file in them."""
+    paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*")}
+    return {path.name for path in paths}
+
+
+def missing_paths(document):
+    """Links, and paths between backticks that begin with a folder of ours or are the name of a module alone."""
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    quoted = re.findall(r"`([\w./-]+)`", text)
+    paths = [path for path in quoted if path.partition("/")[0] in FOLDERS and "/" in path]
+    names = [path for path in quoted if re.fullmatch(r"\w+\.(py|md)", path)]
+    yield from (link for link in links if not (document.parent / link).exists())
+    yield from (path for path in paths if not (ROOT / path).exists())
+    yield from (name for name in names if name not in sources() and not (ROOT / name).exists())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_named_in_the_documents_exist(document):
+    assert not list(missing_paths(document))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_modules_named_in_the_documents_exist(document):
+    for name in re.findall(r"`(megatron_rc(?:\.\w+)+)", document.read_text(encoding="utf-8")):
+        assert pkgutil.resolve_name(name), name
+
+
+def test_the_tree_lists_every_folder():
     tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
-    listed = set(re.findall(r"^  (\w+)\.py ", tree, flags=re.MULTILINE))
-    modules = {path.stem for path in (ROOT / "megatron_rc").glob("*.py") if path.stem != "__init__"}
-    assert listed <= modules <= set(re.findall(r"\w+", tree))
+    listed, above = set(), []
+    for indent, name in re.findall(r"^( *)([a-z_]+)/ +\S", tree, flags=re.MULTILINE):
+        above = [*above[: len(indent) // 2], name]
+        listed.add("/".join(above))
+    packages = {
+        path.parent.relative_to(ROOT).as_posix()
+        for top in ("megatron_rc", *LINKED)
+        for path in (ROOT / top).rglob("__init__.py")
+        if path.relative_to(ROOT).parts[1] not in LINKED
+    }
+    assert packages <= listed
+    assert all((ROOT / path).is_dir() for path in listed)
 
 
-def examples():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+def examples(document=ROOT / "README.md"):
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = [(document.name, block) for document in DOCUMENTS for block in examples(document)]
+
+
+@pytest.mark.parametrize("block", [block for _, block in BLOCKS], ids=[name for name, _ in BLOCKS])
+def test_examples_import_public_names_alone(block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith("megatron_rc")]
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_rc"):
+            assert node.module in ("megatron_rc", "megatron_rc.parallel")
+            public = importlib.import_module(node.module).__all__
+            assert {alias.name for alias in node.names} <= set(public)
 
 
 def run(index):

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
 
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
@@ -50,6 +52,7 @@ def read(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.processes
 def test_a_run_from_flags_to_picture(tmp_path):
     """As a file under torchrun, in the layout that the flags' own file has."""
     words = [*SMALL, "--train-iters=4", f"--runs-dir={tmp_path}"]
@@ -71,6 +74,7 @@ def test_a_run_from_flags_to_picture(tmp_path):
     assert list((tmp_path / "count_up" / "tensorboard").rglob("events.*"))
 
 
+@pytest.mark.processes
 def test_a_signal_saves_and_ends_all_ranks(tmp_path):
     words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
     process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
@@ -108,6 +112,7 @@ def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
     )
 
 
+@pytest.mark.processes
 def test_under_torchrun_rank_0_speaks_alone(tmp_path):
     begun = time.monotonic()
     words = [*SMALL, *TWO, "--num-attention-heads=3", f"--runs-dir={tmp_path}"]

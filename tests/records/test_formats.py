@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_rc.records.formats.jsonl import from_lines, read_jsonl, to_lines, write_jsonl
+from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl
 from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import from_verl, to_verl
@@ -22,12 +22,12 @@ from tests.support.records import identical
 @settings(max_examples=25, deadline=None)
 @given(batch=batches())
 def test_lines_keep_what_a_record_says(batch):
-    (found,) = from_lines(to_lines(batch), batch_size=10)
+    (found,) = from_json_lines(to_json_lines(batch), batch_size=10)
     assert identical(found, cut(known(batch)))
 
 
 def test_lines_are_plain_json():
-    first, *_ = map(json.loads, to_lines(example()))
+    first, *_ = map(json.loads, to_json_lines(example()))
     assert first == {
         "schema_version": 1,
         "sample_id": 7,
@@ -57,15 +57,15 @@ def test_files_of_lines_are_read_batch_by_batch(tmp_path):
 
 def test_reading_holds_one_batch_at_a_time():
     taken = []
-    lines = (taken.append(line) or line for line in to_lines(example()))
-    first = next(from_lines(lines, batch_size=1))
+    lines = (taken.append(line) or line for line in to_json_lines(example()))
+    first = next(from_json_lines(lines, batch_size=1))
     assert first.sample_ids.tolist() == [7]
     assert len(taken) == 2
 
 
 def record(**change):
     """The first line of the example with other fields; ``...`` takes one away."""
-    fields = json.loads(next(to_lines(example()))) | change
+    fields = json.loads(next(to_json_lines(example()))) | change
     return json.dumps({name: value for name, value in fields.items() if value is not ...})
 
 
@@ -106,7 +106,7 @@ def record(**change):
 )
 def test_lines_that_are_no_records_are_named(line, message):
     with pytest.raises(ValueError, match=message):
-        list(from_lines([record(), line], batch_size=4))
+        list(from_json_lines([record(), line], batch_size=4))
 
 
 def test_files_of_lines_that_are_damaged_are_named(tmp_path):

@@ -53,14 +53,14 @@ def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -
     number = 0
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
         for batch in batches:
-            for line in to_lines(batch):
+            for line in to_json_lines(batch):
                 file.write(line + "\n")
                 number += 1
     return number
 
 
 def read_jsonl(path: str | os.PathLike[str], batch_size: int) -> Iterator[RolloutBatch]:
-    """The records of a file of :func:`write_jsonl`, in its order; see :func:`from_lines`.
+    """The records of a file of :func:`write_jsonl`, in its order; see :func:`from_json_lines`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -69,7 +69,7 @@ def read_jsonl(path: str | os.PathLike[str], batch_size: int) -> Iterator[Rollou
     return _read(existing(path), _checked(batch_size))
 
 
-def to_lines(batch: RolloutBatch) -> Iterator[str]:
+def to_json_lines(batch: RolloutBatch) -> Iterator[str]:
     """One line a sequence, without its end, up to the last sampled token.
 
     Raises:
@@ -87,7 +87,7 @@ def to_lines(batch: RolloutBatch) -> Iterator[str]:
             ) from None
 
 
-def from_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBatch]:
+def from_json_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBatch]:
     """Batches of consecutive records, each padded to its longest; not validated.
 
     Args:
@@ -115,7 +115,7 @@ def from_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBatch]:
 def _read(path: Path, batch_size: int) -> Iterator[RolloutBatch]:
     with path.open(encoding="utf-8", newline="\n") as file:
         try:
-            yield from from_lines(file, batch_size)
+            yield from from_json_lines(file, batch_size)
         except ValueError as problem:
             raise ValueError(f"{path}: {problem}") from None
 
