@@ -96,7 +96,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     _check_environment(args)
     check_bridge(args, engine and not args.load_rollouts)
     try:
-        args.correction = rollout_correction_config_from_args(args)
+        args.correction = rollout_correction_config_from_args(args.command_line, args.launch_file)
         objective = policy_loss_config_from_args(args)
         args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:

@@ -53,6 +53,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args([*architecture, *base, *argv])
     if unknown:
         raise ConfigurationError(_unknown("flag", unknown[0].split("=")[0], parser))
+    # The correction's flags override those of the launch file by rules of their own.
+    args.launch_file, args.command_line = parser.parse_args(base), parser.parse_args(argv)
     _check_architecture(parser, args, architecture)
     return args
 

@@ -116,11 +116,11 @@ class BatchSums:
 
     def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
         """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
-        local, verdicts = self.local, self.verdicts
-        if local.weights is not None:
+        local, verdicts, weights = self.local, self.verdicts, None
+        if local.weights is not None and local.config.rollout_is_apply:
             _finish_weights(local, self.log_weights, self.scale, factor)
+            weights = list(local.weights)
         accepted = local.config.rejection_denominator == "accepted"
-        weights = None if local.weights is None else list(local.weights)
         return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
 
 

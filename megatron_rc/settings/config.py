@@ -43,6 +43,7 @@ class RolloutCorrectionConfig(Presets):
         rollout_is_mode: ``truncate`` min(w, u); ``clamp`` to [lo, u]; ``mask`` (IcePop) 0 outside [lo, u]. Not given:
             ``mask`` for ``"lo_hi"``, else ``truncate``. One number u with ``clamp`` or ``mask`` means [1/u, u].
         rollout_is_threshold_lower: lo, where the threshold is one number and the mode uses it.
+        rollout_is_apply: False: the weights are measured with their level, mode and bounds, and applied to nothing.
         rollout_is_batch_normalize: divide the bounded weights by their mean over the global batch.
         rollout_is_batch_normalize_scope: that mean runs over ``all`` valid tokens or the ``accepted`` ones.
         rollout_rs: rejection criteria, a comma list of names from :mod:`megatron_rc.settings.criteria`; all must
@@ -79,6 +80,7 @@ class RolloutCorrectionConfig(Presets):
     rollout_is_threshold: float | str | None = None
     rollout_is_mode: Literal["truncate", "clamp", "mask"] | None = None
     rollout_is_threshold_lower: float | None = None
+    rollout_is_apply: bool = True
     rollout_is_batch_normalize: bool = False
     rollout_is_batch_normalize_scope: Literal["all", "accepted"] = "all"
     rollout_rs: str | None = None
@@ -103,7 +105,7 @@ class RolloutCorrectionConfig(Presets):
     def __post_init__(self, use_policy_gradient: bool | None) -> None:
         for name, allowed in _CHOICES.items():
             one_of(name, getattr(self, name), allowed)
-        for name in ("rollout_is_batch_normalize", "proximal_interpolation", "bypass_mode"):
+        for name in ("rollout_is_apply", "rollout_is_batch_normalize", "proximal_interpolation", "bypass_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.metric_prefix, str):
@@ -151,7 +153,8 @@ class RolloutCorrectionConfig(Presets):
     @property
     def applies_weights(self) -> bool:
         """True where the loss is multiplied by the weights: not in bypass ``ppo_clip``, whose ratio holds them."""
-        return self.rollout_is is not None and not (self.bypass_mode and self.loss_type != "reinforce")
+        in_the_ratio = self.bypass_mode and self.loss_type != "reinforce"
+        return self.rollout_is is not None and self.rollout_is_apply and not in_the_ratio
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; ``from_dict`` takes it back."""
@@ -222,10 +225,20 @@ class RolloutCorrectionConfig(Presets):
                         f"{name}={getattr(self, name)!r} does nothing without rollout_is: set rollout_is to token, "
                         f"sequence or geometric, or drop {name}"
                     )
+            if not self.rollout_is_apply:
+                raise ValueError(
+                    "rollout_is_apply=False does nothing without rollout_is, whose weights it would only measure: set "
+                    "rollout_is, or drop this"
+                )
             if self.rollout_is_batch_normalize:
                 raise ValueError(
                     "rollout_is_batch_normalize=True does nothing without rollout_is: set rollout_is, or drop this"
                 )
+        if self.rollout_is_batch_normalize and not self.rollout_is_apply:
+            raise ValueError(
+                "rollout_is_batch_normalize=True does nothing with rollout_is_apply=False: only weights that are "
+                "applied are normalised; drop one of them"
+            )
         if self.rollout_is_batch_normalize_scope != "all" and not self.rollout_is_batch_normalize:
             raise ValueError(
                 f"rollout_is_batch_normalize_scope={self.rollout_is_batch_normalize_scope!r} does nothing without "
@@ -302,6 +315,8 @@ class RolloutCorrectionConfig(Presets):
                     f"rollout_is_batch_normalize=True does nothing with bypass_mode and loss_type={self.loss_type!r}, "
                     "which applies no weights: drop it, or use loss_type='reinforce'"
                 )
+            if not self.rollout_is_apply:
+                return
             _log.warning(
                 "rollout_is=%s with bypass_mode and loss_type=%s: the weights are measured, not applied; the ratio "
                 "π_θ/π_rollout is the correction",

@@ -89,7 +89,9 @@ def _weights(config: RolloutCorrectionConfig) -> list[str]:
         what = "tokens" if config.rollout_is == "token" else "sequences"
         which = "valid" if config.rollout_is_batch_normalize_scope == "all" else "accepted"
         lines.append(f"the weights are divided by their mean over the {which} {what} of the global batch")
-    if not config.applies_weights:
+    if not config.rollout_is_apply:
+        lines.append("the weights are measured, not applied")
+    elif not config.applies_weights:
         lines.append("the weights are measured, not applied: the ratio of the loss is the correction")
     return lines
 

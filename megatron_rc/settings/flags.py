@@ -16,6 +16,7 @@ _HELP = {
     "rollout_is_threshold": "bound on the weights: one number, or lo_hi",
     "rollout_is_mode": "truncate the weights, clamp them to the bounds, or mask them to 0 outside (IcePop)",
     "rollout_is_threshold_lower": "lower bound, where the threshold is one number and the mode is clamp or mask",
+    "rollout_is_apply": "multiply the loss by the weights, or only measure them; default: yes",
     "rollout_is_batch_normalize": "divide the weights by their mean over the global batch",
     "rollout_is_batch_normalize_scope": "that mean runs over all valid tokens (all) or the accepted ones (accepted)",
     "rollout_rs": "comma list of rejection criteria, for example token_k1,seq_mean_k3; none: no rejection",
@@ -30,10 +31,14 @@ _HELP = {
     "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
     "loss_type": "objective in bypass mode: ppo_clip, reinforce, gspo or cispo",
 }
-_SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_batch_normalize")
+_SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_apply", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
-_OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize")
+_BASES = (_PRESET, _FILE, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
+_OF_WEIGHTS = (
+    *("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply"),
+    "rollout_is_batch_normalize",
+)
 
 
 def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,7 +64,9 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     return parser
 
 
-def rollout_correction_config_from_args(args: argparse.Namespace) -> RolloutCorrectionConfig:
+def rollout_correction_config_from_args(
+    args: argparse.Namespace, launch_file: argparse.Namespace | None = None
+) -> RolloutCorrectionConfig:
     """The config that the flags describe: the preset or the file, overridden by every flag that was given.
 
     Settings of the preset or file that a flag makes meaningless are dropped: those of the weights after
@@ -68,22 +75,25 @@ def rollout_correction_config_from_args(args: argparse.Namespace) -> RolloutCorr
     nothing has bounds, the interpolation in bypass mode. A flag that would itself do nothing is an error. An attribute
     that the namespace lacks was not given.
 
+    Args:
+        args: the flags.
+        launch_file: what a file of flags says, which the flags override in the same way. A preset or file of fields
+            among the flags takes the place of all that it says of the correction.
+
     Raises:
         ValueError: flags that contradict each other, a file that cannot be read, or a field that is wrong; the flag is
             named.
     """
-    given = {field: _parsed(field, args) for field in FIELDS if getattr(args, field, None) is not None}
-    base = _base(args, given)
-    if not given:
+    flags, below = _given(args), {} if launch_file is None else _given(launch_file)
+    if any(flags.get(_name(option)) for option in (_PRESET, _FILE, _MEGATRON_SWITCH)):
+        below = {}
+    base = _base({**below, **flags})
+    fields = base.to_dict()
+    for given in (below, flags):
+        fields = _overridden(fields, {name: value for name, value in given.items() if name in FIELDS})
+    if fields == base.to_dict():
         return base
-    fields = {**base.to_dict(), **given}
-    if isinstance(given.get("rollout_is_threshold"), float) and fields["rollout_is"] and base.is_mode == "mask":
-        # IcePop with another bound stays IcePop, though only the pair before it said so.
-        fields["rollout_is_mode"] = given.get("rollout_is_mode", "mask")
-    default = RolloutCorrectionConfig().to_dict()
-    for field in _leftovers(base.to_dict(), fields) - given.keys():
-        fields[field] = default[field]
-    return _named(lambda: RolloutCorrectionConfig.from_dict(fields), _flag_of_error)
+    return _named(lambda: RolloutCorrectionConfig(**fields, notes=base.notes), _flag_of_error)
 
 
 def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
@@ -117,10 +127,16 @@ def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _parsed(field: str, args: argparse.Namespace) -> Any:
-    """The value of a field as it was typed: ``none`` is None, what reads as one number is one."""
-    value = getattr(args, field)
-    if not isinstance(value, str) or field == "metric_prefix":
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given of the correction, by attribute; fields as they were typed: ``none`` is None."""
+    names = (*FIELDS, *(_name(option) for option in _BASES))
+    found = {name: getattr(args, name, None) for name in names}
+    return {name: _parsed(name, value) for name, value in found.items() if value is not None}
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """``none`` is None, and what reads as one number is one."""
+    if not isinstance(value, str) or name == "metric_prefix" or name not in FIELDS:
         return value
     if value.lower() in ("none", "null"):
         return None
@@ -131,15 +147,15 @@ def _parsed(field: str, args: argparse.Namespace) -> Any:
         return value
 
 
-def _base(args: argparse.Namespace, given: dict[str, Any]) -> RolloutCorrectionConfig:
-    """What the flags override: the preset, the file, Megatron-LM's options, or the defaults."""
-    name, path = getattr(args, _name(_PRESET), None), getattr(args, _name(_FILE), None)
+def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
+    """What the fields override: the preset, the file, Megatron-LM's options, or the defaults."""
+    name, path = given.get(_name(_PRESET)), given.get(_name(_FILE))
     if name is not None and path is not None:
         raise ValueError(f"{_PRESET} {name} and {_FILE} {path} contradict: give one of them")
-    weights = _megatron_weights(args)
+    weights = _megatron_weights(given)
     if weights is not None:
         others = [_PRESET] * (name is not None) + [_FILE] * (path is not None)
-        others += [_flag(field) for field in ("rollout_is", *_OF_WEIGHTS[:3]) if field in given]
+        others += [_flag(field) for field in ("rollout_is", *_OF_WEIGHTS[:4]) if field in given]
         if others:
             raise ValueError(f"{_MEGATRON_SWITCH} and {others[0]} contradict: give one of them")
         return weights
@@ -154,9 +170,9 @@ def _base(args: argparse.Namespace, given: dict[str, Any]) -> RolloutCorrectionC
         raise ValueError(f"{_FILE} {path} cannot be read: {error.strerror}") from error
 
 
-def _megatron_weights(args: argparse.Namespace) -> RolloutCorrectionConfig | None:
-    limit = getattr(args, _name(_MEGATRON_LIMIT), None)
-    if not getattr(args, _name(_MEGATRON_SWITCH), None):
+def _megatron_weights(given: dict[str, Any]) -> RolloutCorrectionConfig | None:
+    limit = given.get(_name(_MEGATRON_LIMIT))
+    if not given.get(_name(_MEGATRON_SWITCH)):
         if limit is not None:
             raise ValueError(
                 f"{_MEGATRON_LIMIT} {limit} does nothing without {_MEGATRON_SWITCH}: give both, or neither"
@@ -167,11 +183,28 @@ def _megatron_weights(args: argparse.Namespace) -> RolloutCorrectionConfig | Non
     return _named(lambda: make(bound), lambda _: f"{_MEGATRON_LIMIT} {limit}")
 
 
+def _overridden(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The fields with what was given; what was of use before it and is no longer goes back to its default."""
+    now = {**fields, **given}
+    was_masked = fields["rollout_is_mode"] == "mask" or (
+        fields["rollout_is_mode"] is None and "_" in str(fields["rollout_is_threshold"])
+    )
+    if isinstance(given.get("rollout_is_threshold"), float) and now["rollout_is"] and was_masked:
+        # IcePop with another bound stays IcePop, though only the pair before it said so.
+        now["rollout_is_mode"] = given.get("rollout_is_mode", "mask")
+    default = RolloutCorrectionConfig().to_dict()
+    for name in _leftovers(fields, now) - _leftovers(fields, fields) - given.keys():
+        now[name] = default[name]
+    return now
+
+
 def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
     """Settings that mean nothing among the others of now; of the base, where no flag has asked for them."""
     left: set[str] = set()
     if now["rollout_is"] is None:
         left.update(_OF_WEIGHTS)
+    if not now["rollout_is_apply"]:
+        left.add("rollout_is_batch_normalize")
     if now["rollout_is_mode"] in (None, "truncate") or "_" in str(now["rollout_is_threshold"]):
         left.add("rollout_is_threshold_lower")
     if now["rollout_rs"] != base["rollout_rs"]:

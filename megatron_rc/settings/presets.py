@@ -301,8 +301,11 @@ class Presets:
 
     @classmethod
     def disabled(cls: type[C]) -> C:
-        """Nothing is corrected, everything is measured. The first run to make: it shows how large the mismatch is."""
-        return cls(rollout_is=None)
+        """Nothing is corrected, everything is measured. The first run to make: it shows how large the mismatch is.
+
+        The weights that are measured are those of tokens, truncated at 2.
+        """
+        return cls(**_weights("token", 2.0), rollout_is_apply=False)
 
 
 PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))

@@ -82,6 +82,27 @@ def test_one_process_matches_the_oracle(name):
     assert_same(result, found)
 
 
+@pytest.mark.parametrize("name", ["token", "token icepop", "sequence icepop", "geometric", "sequence by staleness"])
+def test_weights_that_are_only_measured_are_measured_alike(name):
+    batch, _ = clear_batch(name)
+    fields = {key: value for key, value in CASES[name].fields.items() if "batch_normalize" not in key}
+    applied, measured = (
+        correct_rollouts(
+            batch.train,
+            batch.rollout,
+            batch.mask,
+            RolloutCorrectionConfig(**fields, rollout_is_apply=apply),
+            **batch.sides,
+            **sizes(batch),
+        )
+        for apply in (True, False)
+    )
+    assert applied.weights is not None
+    assert measured.weights is None
+    assert torch.equal(measured.mask, applied.mask)
+    assert measured.metrics() == applied.metrics()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_as_near_as_float32_can_be(name):
     batch, found = clear_batch(name)

@@ -13,6 +13,7 @@ from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finali
 
 ALONE = ParallelGroups()
 ROWS, WIDTH = 3, 8
+LOSS = PolicyLossConfig()
 MODES = [*(("decoupled", algorithm) for algorithm in ALGORITHMS), *(("bypass", algorithm) for algorithm in ALGORITHMS)]
 
 
@@ -52,6 +53,22 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
     assert (int(count), count.dtype, list(log)) == (1, torch.int32, ["loss"])
     correction.finish_step()
     return loss.detach(), theta.grad, entropy.grad, correction.loss_metrics()
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_weights_that_are_only_measured_do_not_reach_the_loss(bypass):
+    algorithm = "reinforce" if bypass else "ppo_clip"
+    mode = {"bypass_mode": True, "loss_type": algorithm} if bypass else {}
+    found = {
+        name: run_loss(RolloutCorrection(RolloutCorrectionConfig(**fields, **mode), ALONE, loss=LOSS), *tensors())
+        for name, fields in {
+            "none": {"rollout_is": None},
+            "measured": {"rollout_is": "token", "rollout_is_apply": False},
+            "applied": {"rollout_is": "token"},
+        }.items()
+    }
+    assert_equal(found["measured"], found["none"])
+    assert not torch.equal(found["applied"][1], found["none"][1])
 
 
 def assert_equal(one, other):

@@ -17,6 +17,7 @@ from megatron_rc.settings.flags import (
 from megatron_rc.settings.presets import PRESETS
 
 UNTRUNCATED = math.exp(20)
+MEASURED = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_apply": False}
 
 
 def from_flags(*words):
@@ -112,6 +113,12 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"rollout_is": None, "rollout_is_threshold": 2.0}, "does nothing without rollout_is"),
         ({"rollout_is": None, "rollout_is_mode": "mask"}, "rollout_is_mode='mask' does nothing without rollout_is"),
         ({"rollout_is": None, "rollout_is_batch_normalize": True}, "does nothing without rollout_is: set rollout_is"),
+        ({"rollout_is": None, "rollout_is_apply": False}, "rollout_is_apply=False does nothing without rollout_is"),
+        ({"rollout_is_apply": None}, "rollout_is_apply=None must be true or false"),
+        (
+            {"rollout_is_apply": False, "rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize=True does nothing with rollout_is_apply=False",
+        ),
         ({"rollout_is_batch_normalize": "true"}, "rollout_is_batch_normalize='true' must be true or false"),
         ({"rollout_is_batch_normalize_scope": "accepted"}, "does nothing without rollout_is_batch_normalize"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs='token_k4' is unknown"),
@@ -227,6 +234,8 @@ def test_presets_by_flag(name, request):
         ("--metric-prefix none", {"metric_prefix": "none"}),
         ("--bypass-mode --loss-type reinforce", {"bypass_mode": True, "loss_type": "reinforce"}),
         ("--no-bypass-mode --no-rollout-is-batch-normalize", {}),
+        ("--no-rollout-is-apply", {"rollout_is_apply": False}),
+        ("--rollout-is-apply", {}),
         ("--rollout-staleness-scale 1:1.5,4:2", {"rollout_staleness_scale": "1:1.5,4:2"}),
         ("--rollout-staleness-scale none --no-proximal-interpolation", {}),
         ("--proximal-interpolation", {"proximal_interpolation": True}),
@@ -277,7 +286,12 @@ def test_flags_are_fields(line, fields):
             "--loss-type ppo_clip --rollout-is none",
             {"rollout_is": None, "bypass_mode": True, "loss_type": "ppo_clip"},
         ),
-        ("disabled", "--bypass-mode", {"rollout_is": None, "bypass_mode": True}),
+        ("disabled", "--bypass-mode", {**MEASURED, "bypass_mode": True}),
+        ("disabled", "--rollout-is sequence", {**MEASURED, "rollout_is": "sequence"}),
+        ("disabled", "--rollout-is-mode mask", {**MEASURED, "rollout_is_mode": "mask"}),
+        ("disabled", "--rollout-is-apply", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+        ("disabled", "--rollout-is none", {"rollout_is": None}),
+        ("decoupled_token_is", "--no-rollout-is-apply", MEASURED),
         (
             "decoupled_token_icepop",
             "--rollout-is-threshold 4",
@@ -335,6 +349,14 @@ rollout_rs_threshold_lower: 0.1,0.2
             "--bypass-mode",
             {"bypass_mode": True, "rollout_is_batch_normalize": False, "rollout_is_batch_normalize_scope": "all"},
         ),
+        (
+            "--no-rollout-is-apply",
+            {
+                "rollout_is_apply": False,
+                "rollout_is_batch_normalize": False,
+                "rollout_is_batch_normalize_scope": "all",
+            },
+        ),
         ("--rollout-rs-threshold 3", {"rollout_rs_threshold": 3.0}),
         ("--rollout-rs-threshold 0.5_2", {"rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": None}),
         ("--rollout-rs none", {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_rs_threshold_lower": None}),
@@ -347,6 +369,72 @@ def test_flags_override_the_file_and_its_leftovers_go(tmp_path, line, changed):
     assert config == RolloutCorrectionConfig(**{**base.to_dict(), **changed})
 
 
+LAUNCH_FILE = "--rollout-correction-preset decoupled_token_is --rollout-rs token_k1 --rollout-rs-threshold 0.9_1.1"
+
+
+def over_a_file(file, line):
+    """The config of flags over those of a launch file."""
+    parser = add_rollout_correction_args(argparse.ArgumentParser())
+    return rollout_correction_config_from_args(parser.parse_args(line.split()), parser.parse_args(file.split()))
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "geo_rs@2025-11"])
+def test_a_preset_by_flag_replaces_what_a_launch_file_says(name, tmp_path):
+    wanted = preset(*name.split("@"))
+    assert over_a_file(LAUNCH_FILE, f"--rollout-correction-preset {name}") == wanted
+    assert over_a_file(f"{LAUNCH_FILE} --bad-log-probs reject_token", f"--rollout-correction-preset {name}") == wanted
+    (tmp_path / "fields.yaml").write_text("rollout_is: sequence\n")
+    by_file = over_a_file(LAUNCH_FILE, f"--rollout-correction-config {tmp_path}/fields.yaml")
+    assert by_file == RolloutCorrectionConfig(rollout_is="sequence")
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("", {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}),
+        # A criterion of the file goes, and with it its bounds.
+        ("--rollout-rs none", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+        ("--rollout-is none", {"rollout_is": None, "rollout_rs": "token_k1"}),
+        (
+            "--rollout-correction-preset disabled --rollout-rs token_k2 --rollout-rs-threshold 1",
+            {**MEASURED, "rollout_rs": "token_k2", "rollout_rs_threshold": 1.0},
+        ),
+        ("--rl-inference-logprobs-is-correction", {"rollout_is": "token", "rollout_is_threshold": UNTRUNCATED}),
+        ("--bypass-mode --rollout-is none", {"rollout_is": None, "bypass_mode": True, "rollout_rs": "token_k1"}),
+    ],
+)
+def test_flags_override_a_launch_file_and_its_leftovers_go(line, fields):
+    if fields.get("rollout_rs") == "token_k1":
+        fields = {**fields, "rollout_rs_threshold": "0.9_1.1"}
+    assert over_a_file(LAUNCH_FILE, line) == RolloutCorrectionConfig(**fields)
+
+
+def test_flags_complete_what_a_launch_file_begins():
+    config = over_a_file("--rollout-rs token_k1 --loss-type reinforce", "--bypass-mode --rollout-rs-threshold 2")
+    assert config == RolloutCorrectionConfig(
+        rollout_rs="token_k1", rollout_rs_threshold=2.0, bypass_mode=True, loss_type="reinforce"
+    )
+    switch = "--rl-inference-logprobs-is-correction"
+    config = over_a_file(switch, "--rl-importance-sampling-truncation-coef 3")
+    assert config == RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0)
+    assert over_a_file(switch, f"--no-{switch[2:]}") == RolloutCorrectionConfig()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        (LAUNCH_FILE, "--rollout-correction-preset disabled --rollout-is-batch-normalize", "rollout_is_apply=False"),
+        (LAUNCH_FILE, "--rollout-correction-preset disabled --rollout-rs-threshold 2", "--rollout-rs-threshold: "),
+        ("--loss-type reinforce", "--rollout-is token", "--loss-type: loss_type='reinforce' names the objective"),
+        ("--rollout-rs-threshold 2", "", "--rollout-rs-threshold: rollout_rs_threshold=2.0 does nothing without"),
+        ("--rl-inference-logprobs-is-correction", "--rollout-is sequence", "--rollout-is contradict: give one of them"),
+    ],
+)
+def test_flags_over_a_launch_file_that_cannot_work_are_named(file, line, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        over_a_file(file, line)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -354,6 +442,18 @@ def test_flags_override_the_file_and_its_leftovers_go(tmp_path, line, changed):
         ("--rollout-is-threshold -1", "--rollout-is-threshold: rollout_is_threshold=-1.0 must be"),
         ("--rollout-is-threshold two", "--rollout-is-threshold: rollout_is_threshold='two' is not a number"),
         ("--rollout-is none --rollout-is-threshold 2", "--rollout-is-threshold: rollout_is_threshold=2.0 does nothing"),
+        (
+            "--rollout-is none --no-rollout-is-apply",
+            "--rollout-is-apply: rollout_is_apply=False does nothing without rollout_is",
+        ),
+        (
+            "--no-rollout-is-apply --rollout-is-batch-normalize",
+            "--rollout-is-batch-normalize: rollout_is_batch_normalize=True does nothing with rollout_is_apply=False",
+        ),
+        (
+            "--rl-inference-logprobs-is-correction --no-rollout-is-apply",
+            "--rl-inference-logprobs-is-correction and --rollout-is-apply contradict",
+        ),
         (
             "--rollout-is none --rollout-is-batch-normalize",
             "--rollout-is-batch-normalize: rollout_is_batch_normalize=True",
@@ -383,7 +483,7 @@ def test_flags_override_the_file_and_its_leftovers_go(tmp_path, line, changed):
         # Another criterion does not inherit the bound of the preset's.
         ("--rollout-correction-preset geo_rs --rollout-rs token_k3", "--rollout-rs: rollout_rs='token_k3' needs"),
         (
-            "--rollout-correction-preset disabled --rollout-is-mode mask",
+            "--rollout-correction-preset decoupled_k3_rs --rollout-is-mode mask",
             "--rollout-is-mode: rollout_is_mode='mask' does",
         ),
         (
@@ -559,7 +659,9 @@ def test_a_description_says_every_fact():
 @pytest.mark.parametrize(
     ("config", "fact"),
     [
-        (preset("disabled"), "no importance weights"),
+        (preset("disabled"), "token weights w_t = ρ_t, truncated at 2"),
+        (preset("disabled"), "the weights are measured, not applied"),
+        (preset("decoupled_k3_rs"), "no importance weights"),
         (preset("disabled"), "no rejection by divergence"),
         (preset("decoupled_token_is"), "token weights w_t = ρ_t, truncated at 2"),
         (preset("decoupled_token_icepop"), "token weights w_t = ρ_t, 0 outside [0.5, 5]"),

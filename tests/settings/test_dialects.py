@@ -227,8 +227,19 @@ def test_verl_of_november_2025(given, expected, notes):
         ),
         (
             {"rollout_is": False, "rollout_is_threshold": 2.0, "rollout_is_level": "sequence"},
-            {},
-            ("rollout_is_threshold=2.0 dropped: with rollout_is off", "rollout_is_level='sequence' dropped"),
+            {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_apply": False},
+            (),
+        ),
+        (
+            {
+                "rollout_is_threshold": 2.0,
+                "rollout_is_threshold_lower": 0.4,
+                "rollout_is_mode": "mask",
+                "rollout_is_veto_threshold": 1e-3,
+            },
+            {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "mask"}
+            | {"rollout_is_apply": False},
+            ("rollout_is_veto_threshold=0.001 dropped: with rollout_is off, nothing was rejected there",),
         ),
         (
             {"rollout_is": True, "rollout_is_threshold": 2.0},
@@ -650,7 +661,8 @@ def test_recorded_settings_of_october_2025(case):
     assert config.rollout_token_veto_threshold == given["rollout_is_veto_threshold"]
     assert (config.criteria, config.rejection_denominator) == ((), "original")
     measured = RolloutCorrectionConfig.from_dict(case["config"], "verl-2025-10")
-    assert (measured.rollout_is, measured.rejects) == (None, False)
+    assert (measured.rollout_is, measured.applies_weights, measured.rejects) == (config.rollout_is, False, False)
+    assert (measured.is_mode, measured.is_bounds) == (config.is_mode, config.is_bounds)
 
 
 @pytest.mark.parametrize("case", golden("gen2"))

@@ -32,6 +32,7 @@ class Settings:
 
     level: str | None = None
     mode: str = "truncate"
+    apply: bool = True
     lower: float | None = None
     upper: float = 2.0
     batch_normalize: bool = False
@@ -49,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """All of it as nested lists and floats; ``weights`` are None without a level."""
+    """All of it as nested lists and floats; ``weights`` are None without a level, or where they are not applied."""
 
     weights: list[list[float]] | None
     weights_unnormalized: list[list[float]] | None
@@ -126,7 +127,7 @@ def correct(
     denominators = count(batch, accepted, mini_batch_ids, num_mini_batches)
     in_loss = accepted if settings.denominator == "accepted" else batch.counted
     return Result(
-        weights=dense(applied, batch) if settings.level else None,
+        weights=dense(applied, batch) if settings.level and settings.apply else None,
         weights_unnormalized=dense(bounded, batch) if settings.level else None,
         mask=[[t in tokens for t in range(batch.length)] for tokens in map(set, accepted)],
         denominators=denominators,

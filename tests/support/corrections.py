@@ -165,6 +165,23 @@ CASES = {
         },
         rejects=("seq_mean_k1", "seq_mean_k2"),
     ),
+    "geometric measured": Case(
+        {
+            "rollout_is": "geometric",
+            "rollout_is_threshold": "0.9_1.2",
+            "rollout_is_apply": False,
+            **rs("token_k1", "0.4_2"),
+        },
+        {
+            "level": "geometric",
+            "mode": "mask",
+            "apply": False,
+            "lower": 0.9,
+            "upper": 1.2,
+            "criteria": (k1("token_k1", 0.4, 2),),
+        },
+        rejects=("token_k1",),
+    ),
     "maxima and veto": Case(
         {**NO_IS, "rollout_token_veto_threshold": 0.4, **rs("seq_max_k2", 0.46)},
         {"veto": 0.4, "criteria": (("seq_max_k2", NONE, 0.46),)},

@@ -75,11 +75,11 @@ def verl_2025_10(settings: Settings) -> dict[str, Any]:
         settings.drop("rollout_is", *rest, because="without a rollout_is_threshold everything is off there")
         return own
     upper = settings.positive("rollout_is_threshold")
-    if not applied:
-        settings.notes.append(f"rollout_is_threshold={upper!r} dropped: with rollout_is off, weights are only measured")
-        settings.drop(*rest, because="with rollout_is off, weights are only measured there")
-        return own
-    return {**own, "rollout_is": level, **_bounds_2025_10(settings, upper, truncate=mode == "truncate")}
+    own |= {"rollout_is": level, **_bounds_2025_10(settings, upper, truncate=mode == "truncate")}
+    if applied:
+        return own | _veto_2025_10(settings)
+    settings.drop("rollout_is_veto_threshold", because="with rollout_is off, nothing was rejected there")
+    return own | {"rollout_is_apply": False}
 
 
 def _bounds_2025_10(settings: Settings, upper: float, *, truncate: bool) -> dict[str, Any]:
@@ -90,9 +90,13 @@ def _bounds_2025_10(settings: Settings, upper: float, *, truncate: bool) -> dict
         own["rollout_is_mode"] = "mask"
         if settings["rollout_is_threshold_lower"] is not None:
             own["rollout_is_threshold"] = pair(*settings.bounds("rollout_is_threshold_lower", "rollout_is_threshold"))
-    if settings["rollout_is_veto_threshold"] is not None:
-        own["rollout_token_veto_threshold"] = settings.positive("rollout_is_veto_threshold")
     return own
+
+
+def _veto_2025_10(settings: Settings) -> dict[str, Any]:
+    if settings["rollout_is_veto_threshold"] is None:
+        return {}
+    return {"rollout_token_veto_threshold": settings.positive("rollout_is_veto_threshold")}
 
 
 def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:

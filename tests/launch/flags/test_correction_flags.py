@@ -1,0 +1,52 @@
+"""The correction that flags make of the launch file ``count_up``, which has a preset and a criterion of its own."""
+
+import pytest
+
+from megatron_rc.launch.flags.checks import validate_args
+from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.presets import PRESETS
+
+WEIGHTS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+FILE = {**WEIGHTS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+
+
+def checked(tmp_path, *words):
+    """The arguments of a run of ``count_up`` with these flags."""
+    args = parse_args(["--config=count_up", f"--runs-dir={tmp_path}", *words])
+    validate_args(args, 4)
+    return args
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "decoupled_geo_rs@2025-11"])
+def test_a_preset_by_flag_is_that_preset(tmp_path, name):
+    assert checked(tmp_path, "--rollout-correction-preset", name).correction == preset(*name.split("@"))
+
+
+def test_a_file_of_fields_by_flag_is_that_file(tmp_path):
+    (tmp_path / "fields.yaml").write_text("rollout_is: sequence\nrejection_denominator: original\n")
+    config = checked(tmp_path, f"--rollout-correction-config={tmp_path}/fields.yaml").correction
+    assert config == RolloutCorrectionConfig(rejection_denominator="original")
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("", FILE),
+        ("--proximal-interpolation", {**FILE, "proximal_interpolation": True}),
+        ("--policy-loss cispo --rollout-rs none", WEIGHTS),
+        ("--rollout-is none", {**FILE, "rollout_is": None, "rollout_is_threshold": None}),
+        ("--no-rollout-is-apply", {**FILE, "rollout_is_apply": False}),
+        ("--rollout-rs-threshold 0.5_2", {**FILE, "rollout_rs_threshold": "0.5_2"}),
+        (
+            "--rollout-correction-preset disabled --rollout-is-apply --bad-log-probs reject_token",
+            {**WEIGHTS, "bad_log_probs": "reject_token"},
+        ),
+    ],
+)
+def test_flags_override_the_launch_files_correction(tmp_path, words, fields):
+    assert checked(tmp_path, *words.split()).correction == RolloutCorrectionConfig(**fields)
+
+
+def test_the_objective_is_the_one_that_was_named(tmp_path):
+    assert checked(tmp_path, "--policy-loss=cispo", "--rollout-rs=none").loss.algorithm == "cispo"
