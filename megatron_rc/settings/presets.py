@@ -1,10 +1,12 @@
 """Presets: published corrections by name, each with its numbers and the paper it comes from.
 
-Every name of every release of verl works here. ρ = π_train / π_rollout; every bound is on ρ.
+Every name of every release of verl works here: those that mean the same as another are in the table ``ALIASES``. ρ =
+π_train / π_rollout; every bound is on ρ.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rc.settings.criteria import one_of
@@ -13,6 +15,22 @@ NEWEST = "2026-08"
 RELEASES = (NEWEST, "2025-11")
 Bound = float | str
 
+# Name: (the preset that it is another name of, where it comes from).
+ALIASES = {
+    "token_is": ("decoupled_token_is", "from the first release that had presets"),
+    "token_tis": ("decoupled_token_is", "token-level TIS"),
+    "seq_is": ("decoupled_seq_is", "from the first release that had presets"),
+    "seq_is_rs": ("decoupled_seq_is_rs", "from the first release that had presets"),
+    "geo_rs": ("decoupled_geo_rs", "from the first release that had presets"),
+    "geo_rs_seq_tis": ("decoupled_geo_rs_seq_tis", "as verl spelt it at the end of 2025"),
+    "pg_is": ("bypass_pg_is", "its name in release 2025-11"),
+    "pure_is": ("bypass_pg_is", "its name in the first release that had presets"),
+    "pg_rs": ("bypass_pg_geo_rs", "its name in release 2025-11"),
+    "pure_rs": ("bypass_pg_geo_rs", "named like `pure_is`, of which it is the rejection"),
+    "bypass_pg_rs": ("bypass_pg_geo_rs", "as verl spelt it at the end of 2025"),
+    "pg_geo_rs_seq_tis": ("bypass_pg_geo_rs_seq_tis", "as verl spelt it at the end of 2025"),
+}
+
 C = TypeVar("C", bound="Presets")
 
 
@@ -20,7 +38,8 @@ class Presets:
     """The presets as constructors of the config.
 
     ``release`` chooses between numbers where releases of verl gave one name different ones: ``"2026-08"``, the newest
-    and the default, or ``"2025-11"``.
+    and the default, or ``"2025-11"``. ``rs_threshold_lower`` and ``veto_threshold`` are those releases' arguments: the
+    fields ``rollout_rs_threshold_lower`` and ``rollout_token_veto_threshold``.
     """
 
     if TYPE_CHECKING:
@@ -36,16 +55,6 @@ class Presets:
         Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
         """
         return cls(**_weights("token", threshold))
-
-    @classmethod
-    def token_is(cls: type[C], threshold: float = 2.0) -> C:
-        """Alias of ``decoupled_token_is``, from the first release that had presets."""
-        return cls.decoupled_token_is(threshold)
-
-    @classmethod
-    def token_tis(cls: type[C], threshold: float = 2.0) -> C:
-        """Alias of ``decoupled_token_is``: token-level TIS."""
-        return cls.decoupled_token_is(threshold)
 
     @classmethod
     def decoupled_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
@@ -69,24 +78,24 @@ class Presets:
         return cls(**_weights("sequence", threshold))
 
     @classmethod
-    def seq_is(cls: type[C], threshold: float = 2.0) -> C:
-        """Alias of ``decoupled_seq_is``, from the first release that had presets."""
-        return cls.decoupled_seq_is(threshold)
-
-    @classmethod
-    def decoupled_seq_is_rs(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.5_2.0") -> C:
+    def decoupled_seq_is_rs(
+        cls: type[C],
+        is_threshold: float = 2.0,
+        rs_threshold: Bound = "0.5_2.0",
+        rs_threshold_lower: float | None = None,
+    ) -> C:
         """Sequence weights, and sequences whose product of ratios is out of bounds are rejected (Seq-MIS).
 
         For a large mismatch, where the tail of the weights is noise rather than signal.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(**_weights("sequence", is_threshold), rollout_rs="seq_sum_k1", rollout_rs_threshold=rs_threshold)
-
-    @classmethod
-    def seq_is_rs(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.5_2.0") -> C:
-        """Alias of ``decoupled_seq_is_rs``, from the first release that had presets."""
-        return cls.decoupled_seq_is_rs(is_threshold, rs_threshold)
+        return cls(
+            **_weights("sequence", is_threshold),
+            rollout_rs="seq_sum_k1",
+            rollout_rs_threshold=rs_threshold,
+            rollout_rs_threshold_lower=rs_threshold_lower,
+        )
 
     @classmethod
     def seq_mis(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
@@ -98,7 +107,14 @@ class Presets:
         return cls.decoupled_seq_is_rs(threshold, f"{lower!r}_{threshold!r}")
 
     @classmethod
-    def decoupled_geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+    def decoupled_geo_rs(
+        cls: type[C],
+        rs_threshold: Bound | None = None,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = None,
+        *,
+        release: str = NEWEST,
+    ) -> C:
         """Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought.
 
         The mean takes the length out of the test, which a product of ratios cannot. ``rs_threshold``: "0.999_1.001";
@@ -106,34 +122,40 @@ class Presets:
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(rollout_is=None, **_geometric(rs_threshold, release))
+        return cls(rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release))
 
     @classmethod
-    def geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
-        """Alias of ``decoupled_geo_rs``, from the first release that had presets."""
-        return cls.decoupled_geo_rs(rs_threshold, release=release)
-
-    @classmethod
-    def geo_mis(cls: type[C], rs_threshold: Bound = "0.999_1.001", *, release: str = NEWEST) -> C:
+    def geo_mis(
+        cls: type[C],
+        rs_threshold: Bound = "0.999_1.001",
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = None,
+        *,
+        release: str = NEWEST,
+    ) -> C:
         """Alias of ``decoupled_geo_rs`` whose bounds are "0.999_1.001" in both releases (2025-11: with the veto)."""
-        return cls.decoupled_geo_rs(rs_threshold, release=release)
+        if "_" not in str(rs_threshold) and rs_threshold_lower is None:
+            rs_threshold_lower = 0.999
+        return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold, release=release)
 
     @classmethod
     def decoupled_geo_rs_seq_tis(
-        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
+        cls: type[C],
+        is_threshold: float = 2.0,
+        rs_threshold: Bound | None = None,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = None,
+        *,
+        release: str = NEWEST,
     ) -> C:
         """``decoupled_geo_rs`` and ``decoupled_seq_is`` together: filter by length-free ratio, weigh what stays.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(**_weights("sequence", is_threshold), **_geometric(rs_threshold, release))
-
-    @classmethod
-    def geo_rs_seq_tis(
-        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
-    ) -> C:
-        """Alias of ``decoupled_geo_rs_seq_tis``, as verl spelt it at the end of 2025."""
-        return cls.decoupled_geo_rs_seq_tis(is_threshold, rs_threshold, release=release)
+        return cls(
+            **_weights("sequence", is_threshold),
+            **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release),
+        )
 
     @classmethod
     def decoupled_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
@@ -141,7 +163,7 @@ class Presets:
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold, NEWEST))
+        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold))
 
     @classmethod
     def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
@@ -207,16 +229,29 @@ class Presets:
 
     @classmethod
     def ppo_is_bypass(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
-        """Alias of ``bypass_ppo_clip``: its name in the first releases."""
-        return cls.bypass_ppo_clip(threshold, release=release)
+        """Alias of ``bypass_ppo_clip``: its name in the first releases, which had weights to measure.
+
+        With ``threshold``, in any release, token weights truncated at it are measured and not applied.
+        """
+        with_weights = not _is_newest(release) or threshold is not None
+        return cls.bypass_ppo_clip(threshold, release=RELEASES[1] if with_weights else NEWEST)
 
     @classmethod
-    def bypass_ppo_clip_geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+    def bypass_ppo_clip_geo_rs(
+        cls: type[C],
+        rs_threshold: Bound | None = None,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = None,
+        *,
+        release: str = NEWEST,
+    ) -> C:
         """``bypass_ppo_clip``, and sequences whose geometric mean ratio is out of bounds are rejected.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(rollout_is=None, bypass_mode=True, **_geometric(rs_threshold, release))
+        return cls(
+            rollout_is=None, bypass_mode=True, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release)
+        )
 
     @classmethod
     def bypass_ppo_clip_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
@@ -237,16 +272,6 @@ class Presets:
         return cls(**_weights("sequence", threshold), **_REINFORCE)
 
     @classmethod
-    def pg_is(cls: type[C], threshold: float = 2.0) -> C:
-        """Alias of ``bypass_pg_is``: its name in release 2025-11."""
-        return cls.bypass_pg_is(threshold)
-
-    @classmethod
-    def pure_is(cls: type[C], threshold: float = 2.0) -> C:
-        """Alias of ``bypass_pg_is``: its name in the first release that had presets."""
-        return cls.bypass_pg_is(threshold)
-
-    @classmethod
     def bypass_pg_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
         """REINFORCE with token weights that are 0 out of bounds (IcePop). Bounds as in ``decoupled_token_icepop``.
 
@@ -255,41 +280,43 @@ class Presets:
         return cls(**_icepop(threshold, threshold_lower), **_REINFORCE)
 
     @classmethod
-    def bypass_pg_geo_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
+    def bypass_pg_geo_rs(
+        cls: type[C],
+        rs_threshold: Bound | None = None,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = None,
+        *,
+        release: str = NEWEST,
+    ) -> C:
         """REINFORCE without weights on sequences whose geometric mean ratio is within bounds. For long responses.
 
         Bounds and releases as in ``decoupled_geo_rs``.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(rollout_is=None, **_geometric(rs_threshold, release), **_REINFORCE)
-
-    @classmethod
-    def pg_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
-        """Alias of ``bypass_pg_geo_rs``: its name in release 2025-11."""
-        return cls.bypass_pg_geo_rs(rs_threshold, release=release)
-
-    @classmethod
-    def bypass_pg_rs(cls: type[C], rs_threshold: Bound | None = None, *, release: str = NEWEST) -> C:
-        """Alias of ``bypass_pg_geo_rs``, as verl spelt it at the end of 2025."""
-        return cls.bypass_pg_geo_rs(rs_threshold, release=release)
+        return cls(
+            rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release), **_REINFORCE
+        )
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(
-        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
+        cls: type[C],
+        is_threshold: float = 2.0,
+        rs_threshold: Bound | None = None,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = None,
+        *,
+        release: str = NEWEST,
     ) -> C:
         """``bypass_pg_geo_rs`` and ``bypass_pg_is`` together: the filter and sequence weights.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(**_weights("sequence", is_threshold), **_geometric(rs_threshold, release), **_REINFORCE)
-
-    @classmethod
-    def pg_geo_rs_seq_tis(
-        cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound | None = None, *, release: str = NEWEST
-    ) -> C:
-        """Alias of ``bypass_pg_geo_rs_seq_tis``, as verl spelt it at the end of 2025."""
-        return cls.bypass_pg_geo_rs_seq_tis(is_threshold, rs_threshold, release=release)
+        return cls(
+            **_weights("sequence", is_threshold),
+            **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release),
+            **_REINFORCE,
+        )
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
@@ -297,7 +324,7 @@ class Presets:
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
-        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold, NEWEST), **_REINFORCE)
+        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold), **_REINFORCE)
 
     @classmethod
     def disabled(cls: type[C]) -> C:
@@ -307,6 +334,31 @@ class Presets:
         """
         return cls(**_weights("token", 2.0), rollout_is_apply=False)
 
+    if TYPE_CHECKING:
+        # The table of aliases, for type checkers.
+        token_is = token_tis = decoupled_token_is
+        seq_is, seq_is_rs = decoupled_seq_is, decoupled_seq_is_rs
+        geo_rs, geo_rs_seq_tis = decoupled_geo_rs, decoupled_geo_rs_seq_tis
+        pg_is = pure_is = bypass_pg_is
+        pg_rs = pure_rs = bypass_pg_rs = bypass_pg_geo_rs
+        pg_geo_rs_seq_tis = bypass_pg_geo_rs_seq_tis
+
+
+def _alias(name: str, other: str, origin: str) -> Any:
+    """A constructor of another name, with a docstring that says whose it is."""
+    make = vars(Presets)[other].__func__
+
+    @functools.wraps(make)
+    def alias(*args: Any, **kwargs: Any) -> Any:
+        return make(*args, **kwargs)
+
+    alias.__name__, alias.__qualname__ = name, f"{Presets.__qualname__}.{name}"
+    alias.__doc__ = f"Alias of ``{other}``: {origin}."
+    return classmethod(alias)
+
+
+for _name, (_other, _origin) in ALIASES.items():
+    setattr(Presets, _name, _alias(_name, _other, _origin))
 
 PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
 
@@ -328,12 +380,17 @@ def _icepop(threshold: Bound, lower: float | None) -> dict[str, Any]:
     return _weights("token", f"{0.5 if lower is None else lower}_{threshold}")
 
 
-def _geometric(rs_threshold: Bound | None, release: str) -> dict[str, Any]:
-    if _is_newest(release):
-        bound: Bound = "0.999_1.001" if rs_threshold is None else rs_threshold
-        return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": bound}
-    bound = 1.001 if rs_threshold is None else rs_threshold
-    return {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": bound, "rollout_token_veto_threshold": 1e-4}
+def _geometric(
+    rs_threshold: Bound | None, lower: float | None = None, veto: float | None = None, release: str = NEWEST
+) -> dict[str, Any]:
+    newest = _is_newest(release)
+    default, default_veto = ("0.999_1.001", None) if newest else (1.001, 1e-4)
+    return {
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": default if rs_threshold is None else rs_threshold,
+        "rollout_rs_threshold_lower": lower,
+        "rollout_token_veto_threshold": default_veto if veto is None else veto,
+    }
 
 
 def _k3(rs_threshold: float) -> dict[str, Any]:

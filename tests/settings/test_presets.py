@@ -1,13 +1,15 @@
 """Presets: the numbers of each name in each release, written out, and the papers they come from."""
 
+import ast
 import inspect
 import math
 import re
 
 import pytest
 
+from megatron_rc.settings import presets
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
-from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES
+from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES, Presets
 from tests.golden.load import cases
 
 TOKEN = {"rollout_is": "token", "rollout_is_threshold": 2.0}
@@ -37,7 +39,7 @@ NOW = {
     "bypass_ppo_clip_geo_rs": OFF | GEO | PPO,
     "bypass_ppo_clip_k3_rs": OFF | K3 | PPO,
     **dict.fromkeys(("bypass_pg_is", "pg_is", "pure_is"), SEQUENCE | PG),
-    **dict.fromkeys(("bypass_pg_geo_rs", "pg_rs", "bypass_pg_rs"), OFF | GEO | PG),
+    **dict.fromkeys(("bypass_pg_geo_rs", "pg_rs", "pure_rs", "bypass_pg_rs"), OFF | GEO | PG),
     "bypass_pg_token_icepop": ICEPOP | PG,
     **dict.fromkeys(("bypass_pg_geo_rs_seq_tis", "pg_geo_rs_seq_tis"), SEQUENCE | GEO | PG),
     "bypass_pg_geo_rs_token_tis": TOKEN | GEO | PG,
@@ -50,15 +52,44 @@ THEN = {
     **dict.fromkeys(("decoupled_geo_rs_seq_tis", "geo_rs_seq_tis"), SEQUENCE | GEO_THEN),
     **dict.fromkeys(("bypass_ppo_clip", "ppo_is_bypass"), TOKEN | PPO),
     "bypass_ppo_clip_geo_rs": OFF | GEO_THEN | PPO,
-    **dict.fromkeys(("bypass_pg_geo_rs", "pg_rs", "bypass_pg_rs"), OFF | GEO_THEN | PG),
+    **dict.fromkeys(("bypass_pg_geo_rs", "pg_rs", "pure_rs", "bypass_pg_rs"), OFF | GEO_THEN | PG),
     **dict.fromkeys(("bypass_pg_geo_rs_seq_tis", "pg_geo_rs_seq_tis"), SEQUENCE | GEO_THEN | PG),
 }
 ALIASES = [name for name in PRESETS if "Alias of" in inspect.getdoc(getattr(RolloutCorrectionConfig, name))]
+# The constructors of each release of verl that had another set of them.
+VERL = {
+    "2025-11-07": "token_is token_tis seq_is seq_is_rs seq_mis geo_rs geo_mis ppo_is_bypass pure_is disabled",
+    "0.6.1": "decoupled_token_is decoupled_seq_is decoupled_seq_is_rs decoupled_geo_rs ppo_is_bypass pg_is pg_rs",
+    "2025-12-03": "decoupled_geo_rs geo_rs_seq_tis pg_geo_rs_seq_tis pg_is pg_rs ppo_is_bypass",
+    "0.7.0": "bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_pg_is bypass_pg_rs geo_rs_seq_tis bypass_pg_geo_rs_seq_tis",
+    "0.7.1": "bypass_ppo_clip_k3_rs bypass_pg_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis "
+    "bypass_pg_geo_rs_token_tis decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis",
+    "0.9.1": "decoupled_token_icepop bypass_pg_token_icepop",
+}
 
 
 def test_the_table_is_complete():
     assert set(PRESETS) == set(NOW)
-    assert len(ALIASES) == 14
+    assert len(ALIASES) == 15
+    assert set(presets.ALIASES) < set(ALIASES)
+    assert set(PRESETS) <= set(dir(RolloutCorrectionConfig))
+
+
+@pytest.mark.parametrize("release", VERL)
+def test_every_name_of_every_release_of_verl_works(release):
+    for name in VERL[release].split():
+        assert getattr(RolloutCorrectionConfig, name)() == preset(name)
+
+
+def test_type_checkers_are_told_every_alias():
+    """The names assigned under TYPE_CHECKING in the class body are those of the table, each for its preset."""
+    (body,) = [node.body for node in ast.parse(inspect.getsource(Presets)).body if isinstance(node, ast.ClassDef)]
+    told = {}
+    for node in (inner for block in body if isinstance(block, ast.If) for inner in block.body):
+        for target in getattr(node, "targets", ()):
+            names, values = (getattr(side, "elts", [side]) for side in (target, node.value))
+            told |= {name.id: value.id for name, value in zip(names, values, strict=True)}
+    assert told == {name: other for name, (other, _) in presets.ALIASES.items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -142,7 +173,30 @@ def test_numbers_can_be_given():
     assert make.decoupled_k3_rs(rs_threshold=0.005).criteria[0].upper == 0.005
     assert [c.upper for c in make.trust_region_masking(0.001, max_threshold=0.5).criteria] == [0.001, 0.5]
     assert make.ppo_is_bypass(3.0, release="2025-11").rollout_is_threshold == 3.0
+    assert make.ppo_is_bypass(threshold=2.0) == make(**TOKEN, bypass_mode=True)
     assert make.bypass_pg_geo_rs_token_tis(is_threshold=1.5, rs_threshold=1.01).is_bounds[1] == 1.5
+
+
+def test_arguments_of_earlier_releases():
+    make = RolloutCorrectionConfig
+    then = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 0.98}
+    veto = {"rollout_token_veto_threshold": 1e-5}
+    for name, more in (
+        ("geo_rs", OFF),
+        ("pg_rs", OFF | PG),
+        ("pure_rs", OFF | PG),
+        ("bypass_ppo_clip_geo_rs", OFF | PPO),
+        ("geo_rs_seq_tis", SEQUENCE),
+        ("pg_geo_rs_seq_tis", SEQUENCE | PG),
+    ):
+        numbers = {"rs_threshold": 1.01, "rs_threshold_lower": 0.98, "veto_threshold": 1e-5}
+        assert getattr(make, name)(**numbers) == make(**more, **then, **veto)
+    both = make.seq_is_rs(is_threshold=2.0, rs_threshold=3.0, rs_threshold_lower=0.25)
+    assert both.criteria == make.seq_is_rs(rs_threshold="0.25_3").criteria
+    (criterion,) = make.geo_mis(rs_threshold=1.01).criteria
+    assert (criterion.lower, criterion.upper) == (math.log(0.999), math.log(1.01))
+    with pytest.raises(ValueError, match="has a lower bound for seq_mean_k1 already"):
+        make.geo_rs("0.9_1.1", rs_threshold_lower=0.8)
 
 
 def test_icepop_stays_icepop_whatever_bounds_it_gets():
@@ -164,6 +218,7 @@ def test_icepop_stays_icepop_whatever_bounds_it_gets():
         (lambda: preset("geo_rs", "2025-10"), "release='2025-10' is unknown: use one of 2026-08, 2025-11"),
         (lambda: preset("disabled", "2020"), "release='2020' is unknown"),
         (lambda: RolloutCorrectionConfig.geo_mis(release="then"), "release='then' is unknown"),
+        (lambda: RolloutCorrectionConfig.ppo_is_bypass(3.0, release="then"), "release='then' is unknown"),
         (lambda: RolloutCorrectionConfig.bypass_ppo_clip(3.0), "threshold=3.0 does nothing: release '2026-08'"),
         (lambda: RolloutCorrectionConfig.decoupled_token_is(0.0), "must be a finite positive number"),
         (lambda: RolloutCorrectionConfig.decoupled_k3_rs(rs_threshold="0.1_1"), "seq_mean_k3 takes one upper bound"),
