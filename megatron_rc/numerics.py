@@ -14,7 +14,7 @@ NORMALIZE_LIMIT = 1e-8  # a mean weight at or below this is not divided by
 
 def is_log_prob(values: Tensor) -> Tensor:
     """Where a log-prob is usable: neither NaN nor infinite nor positive."""
-    return unusable(values) == 0
+    return (values >= torch.finfo(values.dtype).min) & (values <= POSITIVE_LIMIT)
 
 
 def unusable(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from megatron_rc.correction.rejection import Verdicts, decide, local_group_sums,
 from megatron_rc.correction.result import CorrectionResult, HeaderShape
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
 from megatron_rc.correction.token_pass.blocks import BlockPass
-from megatron_rc.correction.token_pass.terms import BlockTokens, Columns, Sums
+from megatron_rc.correction.token_pass.terms import BlockTokens, Columns, Sums, TokenResults
 from megatron_rc.correction.weights import bounded_weights, normalization
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.blocks import Block
@@ -130,30 +130,28 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
     Args:
         shards: the local tokens.
         config: what to correct.
-        compile: run the pass over padded tokens through ``torch.compile``; not with a staleness scale.
+        compile: run the pass over padded tokens through ``torch.compile``.
 
     Raises:
         ValueError: a criterion needs advantages or group ids that are not there.
     """
     _check_needs(shards, config)
-    compile = compile and config.staleness_scale is None
     weights: list[Tensor] | None = None
     if config.rollout_is is not None:
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
     kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
     total = Accumulator(shards, config)
-    values_of = BlockPass(shards, config, compile)
+    values_of = BlockPass(config, compile)
     for index, part in enumerate(shards.parts):
         for block in _blocks(part, compile):
             tokens = BlockTokens(
                 *_log_probs(part, block, shards.dtype),
                 block.take(part.mask),
                 None if part.advantages is None else block.take(part.advantages) < 0,
-                None if weights is None else block.take(weights[index]),
-                block.take(kept[index]),
                 _levels(part, block, shards, config),
             )
-            total.add(values_of(tokens, block), _rows(part, block))
+            results = TokenResults(None if weights is None else block.take(weights[index]), block.take(kept[index]))
+            total.add(values_of(tokens, results, block), _rows(part, block))
     return LocalSums(
         shards=shards,
         config=config,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.token_pass.expressions import ExpressionBlock
 from megatron_rc.correction.token_pass.histogram import CodeCounter, bins_from_codes
 from megatron_rc.correction.token_pass.terms import HOW, BlockTokens, BlockValues, Columns, How, block_terms, largest
-from megatron_rc.correction.token_pass.values import Scratch
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _LONG_RUN = 512  # tokens: runs that may be kept until the end, a few bytes a token
@@ -117,7 +117,9 @@ def _joined(table: Tensor, each: int, how: How) -> Tensor:
 def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> tuple[tuple[str, ...], ...]:
     """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
     nothing, mask = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.bool)
-    negative, weights = (mask if token_advantages else None), (nothing if config.rollout_is is not None else None)
-    level = mask.long() if config.staleness_scale is not None else None
-    tokens = BlockTokens(nothing, nothing, mask, negative, weights, mask.clone(), level)
-    return block_terms(tokens, config, Scratch((1, 1), nothing.dtype, nothing.device)).names
+    negative, level = (
+        (mask if token_advantages else None),
+        (mask.long() if config.staleness_scale is not None else None),
+    )
+    tokens = BlockTokens(nothing, nothing, mask, negative, level)
+    return block_terms(ExpressionBlock(tokens), tokens, config).names

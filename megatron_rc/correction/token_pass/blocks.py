@@ -1,4 +1,8 @@
-"""The pass over one block after the other, as it stands or through ``torch.compile``."""
+"""The pass over one block after the other: the one place that knows in which form each block is computed.
+
+A CPU that runs PyTorch as it stands takes ``cpu_buffers``, everything else ``expressions``; with ``compile`` the
+expressions go through ``torch.compile``, for even blocks of the first one's shape.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import Shards
-from megatron_rc.correction.token_pass.terms import BlockTokens, BlockValues, block_terms, fused_terms
-from megatron_rc.correction.token_pass.values import Scratch, run_length
+from megatron_rc.correction.token_pass.cpu_buffers import BufferedBlock, Buffers
+from megatron_rc.correction.token_pass.expressions import ExpressionBlock
+from megatron_rc.correction.token_pass.terms import BlockTokens, BlockValues, TokenResults, block_terms, run_length
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -21,63 +25,79 @@ _ONE_LOOP: dict[str, Any] = dict.fromkeys(
 )
 
 
-class _ScratchPool:
-    """The buffers of the latest block shape: all blocks but the last few have the same."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._options = (shards.dtype, shards.device)
-        self._shape: tuple[int, ...] | None = None
-
-    def of(self, tokens: BlockTokens) -> Scratch:
-        shape = tuple(tokens.mask.shape)
-        if shape != self._shape:
-            self._shape, self._scratch = shape, Scratch(shape, *self._options)
-        return self._scratch
-
-
 class BlockPass:
     """What each block contributes.
 
     Args:
-        shards: the shard that the blocks are cut from.
         config: decides which terms there are.
         compile: even blocks go through ``torch.compile`` while they have the first one's shape.
     """
 
-    def __init__(self, shards: Shards, config: RolloutCorrectionConfig, compile: bool) -> None:
-        self._config, self._compile, self._scratch = config, compile, _ScratchPool(shards)
-        self._fused: tuple[tuple[int, ...], Callable[..., BlockValues], Tensor] | None = None
+    def __init__(self, config: RolloutCorrectionConfig, compile: bool) -> None:
+        self._config, self._compile = config, compile
+        # All blocks but the last few have the same shape.
+        self._buffers: Buffers | None = None
+        self._compiled: tuple[tuple[int, ...], Callable[..., BlockValues], Tensor] | None = None
 
-    def __call__(self, tokens: BlockTokens, block: Block) -> BlockValues:
-        """The terms of one block; writes what it finds for each token."""
+    def __call__(self, tokens: BlockTokens, results: TokenResults, block: Block) -> BlockValues:
+        """The terms of one block; writes what it finds for each token to ``results``."""
         if not block.is_even:
-            lengths = block.lengths(tokens.mask.device)
-            return block_terms(tokens, self._config, self._scratch.of(tokens), lengths).unnamed()
-        tokens = tokens.in_runs(run_length(block.shape[1]))
-        if self._compile and self._fused is None:
+            return self._as_it_stands(tokens, results, block.lengths(tokens.mask.device))
+        run = run_length(block.shape[1])
+        tokens, results = tokens.in_runs(run), results.in_runs(run)
+        if self._compile and self._compiled is None:
             zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-            self._fused = block.shape, _compiled_terms(self._config, zero.device.type), zero
-        if self._fused is None or self._fused[0] != block.shape:
-            return block_terms(tokens, self._config, self._scratch.of(tokens)).unnamed()
-        _, terms, zero = self._fused
-        mask, kept = tokens.mask.view(torch.uint8), tokens.kept.view(torch.uint8)
-        return terms(tokens.train, tokens.rollout, mask, tokens.negative, tokens.weights, kept, zero)
+            self._compiled = block.shape, _compiled_terms(self._config, zero.device.type), zero
+        if self._compiled is None or self._compiled[0] != block.shape:
+            return self._as_it_stands(tokens, results, None)
+        _, terms, zero = self._compiled
+        mask, kept = tokens.mask.view(torch.uint8), results.kept.view(torch.uint8)
+        return terms(tokens.train, tokens.rollout, mask, tokens.negative, tokens.level, results.weights, kept, zero)
+
+    def _as_it_stands(self, tokens: BlockTokens, results: TokenResults, lengths: Tensor | None) -> BlockValues:
+        if takes_buffers(tokens.mask.device):
+            shape = tuple(tokens.mask.shape)
+            if self._buffers is None or self._buffers.shape != shape:
+                self._buffers = Buffers(shape, tokens.train.dtype)
+            return block_terms(BufferedBlock(tokens, results, self._buffers, lengths), tokens, self._config).unnamed()
+        block = ExpressionBlock(tokens, lengths)
+        terms = block_terms(block, tokens, self._config)
+        results.kept.copy_(block.kept)
+        if results.weights is not None and block.weights is not None:
+            results.weights.copy_(block.weights)
+        return terms.unnamed()
+
+
+def takes_buffers(device: torch.device) -> bool:
+    """Whether blocks that no compiler sees are computed in buffers."""
+    return device.type == "cpu"
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_terms(config: RolloutCorrectionConfig, device: str) -> Callable[..., BlockValues]:
-    """:func:`fused_terms` of tensors alone: the fields of :class:`BlockTokens` would be looked at before every call."""
+    """The expressions as a function of tensors alone: fields of records would be looked at before every call.
+
+    A compiler can vectorise reads and writes of uint8, not of bool. And it may make one loop of everything only where
+    what is written for each token depends on the run, as the sums do: so ``zero``, [runs, 1], is in the mask.
+    """
 
     def terms(
         train: Tensor,
         rollout: Tensor,
         mask: Tensor,
         negative: Tensor | None,
+        level: Tensor | None,
         weights: Tensor | None,
         kept: Tensor,
         zero: Tensor,
     ) -> BlockValues:
-        return fused_terms(BlockTokens(train, rollout, mask, negative, weights, kept), zero, config).unnamed()
+        tokens = BlockTokens(train, rollout, mask.float() + zero != 0, negative, level)
+        block = ExpressionBlock(tokens)
+        found = block_terms(block, tokens, config).unnamed()
+        kept.copy_(torch.where(block.kept, 1.0, 0.0))
+        if weights is not None and block.weights is not None:
+            weights.copy_(block.weights)
+        return found
 
     options = _ONE_LOOP if device == "cpu" else None
     compiled: Callable[..., BlockValues] = torch.compile(terms, dynamic=False, options=options)

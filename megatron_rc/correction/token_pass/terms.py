@@ -1,44 +1,182 @@
-"""The one pass over the tokens: sums for each sequence, sums for the batch, weights and token-level verdicts.
+"""Which sums the correction needs of its tokens, in one pass: for each sequence, for the batch, and what it writes.
 
-Everything here is local arithmetic on one block of tokens at a time, so that the scratch it needs does not grow with
-the batch. A block's sums are those of its runs, which are short enough for the log-probs' dtype where that is exact
-enough; from there on they are added up in float64, over blocks, micro-batches and ranks in any order.
+    log ρ_t = log π_train - log π_rollout        ρ_t = exp(log ρ_t)        w_t: ρ_t within the bounds of the weights
+
+Everything here is local arithmetic on one block of tokens at a time, so that the memory it needs does not grow with the
+batch. A block's sums are those of its runs, which are short enough for the log-probs' dtype where that is exact enough;
+from there on they are added up in float64, over blocks, micro-batches and ranks in any order.
+
+The pass is written once, in the operations of a :class:`TokenBlock`. ``expressions`` has them as they are written in a
+formula; ``cpu_buffers`` has them in the form that is fast on a CPU; ``blocks`` chooses.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.token_pass.values import FusedTerms, Scratch, TokenTerms
 from megatron_rc.correction.weights import apply_bounds, log_bounds
 from megatron_rc.numerics import divergence
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import OPSM, Criterion
 
+MIN_RUN, MAX_RUN = 64, 1024  # so many tokens float32 adds up to a relative 1e-7
 Sums = dict[str, Tensor]
 # Numbers of the whole batch: a table by its name, or a vector by the names of its elements.
 Columns = dict[str | tuple[str, ...], Tensor]
-Terms = TokenTerms | FusedTerms
 How = Literal["sum", "max"]
 HOW: tuple[How, ...] = ("sum", "sum", "max", "sum", "max")  # of each kind of :class:`BlockTerms`
 
 
+@functools.cache
+def run_length(length: int) -> int:
+    """The length of the equal runs that a row is cut into: at most ``MAX_RUN`` unless that leaves short ones."""
+    return next((run for run in range(min(length, MAX_RUN), MIN_RUN - 1, -1) if length % run == 0), length)
+
+
+def of_segments(values: Tensor, how: How, lengths: Tensor) -> Tensor:
+    """[runs] float64: sums or maxima of the runs of a flat block, which have these lengths."""
+    return torch.segment_reduce(values.double(), how, lengths=lengths, unsafe=True)
+
+
+@dataclass(frozen=True)
+class BlockTokens:
+    """The tokens of one block, as they were given; all of the block's shape.
+
+    Where its sequences have equally many tokens in it, that is ``[runs, run]``: equal runs, each of one sequence. Else
+    it is flat, and a run is what the block has of a sequence.
+
+    Attributes:
+        train: log π_train, float32 or float64.
+        rollout: log π_rollout, alike.
+        mask: the response mask, bool.
+        negative: bool, where the advantage of the token is below 0; None where ``opsm`` does not test tokens.
+        level: int64, which factor of the staleness scale is the token's; None without one.
+    """
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+    negative: Tensor | None = None
+    level: Tensor | None = None
+
+    def in_runs(self, run: int) -> BlockTokens:
+        """The same tokens, [runs, run]; every row is a multiple of the run."""
+        return BlockTokens(
+            train=self.train.reshape(-1, run),
+            rollout=self.rollout.reshape(-1, run),
+            mask=self.mask.reshape(-1, run),
+            negative=None if self.negative is None else self.negative.reshape(-1, run),
+            level=None if self.level is None else self.level.reshape(-1, run),
+        )
+
+
+@dataclass(frozen=True)
+class TokenResults:
+    """Where a block's part of the results goes; of the block's shape.
+
+    Attributes:
+        weights: bounded weights at token level, else 1 where valid, 0 where not; None without weights.
+        kept: bool, where valid and accepted by the token-level criteria.
+    """
+
+    weights: Tensor | None
+    kept: Tensor
+
+    def in_runs(self, run: int) -> TokenResults:
+        """The same memory, [runs, run]."""
+        return TokenResults(None if self.weights is None else self.weights.view(-1, run), self.kept.view(-1, run))
+
+
+class TokenBlock(Protocol):
+    """One block of tokens and the operations on it.
+
+    Whatever stands at an invalid position of the input, NaN and infinities included, is replaced by 0 before any
+    arithmetic. What an operation returns for each token may be overwritten by a later one, and is used at once.
+
+    Attributes:
+        valid: bool: in the response mask, with two usable log-probs.
+        log_ratio: log ρ where valid, else 0.
+        train_sum: [runs] float64, the sum of log π_train over valid tokens.
+        rollout_sum: likewise.
+        response: [runs], tokens in the response mask.
+        weights: the weight of each token, once it is set.
+        kept: bool: valid tokens that no criterion has taken out yet.
+    """
+
+    valid: Tensor
+    log_ratio: Tensor
+    train_sum: Tensor
+    rollout_sum: Tensor
+    response: Tensor
+    weights: Tensor | None
+    kept: Tensor
+
+    def ratio(self) -> Tensor:
+        """ρ."""
+
+    def minus_one(self, values: Tensor) -> Tensor:
+        """Values - 1 where valid, else 0."""
+
+    def square(self, values: Tensor) -> Tensor:
+        """values²."""
+
+    def clamp(self, values: Tensor, lower: float, upper: float) -> Tensor:
+        """Values within the bounds where valid, else 0."""
+
+    def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
+        """Valid tokens that clamping left alone."""
+
+    def set_weights(self, values: Tensor) -> Tensor:
+        """The weights: values where valid, else 0."""
+
+    def set_unit_weights(self) -> None:
+        """The weights: 1 where valid, else 0."""
+
+    def keep(self, flags: Tensor) -> None:
+        """Take the others out of ``kept``."""
+
+    def exact_sum(self, values: Tensor) -> Tensor:
+        """[runs] float64, every addition in float64."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[runs], to a relative 1e-7: as many tokens as float32 adds up well are added in their own dtype."""
+
+    def count(self, flags: Tensor) -> Tensor:
+        """[runs]: how many flags are set."""
+
+    def count_above(self, values: Tensor, bound: float) -> Tensor:
+        """[runs]: how many valid values are above the bound."""
+
+    def count_below(self, values: Tensor, bound: float) -> Tensor:
+        """[runs]: how many valid values are below the bound."""
+
+    def max(self, values: Tensor) -> Tensor:
+        """[runs]: the largest value of each."""
+
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """([runs], [runs]): the largest valid value and the largest negative of one; -inf without one."""
+
+    def codes(self) -> Tensor:
+        """int64: the histogram's code of log ρ. The last operation."""
+
+
 @dataclass
 class BlockTerms:
-    """What one block contributes, by name: for each of its runs, or in any other parts that add up.
+    """What one block contributes, by name, for each of its runs.
 
     Attributes:
         exact: [runs] float64 sums, every addition in float64.
         sequence: [runs] sums as wide as the log-probs, or float64, and counts.
         sequence_max: [runs] maxima.
-        batch: [parts] sums.
-        batch_max: [parts] maxima; a minimum is the largest negative.
-        codes: the bin of each log ρ, int64, the block's shape; lives in the scratch.
+        batch: [runs] sums that no sequence asks for.
+        batch_max: [runs] maxima likewise; a minimum is the largest negative.
+        codes: the histogram's code of each log ρ, int64, of the block's shape.
     """
 
     exact: Sums = field(default_factory=dict)
@@ -70,189 +208,118 @@ class BlockValues(NamedTuple):
     codes: Tensor
 
 
-@dataclass(frozen=True)
-class BlockTokens:
-    """The tokens of one block: three inputs, and where two outputs go; all of the block's shape.
-
-    Attributes:
-        train: log π_train, float32 or float64.
-        rollout: log π_rollout, alike.
-        mask: the response mask, bool (uint8 in a compiled call).
-        negative: bool, where the advantage of the token is below 0; None where ``opsm`` does not test tokens.
-        weights: takes the bounded weights at token level, else 1 where valid; None without weights.
-        kept: bool (uint8 in a compiled call), takes where valid and accepted by the token-level criteria.
-        level: int64, which factor of the staleness scale is the token's; None without one.
-    """
-
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
-    negative: Tensor | None
-    weights: Tensor | None
-    kept: Tensor
-    level: Tensor | None = None
-
-    def in_runs(self, run: int) -> BlockTokens:
-        """The same tokens, [runs, run]; every row is a multiple of the run."""
-        return BlockTokens(
-            train=self.train.reshape(-1, run),
-            rollout=self.rollout.reshape(-1, run),
-            mask=self.mask.reshape(-1, run),
-            negative=None if self.negative is None else self.negative.reshape(-1, run),
-            weights=None if self.weights is None else self.weights.view(-1, run),
-            kept=self.kept.view(-1, run),
-            level=None if self.level is None else self.level.reshape(-1, run),
-        )
-
-
-def block_terms(
-    tokens: BlockTokens, config: RolloutCorrectionConfig, scratch: Scratch, lengths: Tensor | None = None
-) -> BlockTerms:
-    """All that is known of a block before anything is known of whole sequences.
+def block_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectionConfig) -> BlockTerms:
+    """All that is known of a block before anything is known of whole sequences; sets its weights and kept tokens.
 
     Args:
-        tokens: inputs and outputs, [runs, run] each, or flat.
-        config: decides which terms there are.
-        scratch: buffers of the tokens' shape.
-        lengths: [runs] int64, the tokens of each run where they are flat, else None.
-    """
-    return _terms_of(TokenTerms(tokens.train, tokens.rollout, tokens.mask, scratch, lengths), tokens, config)
-
-
-def fused_terms(tokens: BlockTokens, zero: Tensor, config: RolloutCorrectionConfig) -> BlockTerms:
-    """The same for a compiler.
-
-    Args:
-        tokens: inputs and outputs, [runs, run] each; ``mask`` and ``kept`` are uint8.
-        zero: as :class:`FusedTerms` has it.
+        block: the tokens and their arithmetic.
+        tokens: what the block was made of.
         config: decides which terms there are.
     """
-    return _terms_of(FusedTerms(tokens.train, tokens.rollout, tokens.mask, zero), tokens, config)
-
-
-def _terms_of(terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig) -> BlockTerms:
     out = BlockTerms()
-    out.sequence |= {"response": terms.response, "valid": terms.count(terms.valid)}
-    scale = _staleness_terms(terms, tokens, config, out)
-    ratio = _policy_terms(terms, out)
-    if config.rollout_is == "token" and tokens.weights is not None:
-        _weight_terms(terms, ratio, tokens.weights, config, scale, out)
-    elif tokens.weights is not None:
-        tokens.weights.copy_(terms.valid)
-    kept = terms.begin_mask(tokens.kept)
-    wide = terms.log_ratio.double() if any(c.divergence in ("k2", "k3") for c in config.criteria) else terms.log_ratio
+    out.sequence |= {"response": block.response, "valid": block.count(block.valid)}
+    scale = _staleness_terms(block, tokens, config, out)
+    ratio = _policy_terms(block, out)
+    if config.rollout_is == "token":
+        _weight_terms(block, ratio, config, scale, out)
+    elif config.rollout_is is not None:
+        block.set_unit_weights()
+    log_ratio = block.log_ratio
+    wide = log_ratio.double() if any(c.divergence in ("k2", "k3") for c in config.criteria) else log_ratio
     for criterion in config.criteria:
-        _criterion_terms(criterion, wide, terms, kept, scale, out)
+        _criterion_terms(criterion, wide, block, scale, out)
     if config.rollout_token_veto_threshold is not None:
-        limit = math.log(config.rollout_token_veto_threshold)
-        out.sequence["catastrophic"] = terms.count_where(torch.lt, terms.log_ratio, limit)
-    _kept_terms(terms, kept, tokens, config, out)
-    terms.end_mask(kept, tokens.kept)
-    out.codes = terms.codes()
+        out.sequence["catastrophic"] = block.count_below(log_ratio, math.log(config.rollout_token_veto_threshold))
+    _kept_terms(block, tokens, config, out)
+    out.codes = block.codes()
     return out
 
 
-def _policy_terms(terms: Terms, out: BlockTerms) -> Tensor:
-    """How far the two policies are apart; returns ρ, which may be overwritten."""
-    out.batch_max["log_ratio"], out.batch_max["-log_ratio"] = terms.extremes(terms.log_ratio)
-    ratio = terms.ratio()
-    excess = terms.excess(ratio)
-    out.exact |= {"train": terms.train_sum, "rollout": terms.rollout_sum}
-    out.sequence["excess"] = terms.near_sum(excess)
-    out.batch["excess_squared"] = terms.near_total(excess.square_())
+def _policy_terms(block: TokenBlock, out: BlockTerms) -> Tensor:
+    """How far the two policies are apart; returns ρ."""
+    out.exact |= {"train": block.train_sum, "rollout": block.rollout_sum}
+    out.batch_max["log_ratio"], out.batch_max["-log_ratio"] = block.extremes(block.log_ratio)
+    ratio = block.ratio()
+    excess = block.minus_one(ratio)
+    out.sequence["excess"] = block.sum(excess)
+    out.batch["excess_squared"] = block.sum(block.square(excess))
     return ratio
 
 
 def _staleness_terms(
-    terms: Terms, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms
+    block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms
 ) -> Tensor | None:
     """What the bounds of each token are multiplied by, in nats; how many tokens of a sequence reach each level."""
     if config.staleness_scale is None or tokens.level is None:
         return None
     for level, step in enumerate(config.staleness_scale.steps, start=1):
-        out.sequence[f"older_{step}"] = terms.count((tokens.level >= level) & terms.valid)
-    return config.staleness_scale.of(tokens.level, terms.log_ratio.dtype)
+        out.sequence[f"older_{step}"] = block.count((tokens.level >= level) & block.valid)
+    return config.staleness_scale.of(tokens.level, block.log_ratio.dtype)
 
 
 def _weight_terms(
-    terms: Terms,
-    ratio: Tensor,
-    weights: Tensor,
-    config: RolloutCorrectionConfig,
-    scale: Tensor | None,
-    out: BlockTerms,
+    block: TokenBlock, ratio: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None, out: BlockTerms
 ) -> None:
     """Token-level weights; the bounds are compared in log space."""
     lower, upper = log_bounds(config)
-    tested = terms.log_ratio if scale is None else terms.log_ratio / scale
-    bounded = apply_bounds(ratio, terms.log_ratio, config, scale)
-    held = terms.hold(bounded, out=weights)
+    weights = block.set_weights(apply_bounds(ratio, block.log_ratio, config, scale))
+    out.sequence["weight"] = block.sum(weights)
     if scale is not None or config.is_mode == "mask":
         # Else it follows from the largest ratio.
-        out.batch_max["weight"] = terms.largest(held)
-    out.sequence["weight"] = terms.near_sum(held)
-    excess = bounded.sub_(1)
-    # At an invalid position ρ is 1: only bounds that exclude it leave anything there.
-    if not lower <= 0 <= upper:
-        excess = terms.hold(excess, out=excess)
-    out.batch["weight_excess_squared"] = terms.near_total(excess.square_())
-    for name, compare, bound in (("above", torch.gt, upper), ("below", torch.lt, lower)):
-        outside = terms.count_where(compare, tested, bound)
-        out.batch[name] = terms.whole(outside)
-        if config.is_mode == "mask":
-            out.sequence[f"outside_{name}"] = outside
+        out.batch_max["weight"] = block.max(weights)
     if scale is not None:
-        out.batch_max["-weight"] = terms.extremes(held)[1]
+        out.batch_max["-weight"] = block.extremes(weights)[1]
+    out.batch["weight_excess_squared"] = block.sum(block.square(block.minus_one(weights)))
+    tested = block.log_ratio if scale is None else block.log_ratio / scale
+    outside = {"above": block.count_above(tested, upper), "below": block.count_below(tested, lower)}
+    out.batch |= outside
+    if config.is_mode == "mask":
+        out.sequence |= {f"outside_{name}": count for name, count in outside.items()}
 
 
 def _criterion_terms(
-    criterion: Criterion, wide: Tensor, terms: Terms, kept: Tensor, scale: Tensor | None, out: BlockTerms
+    criterion: Criterion, wide: Tensor, block: TokenBlock, scale: Tensor | None, out: BlockTerms
 ) -> None:
-    """What a criterion needs of tokens; a token-level one takes what it rejects out of ``kept``."""
+    """What a criterion needs of tokens; a token-level one takes what it rejects out of those that are kept."""
     name, kind = criterion.name, criterion.divergence
-    statistic = terms.log_ratio
+    statistic = block.log_ratio
     if kind in ("k2", "k3"):
-        exact = torch.where(terms.valid, divergence(kind, wide), 0)
-        out.exact[kind] = terms.sum(exact)
+        exact = torch.where(block.valid, divergence(kind, wide), 0)
+        out.exact[kind] = block.exact_sum(exact)
         statistic = exact.to(statistic.dtype)
         if criterion.aggregation == "seq_max":
             if scale is None:
-                out.sequence[f"over_{name}"] = terms.count_where(torch.gt, exact, criterion.upper)
+                out.sequence[f"over_{name}"] = block.count(block.valid & (exact > criterion.upper))
             # Valid statistics are not negative, invalid ones 0.
-            out.sequence_max[name] = terms.max(exact)
+            out.sequence_max[name] = block.max(exact)
     if criterion.aggregation != "token":
         return
     if kind != "k1":
-        out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = terms.extremes(statistic)
+        out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = block.extremes(statistic)
     tested = statistic if scale is None else statistic / scale
-    out.batch[f"high_{name}"] = terms.whole(terms.count_where(torch.gt, tested, criterion.upper))
-    clamped = terms.clamp(tested, criterion.floor, criterion.upper)
-    accepted = terms.inside(tested, clamped)
-    out.sequence[f"accepted_{name}"] = terms.count(accepted)
-    kept.logical_and_(accepted)
-    if scale is not None:
-        clamped = clamped.mul_(scale)
-    if not criterion.floor <= 0 <= criterion.upper:
-        clamped = terms.hold(clamped, out=clamped)
-    out.batch[f"clamped_{name}"] = terms.near_total(clamped)
-    out.batch[f"clamped_squared_{name}"] = terms.near_total(clamped.square_())
+    out.batch[f"high_{name}"] = block.count_above(tested, criterion.upper)
+    clamped = block.clamp(tested, criterion.floor, criterion.upper)
+    accepted = block.unchanged(tested, clamped)
+    block.keep(accepted)
+    out.sequence[f"accepted_{name}"] = block.count(accepted)
+    clamped = clamped if scale is None else clamped * scale
+    out.batch[f"clamped_{name}"] = block.sum(clamped)
+    out.batch[f"clamped_squared_{name}"] = block.sum(block.square(clamped))
 
 
-def _kept_terms(
-    terms: Terms, kept: Tensor, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms
-) -> None:
+def _kept_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms) -> None:
     """Tokens and weights that the token-level criteria leave, of all and of those with a negative advantage."""
-    subsets = {"kept": kept}
+    subsets = {"kept": block.kept}
     if tokens.negative is not None and any(criterion.name == OPSM for criterion in config.criteria):
-        subsets["kept_negative"] = kept & tokens.negative
-        out.sequence["negative"] = terms.count(terms.valid & tokens.negative)
+        subsets["kept_negative"] = block.kept & tokens.negative
+        out.sequence["negative"] = block.count(block.valid & tokens.negative)
     single = [criterion.name for criterion in config.criteria if criterion.aggregation == "token"]
     for name, chosen in subsets.items():
         # What a single criterion leaves has been counted.
         known = f"accepted_{single[0]}" if len(single) == 1 else "" if single else "valid"
-        out.sequence[name] = out.sequence[known] if name == "kept" and known else terms.count(chosen)
-        if tokens.weights is not None and config.rollout_is_batch_normalize_scope == "accepted":
-            out.sequence[f"{name}_weight"] = terms.near_sum(torch.where(chosen, tokens.weights, 0))
+        out.sequence[name] = out.sequence[known] if name == "kept" and known else block.count(chosen)
+        if block.weights is not None and config.rollout_is_batch_normalize_scope == "accepted":
+            out.sequence[f"{name}_weight"] = block.sum(torch.where(chosen, block.weights, 0))
 
 
 def largest(rows: Tensor) -> Tensor:

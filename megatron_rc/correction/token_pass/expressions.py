@@ -1,0 +1,101 @@
+"""The tokens of one block as plain expressions: the definition that everything else is compared with.
+
+It runs as it stands on a GPU, and is what ``torch.compile`` gets. On a CPU its new tensors and its bools cost more than
+the arithmetic; ``cpu_buffers`` has the same operations for there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.token_pass.histogram import codes_of
+from megatron_rc.correction.token_pass.terms import MAX_RUN, BlockTokens, of_segments
+from megatron_rc.numerics import exp_ratio, is_log_prob
+
+
+class ExpressionBlock:
+    """One block of tokens: a :class:`~megatron_rc.correction.token_pass.terms.TokenBlock`.
+
+    Args:
+        tokens: of the block, [runs, run] each, or flat.
+        lengths: [runs] int64, the tokens of each run where they are flat, else None.
+    """
+
+    def __init__(self, tokens: BlockTokens, lengths: Tensor | None = None) -> None:
+        self._lengths = lengths
+        self.valid = tokens.mask & is_log_prob(tokens.train) & is_log_prob(tokens.rollout)
+        train, rollout = torch.where(self.valid, tokens.train, 0), torch.where(self.valid, tokens.rollout, 0)
+        self.log_ratio = train - rollout
+        self.train_sum, self.rollout_sum = self.exact_sum(train), self.exact_sum(rollout)
+        self.response = self.count(tokens.mask)
+        self.kept = self.valid
+        self.weights: Tensor | None = None
+
+    def ratio(self) -> Tensor:
+        """ρ."""
+        return exp_ratio(self.log_ratio)
+
+    def minus_one(self, values: Tensor) -> Tensor:
+        """Values - 1 where valid, else 0."""
+        return torch.where(self.valid, values - 1, 0)
+
+    def square(self, values: Tensor) -> Tensor:
+        """values²."""
+        return values.square()
+
+    def clamp(self, values: Tensor, lower: float, upper: float) -> Tensor:
+        """Values within the bounds where valid, else 0."""
+        return torch.where(self.valid, values.clamp(lower, upper), 0)
+
+    def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
+        """Valid tokens that clamping left alone."""
+        return self.valid & (values == clamped)
+
+    def set_weights(self, values: Tensor) -> Tensor:
+        """The weights: values where valid, else 0."""
+        self.weights = torch.where(self.valid, values, 0)
+        return self.weights
+
+    def set_unit_weights(self) -> None:
+        """The weights: 1 where valid, else 0."""
+        self.weights = self.valid.to(self.log_ratio.dtype)
+
+    def keep(self, flags: Tensor) -> None:
+        """Take the others out of ``kept``."""
+        self.kept = self.kept & flags
+
+    def exact_sum(self, values: Tensor) -> Tensor:
+        """[runs] float64, every addition in float64."""
+        return values.double().sum(1) if self._lengths is None else of_segments(values, "sum", self._lengths)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[runs], to a relative 1e-7: as many tokens as float32 adds up well are added in their own dtype."""
+        return values.sum(1) if self._lengths is None and values.shape[1] <= MAX_RUN else self.exact_sum(values)
+
+    def count(self, flags: Tensor) -> Tensor:
+        """[runs]: how many flags are set."""
+        return self.sum(flags.to(self.log_ratio.dtype))
+
+    def count_above(self, values: Tensor, bound: float) -> Tensor:
+        """[runs]: how many valid values are above the bound."""
+        return self.count(self.valid & (values > bound))
+
+    def count_below(self, values: Tensor, bound: float) -> Tensor:
+        """[runs]: how many valid values are below the bound."""
+        return self.count(self.valid & (values < bound))
+
+    def max(self, values: Tensor) -> Tensor:
+        """[runs]: the largest value of each."""
+        return values.amax(1) if self._lengths is None else of_segments(values, "max", self._lengths)
+
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """([runs], [runs]): the largest valid value and the largest negative of one; -inf without one."""
+        return (
+            self.max(torch.where(self.valid, values, -torch.inf)),
+            self.max(torch.where(self.valid, -values, -torch.inf)),
+        )
+
+    def codes(self) -> Tensor:
+        """int64: the histogram's code of log ρ."""
+        return codes_of(self.log_ratio).long()
