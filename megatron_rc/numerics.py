@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
 EXP_LIMIT = 20.0  # a ratio is exp(clamp(x, ±20))
+UNTRUNCATED = math.exp(EXP_LIMIT)  # no weight lies above this: truncation here is no truncation
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))
 NORMALIZE_LIMIT = 1e-8  # a mean weight at or below this is not divided by
 

@@ -6,8 +6,8 @@ import math
 import shlex
 from typing import TYPE_CHECKING
 
+from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.criteria import GROUP_ANY, OPSM, Criterion
-from megatron_rc.settings.dialects.others import UNTRUNCATED
 
 if TYPE_CHECKING:
     from megatron_rc.settings.config import RolloutCorrectionConfig

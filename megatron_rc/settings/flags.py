@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
-from megatron_rc.settings.dialects.others import UNTRUNCATED
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
 _HELP = {

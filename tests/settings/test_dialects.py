@@ -170,7 +170,44 @@ def test_a_section_that_is_switched_off(dialect, given):
                 "bypass_mode": True,
                 "rollout_token_veto_threshold": 1e-4,
             },
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce"},
+            ("rollout_token_veto_threshold=0.0001 dropped: without rollout_rs it had no effect",),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "loss_type": "reinforce",
+                "use_policy_gradient": True,
+                "bypass_mode": True,
+                "rollout_token_veto_threshold": 1e-4,
+            },
             {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce", "rollout_token_veto_threshold": 1e-4},
+            (),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "use_pure_rollout_correction": True,
+                "bypass_old_logprob_for_rollout": True,
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 2.0,
+                "rollout_token_veto_threshold": 1e-4,
+            },
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce", "rollout_token_veto_threshold": 1e-4}
+            | {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            (),
+        ),
+        # verl's own YAML spells the thresholds of what is off as null.
+        (
+            {
+                "rollout_is": None,
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": None,
+                "rollout_rs_threshold": None,
+                "rollout_rs_threshold_lower": None,
+                "rollout_token_veto_threshold": None,
+            },
+            {"rollout_is": None},
             (),
         ),
         (
@@ -396,6 +433,62 @@ def test_verl_of_october_2025(given, expected, notes):
             {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
             ("rs_veto_threshold=0.0001 dropped: use_rs is off", "slime's mean is over the micro-batch"),
         ),
+        # Off-policy sequence masking.
+        (
+            {"--use-opsm": True, "--use-rollout-logprobs": True},
+            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "opsm", "rollout_rs_threshold": 1e-4},
+            (),
+        ),
+        (
+            {"use_opsm": True, "opsm_delta": 1e-3, "use_tis": True, "use_rs": True},
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1,opsm"}
+            | {"rollout_rs_threshold": "0.5_2.0,0.001"},
+            ("use_opsm: slime compares π_θ with π_old",),
+        ),
+        ({"opsm_delta": 1e-3}, {"rollout_is": None}, ("opsm_delta=0.001 dropped: use_opsm is off",)),
+        ({"use_rollout_logprobs": True}, {"rollout_is": None, "bypass_mode": True}, ()),
+        # The example's names of October 2025: what is out of bounds has a weight of 0.
+        (
+            {
+                "use_mis": True,
+                "mis_level": "token",
+                "mis_mode": "mask",
+                "mis_lower_bound": 0.5,
+                "mis_upper_bound": 3.0,
+                "mis_veto_threshold": 1.0e-4,
+            },
+            {"rollout_is": "token", "rollout_is_threshold": "0.5_3.0", "rollout_is_mode": "mask"}
+            | {"rollout_token_veto_threshold": 1e-4},
+            (),
+        ),
+        (
+            {"use_mis": True, "mis_mode": "mask", "mis_level": "sequence"},
+            {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_mode": "mask"},
+            (),
+        ),
+        (
+            {"use_mis": False, "use_tis": False, "mis_mode": "mask"},
+            {"rollout_is": None},
+            ("mis_mode='mask' dropped: slime does nothing",),
+        ),
+        # Those of November 2025: it is rejected.
+        (
+            {"use_tis": True, "mis_mode": "mask", "mis_level": "geometric", "mis_lower_bound": 0.9}
+            | {"mis_upper_bound": 1.1, "mis_veto_threshold": 1e-4},
+            {"rollout_is": "geometric", "rollout_is_threshold": UNTRUNCATED, "rollout_rs": "seq_mean_k1"}
+            | {"rollout_rs_threshold": "0.9_1.1", "rollout_token_veto_threshold": 1e-4},
+            ("mis_mode='mask' leaves the weights as they are",),
+        ),
+        (
+            {"use_tis": True, "mis_mode": "clip", "mis_lower_bound": 0.4},
+            {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "clamp"},
+            (),
+        ),
+        (
+            {"use_tis": True, "mis_lower_bound": 0.5, "mis_upper_bound": 3.0},
+            {"rollout_is": "token", "rollout_is_threshold": 3.0},
+            ("mis_lower_bound=0.5 dropped: truncation has no lower bound",),
+        ),
     ],
 )
 def test_slime(given, expected, notes):
@@ -506,6 +599,16 @@ def test_nemo_rl(given, expected, notes):
             {"rollout_rs": "token", "rollout_rs_threshold": 2, "rollout_rs_threshold_lower": 3},
             "rollout_rs_threshold_lower=3 must lie below rollout_rs_threshold=2",
         ),
+        (
+            "verl-2025-11",
+            {"rollout_is": None, "rollout_rs": "sequence", "rollout_rs_threshold": None},
+            "rollout_rs_threshold=None: rollout_rs='sequence' needs a number: set it, or set rollout_rs to null",
+        ),
+        (
+            "verl-2025-11",
+            {"rollout_is": "token", "rollout_is_threshold": None},
+            "rollout_is_threshold=None: rollout_is='token' needs a number",
+        ),
         ("verl-2025-11", {"rollout_is_threshold": "0.5_5.0"}, "rollout_is_threshold='0.5_5.0' must be a number"),
         ("verl-2025-11", {"rollout_token_veto_threshold": -1}, "rollout_token_veto_threshold=-1.0 must be a finite"),
         ("verl-2025-11", {"rollout_token_veto_threshold": "nan"}, "rollout_token_veto_threshold='nan' must be finite"),
@@ -572,6 +675,21 @@ def test_nemo_rl(given, expected, notes):
             "tis_batch_normalize=True fails in slime with tis_level='geometric'",
         ),
         ("slime", {"use_tis": True, "tis_clip": 2.0, "tis_mode": "mask"}, "tis_clip belongs to slime's built-in"),
+        (
+            "slime",
+            {"use_tis": True, "mis_mode": "mask", "rs_level": "token"},
+            "rs_level belongs to its example's and mis_mode to its example's of October and November 2025: keep one",
+        ),
+        ("slime", {"use_mis": True, "mis_mode": "drop"}, "mis_mode='drop' is unknown: use one of truncate, clip, mask"),
+        ("slime", {"use_mis": True, "mis_upper_bound": 0}, "mis_upper_bound=0.0 must be a finite positive number"),
+        ("slime", {"use_opsm": True, "opsm_delta": -1}, "opsm_delta=-1.0 must be a number, 0 or more"),
+        ("slime", {"use_opsm": True, "opsm_delta": None}, "opsm_delta=None must be a number"),
+        ("slime", {"use_opsm": 1}, "use_opsm=1 must be true or false"),
+        (
+            "slime",
+            {"use_tis": True, "use_rollout_logprobs": True},
+            "use_tis=True and use_rollout_logprobs=True contradict",
+        ),
         ("nemo-rl", {"ratio_clip_min": 0.2}, "unknown setting 'ratio_clip_min'"),
         ("nemo-rl", {"loss_fn": [1]}, r"loss_fn=\[1\] must hold settings"),
         ("nemo-rl", {**TIS, "truncated_importance_sampling_type": "TIS"}, "'TIS' is unknown"),

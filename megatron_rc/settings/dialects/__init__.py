@@ -2,35 +2,22 @@
 
 ``verl`` is that of 2026, ``verl-2025-11`` that of November and December 2025, ``verl-2025-10`` the flat one before. A
 setting that the program itself would have ignored is dropped with a note; an unknown one is an error. The table is in
-``docs/presets.md``.
+``docs/presets.md``. What is special to one program stands in its own module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.settings.criteria import one_of
-from megatron_rc.settings.dialects import others as dialect_others
-from megatron_rc.settings.dialects import verl as dialect_verl
-from megatron_rc.settings.dialects.reader import Settings
+from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
+from megatron_rc.settings.dialects.reader import Dialect, Settings
+from megatron_rc.settings.dialects.slime import SLIME
+from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
 
-_READERS: dict[str, Callable[[Settings], dict[str, Any]]] = {
-    "verl": dialect_verl.verl,
-    "verl-2025-11": dialect_verl.verl_2025_11,
-    "verl-2025-10": dialect_verl.verl_2025_10,
-    "slime": dialect_others.slime,
-    "nemo-rl": dialect_others.nemo_rl,
-}
-_DEFAULTS: dict[str, Mapping[str, Any]] = {**dialect_verl.DEFAULTS, **dialect_others.DEFAULTS}
-_SECTIONS = {
-    "verl": ("algorithm", "rollout_correction"),
-    "verl-2025-11": ("algorithm", "rollout_correction"),
-    "verl-2025-10": ("algorithm",),
-    "slime": (),
-    "nemo-rl": ("loss_fn",),
-}
-DIALECTS = tuple(_READERS)
+_DIALECTS = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL)}
+DIALECTS = tuple(_DIALECTS)
 
 
 def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], list[str]]:
@@ -47,12 +34,10 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
         ValueError: an unknown dialect or setting, or a value that the program would refuse or that cannot work here.
     """
     one_of("dialect", dialect, DIALECTS)
-    known = _DEFAULTS[dialect]
-    inner, unread = _inside(fields, dialect)
-    if dialect == "slime":
-        inner = {name.lstrip("-").replace("-", "_"): value for name, value in inner.items()}
-    settings = Settings(inner, known)
-    own = _READERS[dialect](settings)
+    program = _DIALECTS[dialect]
+    given, unread = _inside(fields, program)
+    settings = Settings({program.spelled(name): value for name, value in given.items()}, program.defaults)
+    own = program.read(settings)
     became = ", ".join(f"{name}={value!r}" for name, value in own.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
     if unread:
@@ -60,28 +45,35 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     return own, notes
 
 
-def _inside(fields: Mapping[str, Any], dialect: str) -> tuple[Mapping[str, Any], list[str]]:
-    """The settings inside their sections, and the keys beside the sections."""
-    unread: list[str] = []
+def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], list[str]]:
+    """The settings inside their sections, and the keys beside them."""
+    fields, elsewhere, unread = _taken_out(fields, program)
     nested = False
-    for section in _SECTIONS[dialect]:
+    for section in program.sections:
         if section not in fields:
             continue
         nested = True
         unread += [name for name in fields if name != section]
         inner = fields[section]
         if inner is None:  # the section is switched off
-            return _switched_off(dialect), unread
+            return {**program.switched_off, **elsewhere}, unread
         if not isinstance(inner, Mapping):
             raise ValueError(f"{section}={inner!r} must hold settings, one `name: value` a line")
         fields = inner
-    # These two sections hold the program's other settings too.
-    if nested and _SECTIONS[dialect][-1:] in (("algorithm",), ("loss_fn",)):
-        known = _DEFAULTS[dialect]
-        unread += [name for name in fields if name not in known]
-        fields = {name: value for name, value in fields.items() if name in known}
-    return fields, unread
+    if nested and program.shares_section:
+        unread += [name for name in fields if name not in program.defaults]
+        fields = {name: value for name, value in fields.items() if name in program.defaults}
+    return {**fields, **elsewhere}, unread
 
 
-def _switched_off(dialect: str) -> dict[str, Any]:
-    return {"rollout_is": None} if dialect in ("verl", "verl-2025-11") else {}
+def _taken_out(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], dict[str, Any], list[str]]:
+    """(the fields without the sections that hold single settings, these settings, what else those sections hold)."""
+    found: dict[str, Any] = {}
+    unread: list[str] = []
+    for section, names in program.elsewhere.items():
+        inner = fields.get(section)
+        if isinstance(inner, Mapping) and set(names) & set(inner):
+            found |= {name: inner[name] for name in names if name in inner}
+            unread += [f"{section}.{name}" for name in inner if name not in names]
+            fields = {name: value for name, value in fields.items() if name != section}
+    return fields, found, unread

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rc.settings.criteria import one_of
@@ -153,3 +154,36 @@ def rejection(criteria: list[tuple[str, str]]) -> dict[str, Any]:
         "rollout_rs": ",".join(name for name, _ in criteria),
         "rollout_rs_threshold": float(bounds) if lone else bounds,
     }
+
+
+def clamped(settings: Settings, lower: str, upper: str) -> dict[str, Any]:
+    """Weights clamped between two settings; a lower one of 0, or none, is truncation."""
+    low = settings.number(lower)
+    if low is None or low <= 0:
+        return {"rollout_is_threshold": settings.positive(upper)}
+    return {"rollout_is_threshold": pair(*settings.bounds(lower, upper)), "rollout_is_mode": "clamp"}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the configuration of one program, in one of its releases, is read.
+
+    Attributes:
+        name: as ``from_dict`` takes it.
+        defaults: every known setting with the value that the program gives it.
+        read: the fields of ours that the settings become.
+        sections: in the program's files the settings stand in the last of these sections, each inside the one before.
+        shares_section: that section holds other settings too, which are left out with a note.
+        elsewhere: settings that stand in other sections, by the section's name.
+        switched_off: the settings that a section of null stands for.
+        spelled: a key as ``defaults`` has it.
+    """
+
+    name: str
+    defaults: Mapping[str, Any]
+    read: Callable[[Settings], dict[str, Any]]
+    sections: tuple[str, ...] = ()
+    shares_section: bool = False
+    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    switched_off: Mapping[str, Any] = field(default_factory=dict)
+    spelled: Callable[[str], str] = str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rc.settings.criteria import ALIASES, TABLE, criterion_names, ratio_bounds
-from megatron_rc.settings.dialects.reader import Settings, pair, rejection
+from megatron_rc.settings.dialects.reader import Dialect, Settings, pair, rejection
 
 _CORRECTION: dict[str, Any] = {
     "rollout_is": "sequence",
@@ -34,7 +34,6 @@ _CORRECTION_2025_10: dict[str, Any] = {
     "rollout_is_threshold_lower": None,
     "rollout_is_veto_threshold": 1e-4,
 }
-DEFAULTS = {"verl": _CORRECTION, "verl-2025-11": _CORRECTION_2025_11, "verl-2025-10": _CORRECTION_2025_10}
 _CRITERIA = tuple(f"{first}_{second}" for first, kinds in TABLE.items() if first != "group_mean" for second in kinds)
 
 
@@ -49,6 +48,7 @@ def verl(settings: Settings) -> dict[str, Any]:
 
 def verl_2025_11(settings: Settings) -> dict[str, Any]:
     """November and December 2025: bounds on ρ, a veto, and two spellings of the mode."""
+    _refuse_null(settings, "rollout_is", "rollout_is_threshold")
     own = _weights(settings, pairs=False)
     bypass = _agreed(settings, "bypass_mode", "bypass_old_logprob_for_rollout")
     reinforce = _agreed(settings, "loss_type", "use_policy_gradient", "use_pure_rollout_correction")
@@ -60,6 +60,13 @@ def verl_2025_11(settings: Settings) -> dict[str, Any]:
         )
     else:
         own.update(_rejection_2025_11(settings))
+    if bypass and reinforce and settings["loss_type"] is None and settings["rollout_rs"] is None:
+        own.pop("rollout_token_veto_threshold", None)
+        settings.drop(
+            "rollout_token_veto_threshold",
+            because="without rollout_rs it had no effect in the policy-gradient loss of 2025-11; to keep it, say "
+            "loss_type: reinforce as in 2025-12",
+        )
     own.update(_mode(settings, bypass, reinforce))
     return _without_unused_normalization(settings, own)
 
@@ -157,11 +164,18 @@ def _rejection_2025_11(settings: Settings) -> dict[str, Any]:
     if level is None:
         settings.drop("rollout_rs_threshold", "rollout_rs_threshold_lower", because="there is no rollout_rs")
     else:
+        _refuse_null(settings, "rollout_rs", "rollout_rs_threshold")
         bounds = settings.bounds_text("rollout_rs_threshold_lower", "rollout_rs_threshold", default=2.0)
         own = rejection([(ALIASES[level], bounds)])
     if settings["rollout_token_veto_threshold"] is not None:
         own["rollout_token_veto_threshold"] = settings.positive("rollout_token_veto_threshold")
     return own
+
+
+def _refuse_null(settings: Settings, what: str, threshold: str) -> None:
+    """A threshold that is null by its own words is an error; an absent one has a default."""
+    if settings[what] is not None and threshold in settings.given and settings[threshold] is None:
+        raise ValueError(f"{threshold}=None: {what}={settings[what]!r} needs a number: set it, or set {what} to null")
 
 
 def _mode(settings: Settings, bypass: bool, reinforce: bool) -> dict[str, Any]:
@@ -188,3 +202,11 @@ def _without_unused_normalization(settings: Settings, own: dict[str, Any]) -> di
     if own.get("bypass_mode") and own["loss_type"] == "ppo_clip" and own.pop("rollout_is_batch_normalize", False):
         settings.notes.append("rollout_is_batch_normalize=True dropped: PPO in bypass mode applies no weights")
     return own
+
+
+_OFF = {"rollout_is": None}
+VERL = Dialect("verl", _CORRECTION, verl, ("algorithm", "rollout_correction"), switched_off=_OFF)
+VERL_2025_11 = Dialect(
+    "verl-2025-11", _CORRECTION_2025_11, verl_2025_11, ("algorithm", "rollout_correction"), switched_off=_OFF
+)
+VERL_2025_10 = Dialect("verl-2025-10", _CORRECTION_2025_10, verl_2025_10, ("algorithm",), shares_section=True)
