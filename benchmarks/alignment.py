@@ -2,7 +2,7 @@
 
     python benchmarks/alignment.py [--batches 2000]
 
-The smallest batches that it judges (a little over 1024 pairs), with log-probs of a language model's shape: most tokens
+The smallest batches that it judges (a little over 512 pairs), with log-probs of a language model's shape: most tokens
 nearly certain, some surprising. ``noise`` is the standard deviation of the difference between the two policies.
 """
 
@@ -21,7 +21,7 @@ from megatron_rc import PlanInputs
 from megatron_rc.correction.checks.shift import find_lag, shift_sums
 from megatron_rc.correction.inputs import AgreedCounts, collect_shards
 
-SHAPE = (17, 64)
+SHAPE = (9, 64)
 NOISES = (1e-3, 0.02, 0.1, 0.5, 1.0, 3.0)
 
 

@@ -286,10 +286,17 @@ def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: 
         if value.device != mask.device:
             raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
     if mask.dtype != torch.bool:
-        raise ValueError(f"response_mask is {mask.dtype}: expected bool, True where a token counts")
+        raise ValueError(
+            f"response_mask is {mask.dtype}: expected bool, True where a token counts: pass response_mask.bool()"
+        )
     for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout)):
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
+    if torch.finfo(rollout.dtype).bits < 32:
+        raise ValueError(
+            f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: ask the engine for float32, or "
+            "pass rollout_log_probs.float() if their rounding is known to be small"
+        )
 
 
 def _per_sequence(

@@ -240,7 +240,7 @@ def header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> Heade
 
 @functools.lru_cache(maxsize=64)
 def _header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
-    nothing = torch.zeros(0, 0)
+    nothing = torch.zeros(0, 0, dtype=torch.float32)
     no_ids = torch.zeros(0, dtype=torch.int64)
     inputs = PlanInputs(nothing, nothing, nothing.bool(), advantages=torch.zeros(0))
     if counts.num_groups is not None:

@@ -196,7 +196,8 @@ def test_effective_sample_size_is_of_the_whole_batch():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_weights_have_the_dtype_of_the_log_probs_but_at_least_float32(dtype):
     batch, _ = clear_batch("token")
-    result = correct_rollouts(batch.train.to(dtype), batch.rollout.to(dtype), batch.mask, config_of("token"))
+    rollout = batch.rollout.to(torch.promote_types(dtype, torch.float32))
+    result = correct_rollouts(batch.train.to(dtype), rollout, batch.mask, config_of("token"))
     assert result.weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 

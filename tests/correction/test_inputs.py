@@ -28,7 +28,22 @@ def arguments(name="token"):
     ("change", "message"),
     [
         ({"rollout_log_probs": torch.zeros(12, 15)}, r"rollout_log_probs has shape \(12, 15\)"),
-        ({"response_mask": torch.ones(12, 16)}, "response_mask is torch.float32: expected bool"),
+        (
+            {"response_mask": torch.ones(12, 16)},
+            r"response_mask is torch.float32: expected bool.*pass response_mask.bool\(\)",
+        ),
+        (
+            {"response_mask": torch.ones(12, 16, dtype=torch.int64)},
+            r"response_mask is torch.int64: expected bool.*pass response_mask.bool\(\)",
+        ),
+        (
+            {"rollout_log_probs": torch.zeros(12, 16, dtype=torch.bfloat16)},
+            r"rollout_log_probs is torch.bfloat16, which shifts the ratios.*pass rollout_log_probs.float\(\)",
+        ),
+        (
+            {"rollout_log_probs": torch.zeros(12, 16, dtype=torch.float16)},
+            "rollout_log_probs is torch.float16, which shifts the ratios",
+        ),
         (
             {"train_log_probs": torch.zeros(12, 16, dtype=torch.int64)},
             "train_log_probs is torch.int64: expected a float",
@@ -163,7 +178,8 @@ def test_a_bad_token_far_from_the_start_is_named_exactly(policy):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_limit_that_rounds_is_still_named(dtype):
     train = torch.tensor([[-1.0, 1.01e-4, -1.0]]).to(dtype)
-    result = correct_rollouts(train, train.clamp(max=-0.1), torch.ones(1, 3, dtype=torch.bool), config_of("token"))
+    rollout = train.float().clamp(max=-0.1)
+    result = correct_rollouts(train, rollout, torch.ones(1, 3, dtype=torch.bool), config_of("token"))
     with pytest.raises(ValueError, match=r"sample 0 of data-parallel rank 0 .*, position 1"):
         result.check()
 
