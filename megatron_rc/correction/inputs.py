@@ -294,8 +294,8 @@ def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: 
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
     if torch.finfo(rollout.dtype).bits < 32:
         raise ValueError(
-            f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: ask the engine for float32, or "
-            "pass rollout_log_probs.float() if their rounding is known to be small"
+            f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: ask the engine for float32, "
+            "or pass rollout_log_probs.float() if only their storage was narrow"
         )
 
 

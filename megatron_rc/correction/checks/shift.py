@@ -4,8 +4,8 @@ Neighbouring pairs of valid tokens are compared straight and crosswise: with d(a
 tensor that is one position late has a small d(train_t, rollout_{t+1}) and a large d(train_t, rollout_t). A lag is
 reported where the crosswise distance is less than half of the straight one, over at least 512 pairs of the batch: so
 1,024 tokens in responses of a few are enough. Honest batches stay near or above 1, because neighbouring tokens'
-log-probs have little to do with each other; among 20,000 of 512 pairs, drawn from unrelated policies that are certain of
-98 % of their tokens, the smallest quotient was 0.75.
+log-probs have little to do with each other; among 20,000 batches of 512 pairs, from unrelated policies that are certain
+of 98 % of their tokens, the smallest quotient was 0.75.
 """
 
 from __future__ import annotations
