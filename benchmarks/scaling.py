@@ -43,7 +43,7 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.settings.criteria import GROUP_ANY, NAMES
+from megatron_rc.settings.criteria import CRITERIA
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # Bytes a token that all ranks of a CP group of 8 send together, for the sequence statistics of one batch.
@@ -169,10 +169,11 @@ def rejection(names: str, threshold: str) -> dict[str, Any]:
 
 def everything() -> dict[str, Any]:
     """The fields that make the correction send the most: all criteria at once."""
-    bounds = ["0.5_2" if name.endswith("k1") else "0.1" for name in NAMES if name != GROUP_ANY]
+    bounded = [criterion for criterion in CRITERIA.values() if criterion.bounds.takes_threshold]
+    bounds = ["0.5_2" if criterion.bounds.on_ratio else "0.1" for criterion in bounded]
     fields = {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_token_veto_threshold": 1e-4}
     scope = {"rollout_is_batch_normalize": True, "rollout_is_batch_normalize_scope": "accepted"}
-    return {**fields, **scope, **rejection(",".join(NAMES), ",".join(bounds))}
+    return {**fields, **scope, **rejection(",".join(CRITERIA), ",".join(bounds))}
 
 
 BYPASS = {"bypass_mode": True, "loss_type": "reinforce"}

@@ -31,15 +31,13 @@ def exp_ratio(log_ratio: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.clamp(log_ratio, -EXP_LIMIT, EXP_LIMIT, out=out).exp_()
 
 
-def divergence(kind: str, log_ratio: Tensor) -> Tensor:
-    """k1 as log ρ (the bounds are on ρ), k2 = ½(log ρ)², k3 = ρ - 1 - log ρ with ρ = exp(min(log ρ, 20)).
+def k2(log_ratio: Tensor) -> Tensor:
+    """½(log ρ)². Schulman 2020, "Approximating KL Divergence"."""
+    return log_ratio.square() / 2
 
-    Schulman 2020, "Approximating KL Divergence" (there k1 is -log ρ).
-    """
-    if kind == "k1":
-        return log_ratio
-    if kind == "k2":
-        return log_ratio.square() / 2
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """ρ - 1 - log ρ with ρ = exp(min(log ρ, 20)); Schulman 2020."""
     return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
 
 

@@ -15,7 +15,7 @@ from megatron_rc.correction.token_pass.histogram import QUANTILES
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.settings.criteria import NAMES, TABLE
+from megatron_rc.settings.criteria import CRITERIA
 from tests.correction.test_correction import correct
 from tests.support.corrections import CASES, clear_batch
 from tests.support.paths import LINKED, ROOT
@@ -23,10 +23,10 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
 PREFIX = "rollout_corr/"
-MEASURED = [name for name in NAMES if name.rpartition("_")[0] in TABLE and not name.startswith("group_")]
+MEASURED = [name for name, criterion in CRITERIA.items() if criterion.is_measured]
 # What stands for several names in docs/metrics.md: each of these, or any number.
 WORDS = {
-    "criterion": NAMES,
+    "criterion": tuple(CRITERIA),
     "measured": MEASURED,
     "ratio": [name for name in MEASURED if name.endswith("_k1")],
     "percent": [f"{percent:02d}" for percent in QUANTILES],

@@ -128,7 +128,7 @@ def _sums(
     """Everything before the reduction over the batch; sequences without ids are counted from ``first_id``."""
     local = sequence_sums(collect_shards(inputs, counts, groups, first_id), config, compile=compile)
     sequences = reduce_sequences(local.pair, groups)
-    prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_groups else None
+    prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None
     return batch_sums(local, sequences, prompts)
 
 
@@ -397,7 +397,7 @@ class RolloutCorrection:
         """What every stage can see, before any of them waits for another."""
         check_counts(counts)
         check_version_given(self.config, counts)
-        if self.config.needs_groups and counts.num_groups is None:
+        if self.config.needs_prompts and counts.num_groups is None:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")

@@ -37,7 +37,7 @@ def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionCon
         rejected = verdicts.rejected_by[criterion.name]
         totals[f"rejected_{criterion.name}"] = rejected
         totals[f"sequences_rejected_{criterion.name}"] = rejected > 0
-        if criterion.has_statistic:
+        if criterion.is_measured:
             _criterion_totals(criterion, sums, threshold_scale(sums, config), totals, maxima)
     if config.rollout_token_veto_threshold is not None:
         totals["catastrophic"] = sums["catastrophic"]
@@ -108,10 +108,8 @@ def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConf
 
 def _criterion_totals(criterion: Criterion, sums: Sums, scale: Tensor | None, totals: Sums, maxima: Sums) -> None:
     name, valid = criterion.name, sums["valid"]
-    if criterion.aggregation == "seq_max":
-        statistic = torch.where(valid > 0, sums[f"max_{name}"], 0)
-    else:
-        statistic = sequence_statistic(criterion, sums)
+    # An extreme of nothing is infinite.
+    statistic = torch.where(valid > 0, sequence_statistic(criterion, sums), 0)
     tested = statistic if scale is None else statistic / scale
     high, low = tested > criterion.upper, tested < criterion.lower
     totals |= {
@@ -121,8 +119,8 @@ def _criterion_totals(criterion: Criterion, sums: Sums, scale: Tensor | None, to
         f"sequence_low_{name}": low,
         f"total_{name}": statistic * valid,
     }
-    if criterion.aggregation != "token":
-        clamped = tested.clamp(criterion.floor, criterion.upper) * (1 if scale is None else scale)
+    if criterion.unit != "token":
+        clamped = tested.clamp(criterion.least, criterion.upper) * (1 if scale is None else scale)
         totals |= {f"clamped_{name}": clamped * valid, f"clamped_squared_{name}": clamped.square() * valid}
     maxima |= {f"sequence_{name}": statistic, f"-sequence_{name}": -statistic}
 

@@ -195,7 +195,7 @@ def _rejection_metrics(sums: Numbers, maxima: Numbers, config: RolloutCorrection
         prefix = f"rollout_rs_{criterion.name}_"
         metrics[f"{prefix}masked_fraction"] = _ratio(sums[f"rejected_{criterion.name}"], tokens)
         metrics[f"{prefix}seq_masked_fraction"] = _ratio(sums[f"sequences_rejected_{criterion.name}"], sequences)
-        if criterion.has_statistic:
+        if criterion.is_measured:
             metrics |= {prefix + name: value for name, value in _criterion_metrics(criterion, sums, maxima).items()}
     if config.rollout_token_veto_threshold is not None:
         metrics["rollout_is_veto_fraction"] = _ratio(sums["vetoed"], sequences)
@@ -206,10 +206,10 @@ def _rejection_metrics(sums: Numbers, maxima: Numbers, config: RolloutCorrection
 def _criterion_metrics(criterion: Criterion, sums: Numbers, maxima: Numbers) -> dict[str, float]:
     """The statistic that a criterion tests; for k1 that is -log ρ, as verl's, so its sign and sides turn around."""
     name, tokens, sequences = criterion.name, sums["valid"], sums["sequences"]
-    by_token = criterion.aggregation == "token"
+    by_token = criterion.unit == "token"
     count = tokens if by_token else sequences
     high, low = f"{'' if by_token else 'sequence_'}high_{name}", f"sequence_low_{name}"
-    turned = criterion.divergence == "k1"
+    turned = criterion.bounds.on_ratio
     sign = -1.0 if turned else 1.0
 
     def extremes(key: str) -> tuple[float, float]:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.token_pass.terms import Sums
-from megatron_rc.numerics import within
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import GROUP_ANY, OPSM, Criterion
+from megatron_rc.settings.criteria import Criterion, Divergence, Need
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,8 @@ class Verdicts:
     Attributes:
         tokens: tokens under m, float64.
         accept: bool: no criterion rejects the whole sequence.
-        accept_negative: bool: ``opsm`` leaves the tokens of negative advantage too; None where it does not test tokens.
+        accept_negative: bool: criteria of tokens with a negative advantage leave these too; None where the advantage is
+            one a sequence, and in ``accept``.
         accepted: tokens under m', float64.
         rejected_by: for each criterion, by name, the valid tokens that it rejects by itself, float64.
     """
@@ -33,14 +33,43 @@ class Verdicts:
     rejected_by: Sums
 
 
-def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, groups: Tensor | None) -> Verdicts:
+@dataclass(frozen=True)
+class SequenceSums:
+    """What a criterion's statistic is made of, from the sums and maxima by name: of whole sequences, or of prompts."""
+
+    named: Sums
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Valid tokens, at least 1."""
+        return self.named["length"]
+
+    @property
+    def num_lost(self) -> Tensor:
+        """Of prompts: the responses of which the other criteria reject every token."""
+        return self.named["lost"]
+
+    def sum(self, divergence: Divergence) -> Tensor:
+        """Over the valid tokens."""
+        return self.named[Need("sum", divergence).name]
+
+    def max(self, divergence: Divergence) -> Tensor:
+        """-inf without a valid token, or 0 where that is the least value."""
+        return self.named[Need("max", divergence).name]
+
+    def min(self, divergence: Divergence) -> Tensor:
+        """+inf without a valid token."""
+        return -self.named[Need("min", divergence).name]
+
+
+def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None) -> Verdicts:
     """The verdicts on whole sequences.
 
     Args:
         sums: of whole sequences, by name.
         shards: ids, and advantages where there is one a sequence.
         config: the criteria.
-        groups: [num_groups, columns] over all responses of a prompt, as :func:`group_columns` has them; None before
+        prompts: [num_groups, columns] over all responses of a prompt, as :func:`prompt_columns` has them; None before
             they are known.
     """
     valid = sums["valid"]
@@ -48,24 +77,24 @@ def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, groups: 
     accept = torch.ones_like(valid, dtype=torch.bool)
     accept_negative, rejected_by = None, {}
     for criterion in config.criteria:
-        name = criterion.name
-        if criterion.aggregation == "token":
-            rejected_by[name] = valid - sums[f"accepted_{name}"]
+        if criterion.unit == "token":
+            rejected_by[criterion.name] = valid - sums[f"accepted_{criterion.name}"]
             continue
-        if criterion.needs_groups:
-            if groups is None:
+        if criterion.unit == "prompt":
+            if prompts is None:
                 continue
-            verdict = _group_verdict(criterion, groups, config)[shards.group_ids]
+            verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]
         else:
-            verdict = _sequence_verdict(criterion, sums, scale)
-        if name == OPSM and shards.advantages is not None:
+            # Without a valid token there is nothing to test.
+            verdict = criterion.within_bounds(sequence_statistic(criterion, sums), scale) | (valid == 0)
+        if criterion.only_negative and shards.advantages is not None:
             verdict = verdict | ~(shards.advantages < 0)
-        elif name == OPSM:
-            accept_negative = verdict
-            rejected_by[name] = torch.where(verdict, 0, sums["negative"])
+        elif criterion.only_negative:
+            accept_negative = verdict if accept_negative is None else accept_negative & verdict
+            rejected_by[criterion.name] = torch.where(verdict, 0, sums["negative"])
             continue
         accept = accept & verdict
-        rejected_by[name] = torch.where(verdict, 0, valid)
+        rejected_by[criterion.name] = torch.where(verdict, 0, valid)
     if config.rollout_token_veto_threshold is not None:
         accept = accept & (sums["catastrophic"] == 0)
     if config.bad_log_probs == "reject_sequence":
@@ -90,11 +119,8 @@ def accepted_weight(sums: Sums, verdicts: Verdicts) -> Tensor:
 
 
 def sequence_statistic(criterion: Criterion, sums: Sums) -> Tensor:
-    """[n] float64: what a criterion tests of whole sequences (k1 as log ρ), their mean for token-level ones."""
-    by_sum = criterion.aggregation == "seq_sum"
-    if criterion.divergence == "k1":
-        return sums["log_ratio" if by_sum else "mean_log_ratio"]
-    return sums[criterion.divergence] if by_sum else sums[criterion.divergence] / sums["length"]
+    """[n] float64: the statistic of each whole sequence (of k1: of log ρ)."""
+    return criterion.statistic(SequenceSums(sums))
 
 
 def threshold_scale(sums: Sums, config: RolloutCorrectionConfig) -> Tensor | None:
@@ -108,46 +134,31 @@ def threshold_scale(sums: Sums, config: RolloutCorrectionConfig) -> Tensor | Non
     return config.staleness_scale.of(torch.stack(reached).sum(0), sums["valid"].dtype)
 
 
-def group_columns(config: RolloutCorrectionConfig) -> list[str]:
-    """What is summed over the responses of a prompt; nothing without group criteria."""
-    if not config.needs_groups:
-        return []
-    kinds = {criterion.divergence for criterion in config.criteria if criterion.aggregation == "group_mean"}
-    return ["valid", *sorted(kinds), *(["lost"] if any(c.name == GROUP_ANY for c in config.criteria) else [])]
+def prompt_columns(config: RolloutCorrectionConfig) -> list[str]:
+    """What is summed over the responses of a prompt; nothing without criteria of prompts."""
+    criteria = [criterion for criterion in config.criteria if criterion.unit == "prompt"]
+    sums = sorted({need.name for criterion in criteria for need in criterion.needs})
+    return ["valid", *sums, *["lost"] * any(criterion.follows_others for criterion in criteria)] if criteria else []
 
 
-def local_group_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
+def local_prompt_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
     """[num_groups, columns] float64 of this rank's responses."""
     verdicts = decide(sums, shards, config, None)
     lost = ((sums["response"] > 0) & (verdicts.accepted == 0)).double()
     if shards.group_ids is None:
-        raise ValueError("group criteria need group_ids")
-    values = {"valid": sums["valid"], "k1": sums["log_ratio"], "lost": lost} | sums
-    columns = torch.stack([values[name] for name in group_columns(config)], dim=1)
-    groups = torch.zeros(shards.counts.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
-    return groups.index_add_(0, shards.group_ids, columns)
+        raise ValueError("criteria of prompts need group_ids")
+    columns = torch.stack([(sums | {"lost": lost})[name] for name in prompt_columns(config)], dim=1)
+    prompts = torch.zeros(shards.counts.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
+    return prompts.index_add_(0, shards.group_ids, columns)
 
 
-def _group_verdict(criterion: Criterion, groups: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+def _prompt_verdict(criterion: Criterion, prompts: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """[num_groups] bool."""
-    column = dict(zip(group_columns(config), groups.unbind(1), strict=True))
-    if criterion.name == GROUP_ANY:
-        # A mean out of bounds rejects every response of the prompt.
-        means = [other for other in config.criteria if other.aggregation == "group_mean"]
-        verdicts = [_group_verdict(other, groups, config) for other in means]
-        return torch.stack([column["lost"] == 0, *verdicts]).all(0)
-    return within(column[criterion.divergence] / column["valid"].clamp(min=1), criterion.lower, criterion.upper)
-
-
-def _sequence_verdict(criterion: Criterion, sums: Sums, scale: Tensor | None) -> Tensor:
-    if criterion.aggregation == "seq_max" and scale is None:
-        return sums[f"over_{criterion.name}"] == 0
-    if criterion.aggregation == "seq_max":
-        # How many tokens are over the bound is not known before the bound is: the maximum is there too.
-        statistic = sums[f"max_{criterion.name}"]
-    else:
-        statistic = sequence_statistic(criterion, sums)
-    statistic = statistic if scale is None else statistic / scale
-    verdict = within(statistic, criterion.lower, criterion.upper)
-    # Without a valid token there is nothing to test.
-    return verdict | (sums["valid"] == 0)
+    named = dict(zip(prompt_columns(config), prompts.unbind(1), strict=True))
+    named["length"] = named["valid"].clamp(min=1)
+    verdict = criterion.within_bounds(criterion.statistic(SequenceSums(named)))
+    if not criterion.follows_others:
+        return verdict
+    # What another criterion rejects of the whole prompt is every response of it.
+    others = [other for other in config.criteria if other.unit == "prompt" and not other.follows_others]
+    return torch.stack([verdict, *(_prompt_verdict(other, prompts, config) for other in others)]).all(0)

@@ -27,7 +27,7 @@ from megatron_rc.correction.batch_sums import (
 from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
 from megatron_rc.correction.inputs import AgreedCounts, Part, PlanInputs, Shards, collect_shards
-from megatron_rc.correction.rejection import Verdicts, decide, local_group_sums, threshold_scale
+from megatron_rc.correction.rejection import Verdicts, decide, local_prompt_sums, threshold_scale
 from megatron_rc.correction.result import CorrectionResult, HeaderShape
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
 from megatron_rc.correction.token_pass.blocks import BlockPass
@@ -168,7 +168,7 @@ def reduce_sequences(pair: Pair, groups: ParallelGroups) -> Pair:
 
 def group_sums(local: LocalSums, sequences: Pair) -> Pair:
     """([num_groups, k], [0]) float64 of this rank's responses, counted on the first CP rank. Collectives: none."""
-    sums = local_group_sums(local.named(sequences), local.shards, local.config)
+    sums = local_prompt_sums(local.named(sequences), local.shards, local.config)
     return sums * local.shards.is_first_cp_rank, sums.new_empty(0)
 
 
@@ -248,17 +248,19 @@ def _header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> Head
     if counts.current_version is not None:
         inputs = dataclasses.replace(inputs, policy_versions=no_ids)
     local = sequence_sums(collect_shards(inputs, counts, ParallelGroups()), config)
-    prompts = group_sums(local, local.pair) if config.needs_groups else None
+    prompts = group_sums(local, local.pair) if config.needs_prompts else None
     return batch_sums(local, local.pair, prompts).shape
 
 
 def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
-    names = [criterion.name for criterion in config.criteria]
     has_advantages = shards.advantages is not None or all(part.advantages is not None for part in shards.parts)
-    if "opsm" in names and not has_advantages:
-        raise ValueError("rollout_rs=opsm needs advantages: pass advantages=, one a sequence or one a token")
-    if config.needs_groups and shards.group_ids is None:
-        needed = ", ".join(criterion.name for criterion in config.criteria if criterion.needs_groups)
+    for criterion in config.criteria:
+        if criterion.only_negative and not has_advantages:
+            raise ValueError(
+                f"rollout_rs={criterion.name} needs advantages: pass advantages=, one a sequence or one a token"
+            )
+    if config.needs_prompts and shards.group_ids is None:
+        needed = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
         raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
     check_version_given(config, shards.counts)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rc.loss.policy import ALGORITHMS
-from megatron_rc.settings.criteria import GROUP_ANY, Criterion, one_of, ordered, parse_criteria, positive, ratio_bounds
+from megatron_rc.settings.bounds import one_of, ordered, positive, ratio_bounds
+from megatron_rc.settings.criteria import Criterion, Divergence, Need, parse_criteria
 from megatron_rc.settings.presets import PRESETS, RELEASES, Presets
 from megatron_rc.settings.staleness import StalenessScale, parse_staleness_scale
 
@@ -100,6 +101,8 @@ class RolloutCorrectionConfig(Presets):
     is_mode: str = field(init=False, compare=False, repr=False)
     is_bounds: tuple[float, float] = field(init=False, compare=False, repr=False)
     criteria: tuple[Criterion, ...] = field(init=False, compare=False, repr=False)
+    needs: tuple[Need, ...] = field(init=False, compare=False, repr=False)
+    divergences: tuple[Divergence, ...] = field(init=False, compare=False, repr=False)
     staleness_scale: StalenessScale | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self, use_policy_gradient: bool | None) -> None:
@@ -117,12 +120,22 @@ class RolloutCorrectionConfig(Presets):
         mode, bounds = self._weight_bounds()
         criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
         scale = parse_staleness_scale(self.rollout_staleness_scale)
-        derived = {"is_mode": mode, "is_bounds": bounds, "criteria": criteria, "staleness_scale": scale}
+        derived = {
+            "is_mode": mode,
+            "is_bounds": bounds,
+            "criteria": criteria,
+            # What all criteria need of the tokens of each sequence, and look at in a token; each once.
+            "needs": tuple(dict.fromkeys(need for criterion in criteria for need in criterion.needs)),
+            "divergences": tuple(dict.fromkeys(one for criterion in criteria for one in criterion.divergences)),
+            "staleness_scale": scale,
+        }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         self._check_scale()
-        if [criterion.name for criterion in criteria] == ["group_any"] and not self._rejects_without_criteria:
-            raise ValueError("rollout_rs='group_any' looks at what other criteria reject: name at least one more")
+        if criteria and all(one.follows_others for one in criteria) and not self._rejects_without_criteria:
+            raise ValueError(
+                f"rollout_rs={self.rollout_rs!r} looks at what other criteria reject: name at least one more"
+            )
         self._check_mode()
 
     @property
@@ -131,9 +144,9 @@ class RolloutCorrectionConfig(Presets):
         return self.bypass_mode or self.proximal_interpolation
 
     @property
-    def needs_groups(self) -> bool:
+    def needs_prompts(self) -> bool:
         """True where a criterion looks at all responses of a prompt."""
-        return any(criterion.needs_groups for criterion in self.criteria)
+        return any(criterion.unit == "prompt" for criterion in self.criteria)
 
     @property
     def rejects(self) -> bool:
@@ -144,7 +157,7 @@ class RolloutCorrectionConfig(Presets):
     def rejects_sequences(self) -> bool:
         """True where something may reject a whole sequence."""
         vetoes = self.rollout_token_veto_threshold is not None or self.bad_log_probs == "reject_sequence"
-        return vetoes or any(criterion.aggregation != "token" for criterion in self.criteria)
+        return vetoes or any(criterion.unit != "token" for criterion in self.criteria)
 
     @property
     def _rejects_without_criteria(self) -> bool:
@@ -279,12 +292,12 @@ class RolloutCorrectionConfig(Presets):
         if self.staleness_scale is None:
             return
         given = f"rollout_staleness_scale={self.rollout_staleness_scale!r}"
-        if self.rollout_is is None and not any(criterion.name != GROUP_ANY for criterion in self.criteria):
+        if self.rollout_is is None and not any(criterion.bounds.takes_threshold for criterion in self.criteria):
             raise ValueError(
                 f"{given} does nothing without bounds: set rollout_is, or a criterion in rollout_rs that takes a bound"
             )
         for criterion in self.criteria:
-            if criterion.aggregation == "group_mean":
+            if criterion.unit == "prompt" and criterion.bounds.takes_threshold:
                 raise ValueError(
                     f"{given}: {criterion.name} looks at all responses of a prompt, which differ in staleness: use a "
                     "criterion of tokens or sequences, or drop the scale"
@@ -296,8 +309,8 @@ class RolloutCorrectionConfig(Presets):
                 "proximal_interpolation=True contradicts bypass_mode=True, which takes π_rollout for the proximal "
                 "policy: set one of them"
             )
-        if self.corrects_in_loss and self.needs_groups:
-            names = ", ".join(criterion.name for criterion in self.criteria if criterion.needs_groups)
+        if self.corrects_in_loss and self.needs_prompts:
+            names = ", ".join(criterion.name for criterion in self.criteria if criterion.unit == "prompt")
             mode = "bypass_mode" if self.bypass_mode else "proximal_interpolation"
             raise ValueError(
                 f"rollout_rs={names} needs all responses of a prompt before the loss, which {mode} does not have: "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from typing import TYPE_CHECKING
 
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.criteria import GROUP_ANY, OPSM, Criterion
 
 if TYPE_CHECKING:
     from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -17,18 +15,6 @@ _WEIGHTS = {
     "sequence": "sequence weights w = Π ρ_t",
     "geometric": "sequence weights w = (Π ρ_t)^(1/n), the geometric mean",
 }
-_STATISTICS = {
-    ("token", "k1"): "tokens whose ρ_t",
-    ("seq_sum", "k1"): "sequences whose Π ρ_t",
-    ("seq_mean", "k1"): "sequences whose geometric mean ρ",
-    ("group_mean", "k1"): "all responses of a prompt whose geometric mean ρ over their tokens",
-    ("token", ""): "tokens whose {}",
-    ("seq_sum", ""): "sequences whose sum of {}",
-    ("seq_mean", ""): "sequences whose mean {}",
-    ("seq_max", ""): "sequences whose largest {}",
-    ("group_mean", ""): "all responses of a prompt whose mean {} over their tokens",
-}
-_DIVERGENCES = {"k2": "k2 = ½(log ρ)²", "k3": "k3 = ρ - 1 - log ρ"}
 _LOSSES = {
     "ppo_clip": "PPO clips ρ itself",
     "gspo": "GSPO clips the geometric mean of a sequence's ρ",
@@ -44,7 +30,7 @@ _BAD = {
 
 def describe(config: RolloutCorrectionConfig) -> str:
     """The config in words, one fact a line; then the flags that make it, and what a translation did."""
-    lines = [_mode(config), *_weights(config), *(f"rejects {_rejects(criterion)}" for criterion in config.criteria)]
+    lines = [_mode(config), *_weights(config), *(f"rejects {criterion.describe()}" for criterion in config.criteria)]
     if config.rollout_token_veto_threshold is not None:
         lines.append(
             f"rejects sequences with a token whose ρ_t is below {config.rollout_token_veto_threshold:.10g} (veto)"
@@ -94,18 +80,6 @@ def _weights(config: RolloutCorrectionConfig) -> list[str]:
     elif not config.applies_weights:
         lines.append("the weights are measured, not applied: the ratio of the loss is the correction")
     return lines
-
-
-def _rejects(criterion: Criterion) -> str:
-    if criterion.aggregation == GROUP_ANY:
-        return "all responses of a prompt of which one is rejected as a whole (group_any)"
-    if criterion.aggregation == OPSM:
-        return f"sequences with A < 0 whose mean of -log ρ is above {0.0 - criterion.lower:.10g} nats (opsm)"
-    if criterion.divergence == "k1":
-        low, high = math.exp(criterion.lower), math.exp(criterion.upper)
-        return f"{_STATISTICS[criterion.aggregation, 'k1']} is outside [{low:.10g}, {high:.10g}] ({criterion.name})"
-    what = _STATISTICS[criterion.aggregation, ""].format(_DIVERGENCES[criterion.divergence])
-    return f"{what} is above {criterion.upper:.10g} nats ({criterion.name})"
 
 
 def _flags(config: RolloutCorrectionConfig) -> list[str]:

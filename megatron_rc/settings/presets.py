@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rc.settings.criteria import one_of
+from megatron_rc.settings.bounds import one_of
 
 NEWEST = "2026-08"
 RELEASES = (NEWEST, "2025-11")

@@ -92,7 +92,7 @@ def correct_split(batch, name, replicas, cp_size, split):
         replica: added([shards[replica, rank].pair for rank in range(cp_size)]) for replica in range(len(replicas))
     }
     prompts = None
-    if config.needs_groups:
+    if config.needs_prompts:
         prompts = added([group_sums(local, over_cp[replica]) for (replica, _), local in shards.items()])
     batches = {key: batch_sums(local, over_cp[key[0]], prompts) for key, local in shards.items()}
     header = added([found.pair for found in batches.values()])

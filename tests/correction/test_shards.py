@@ -210,10 +210,10 @@ def budget(name, layout):
     """The kinds and group sizes of the collectives that one correction may make."""
     criteria = config_of(name).criteria
     calls = [("SUM", layout.cp)]
-    if any(criterion.aggregation == "seq_max" for criterion in criteria):
+    if any("seq_max" in criterion.name for criterion in criteria):
         calls.append(("MAX", layout.cp))
     world = layout.cp * layout.dp
-    if any(criterion.needs_groups for criterion in criteria):
+    if any(criterion.unit == "prompt" for criterion in criteria):
         calls.append(("SUM", world))
     return [call for call in [*calls, ("SUM", world), ("MAX", world)] if call[1] > 1]
 

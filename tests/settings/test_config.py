@@ -33,10 +33,10 @@ def test_criteria_are_parsed_into_bounds_on_the_statistic():
     config = RolloutCorrectionConfig(
         rollout_rs="token_k1, seq_mean_k3,token_k1,seq_sum_k1", rollout_rs_threshold="0.5_3,0.1,2"
     )
-    assert [(c.name, c.aggregation, c.divergence) for c in config.criteria] == [
-        ("token_k1", "token", "k1"),
-        ("seq_mean_k3", "seq_mean", "k3"),
-        ("seq_sum_k1", "seq_sum", "k1"),
+    assert [(c.name, c.unit, [need.name for need in c.needs]) for c in config.criteria] == [
+        ("token_k1", "token", ["log_ratio"]),
+        ("seq_mean_k3", "sequence", ["sum_k3"]),
+        ("seq_sum_k1", "sequence", ["log_ratio"]),
     ]
     assert [c.lower for c in config.criteria] == [math.log(0.5), -math.inf, math.log(0.5)]
     assert [c.upper for c in config.criteria] == [math.log(3), 0.1, math.log(2)]
@@ -56,14 +56,14 @@ def test_criteria_that_look_further_than_the_sequence():
     config = RolloutCorrectionConfig(
         rollout_rs="opsm,group_any,token_k2,group_mean_k1", rollout_rs_threshold="0.01,3,0.5_2"
     )
-    assert [(c.aggregation, c.needs_groups) for c in config.criteria] == [
-        ("opsm", False),
-        ("group_any", True),
-        ("token", False),
-        ("group_mean", True),
+    assert [(c.name, c.unit) for c in config.criteria] == [
+        ("opsm", "sequence"),
+        ("group_any", "prompt"),
+        ("token_k2", "token"),
+        ("group_mean_k1", "prompt"),
     ]
     assert [c.lower for c in config.criteria] == [-0.01, -math.inf, -math.inf, math.log(0.5)]
-    assert config.needs_groups
+    assert config.needs_prompts
     assert config.rejects
     assert not preset("decoupled_token_is").rejects
 

@@ -812,7 +812,7 @@ def test_recorded_settings_of_2026(case):
     thresholds = str(given.get("rollout_rs_threshold")).split(",") * len(names)
     assert [criterion.name for criterion in config.criteria] == names
     for criterion, threshold in zip(config.criteria, thresholds, strict=False):
-        if criterion.divergence == "k1":
+        if criterion.bounds.on_ratio:
             low, high = case["rho_bounds"][criterion.name]
             assert math.exp(criterion.lower) == pytest.approx(low, rel=1e-12)
             assert math.exp(criterion.upper) == pytest.approx(high, rel=1e-12)

@@ -76,7 +76,7 @@ class Accumulator:
         zeros = self._codes.num_values - sequence[sequence_names.index("valid")].sum()
         bins = bins_from_codes(self._codes.counts, zeros)
         return ShardSums(
-            names=(*exact_names, *sequence_names, *(f"max_{name}" for name in max_names)),
+            names=(*exact_names, *sequence_names, *max_names),
             sequences=self._by_sequence(torch.cat([exact, sequence]), "sum"),
             sequence_max=self._by_sequence(sequence_max, "max"),
             batch={batch_names: batch.sum(1), "bins": bins},

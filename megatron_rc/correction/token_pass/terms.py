@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.weights import apply_bounds, log_bounds
-from megatron_rc.numerics import divergence
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import OPSM, Criterion
+from megatron_rc.settings.criteria import Criterion, Need
 
 MIN_RUN, MAX_RUN = 64, 1024  # so many tokens float32 adds up to a relative 1e-7
 Sums = dict[str, Tensor]
@@ -225,9 +224,12 @@ def block_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectio
     elif config.rollout_is is not None:
         block.set_unit_weights()
     log_ratio = block.log_ratio
-    wide = log_ratio.double() if any(c.divergence in ("k2", "k3") for c in config.criteria) else log_ratio
+    values = _values_of(block, config)
+    for need in config.needs:
+        _sequence_terms(need, values[need.divergence.name], block, out)
     for criterion in config.criteria:
-        _criterion_terms(criterion, wide, block, scale, out)
+        if criterion.tested is not None:
+            _test_terms(criterion, values[criterion.tested.name].to(log_ratio.dtype), block, scale, out)
     if config.rollout_token_veto_threshold is not None:
         out.sequence["catastrophic"] = block.count_below(log_ratio, math.log(config.rollout_token_veto_threshold))
     _kept_terms(block, tokens, config, out)
@@ -277,28 +279,38 @@ def _weight_terms(
         out.sequence |= {f"outside_{name}": count for name, count in outside.items()}
 
 
-def _criterion_terms(
-    criterion: Criterion, wide: Tensor, block: TokenBlock, scale: Tensor | None, out: BlockTerms
-) -> None:
-    """What a criterion needs of tokens; a token-level one takes what it rejects out of those that are kept."""
-    name, kind = criterion.name, criterion.divergence
-    statistic = block.log_ratio
-    if kind in ("k2", "k3"):
-        exact = torch.where(block.valid, divergence(kind, wide), 0)
-        out.exact[kind] = block.exact_sum(exact)
-        statistic = exact.to(statistic.dtype)
-        if criterion.aggregation == "seq_max":
-            if scale is None:
-                out.sequence[f"over_{name}"] = block.count(block.valid & (exact > criterion.upper))
-            # Valid statistics are not negative, invalid ones 0.
-            out.sequence_max[name] = block.max(exact)
-    if criterion.aggregation != "token":
+def _values_of(block: TokenBlock, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
+    """What the criteria look at in each token, in float64, and 0 where invalid; log ρ as it is."""
+    wide = block.log_ratio.double() if any(divergence.of for divergence in config.divergences) else block.log_ratio
+    return {
+        divergence.name: torch.where(block.valid, divergence.of(wide), 0) if divergence.of else block.log_ratio
+        for divergence in config.divergences
+    }
+
+
+def _sequence_terms(need: Need, values: Tensor, block: TokenBlock, out: BlockTerms) -> None:
+    """What a criterion needs of the tokens of each sequence."""
+    if need.how == "sum":
+        if need.name != "log_ratio":  # which follows from the sums of both policies
+            out.exact[need.name] = block.exact_sum(values)
         return
-    if kind != "k1":
+    signed = values.double() if need.how == "max" else -values.double()
+    # Where no valid value is below 0, the zeros of the invalid ones change nothing.
+    if need.how == "min" or need.divergence.least < 0:
+        signed = torch.where(block.valid, signed, -torch.inf)
+    out.sequence_max[need.name] = block.max(signed)
+
+
+def _test_terms(
+    criterion: Criterion, statistic: Tensor, block: TokenBlock, scale: Tensor | None, out: BlockTerms
+) -> None:
+    """A test of each token: takes what it rejects out of those that are kept."""
+    name = criterion.name
+    if not criterion.bounds.on_ratio:
         out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = block.extremes(statistic)
     tested = statistic if scale is None else statistic / scale
     out.batch[f"high_{name}"] = block.count_above(tested, criterion.upper)
-    clamped = block.clamp(tested, criterion.floor, criterion.upper)
+    clamped = block.clamp(tested, criterion.least, criterion.upper)
     accepted = block.unchanged(tested, clamped)
     block.keep(accepted)
     out.sequence[f"accepted_{name}"] = block.count(accepted)
@@ -310,10 +322,10 @@ def _criterion_terms(
 def _kept_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms) -> None:
     """Tokens and weights that the token-level criteria leave, of all and of those with a negative advantage."""
     subsets = {"kept": block.kept}
-    if tokens.negative is not None and any(criterion.name == OPSM for criterion in config.criteria):
+    if tokens.negative is not None and any(criterion.only_negative for criterion in config.criteria):
         subsets["kept_negative"] = block.kept & tokens.negative
         out.sequence["negative"] = block.count(block.valid & tokens.negative)
-    single = [criterion.name for criterion in config.criteria if criterion.aggregation == "token"]
+    single = [criterion.name for criterion in config.criteria if criterion.unit == "token"]
     for name, chosen in subsets.items():
         # What a single criterion leaves has been counted.
         known = f"accepted_{single[0]}" if len(single) == 1 else "" if single else "valid"

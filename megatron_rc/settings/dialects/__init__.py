@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rc.settings.criteria import one_of
+from megatron_rc.settings.bounds import one_of
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
 from megatron_rc.settings.dialects.reader import Dialect, Settings
 from megatron_rc.settings.dialects.slime import SLIME

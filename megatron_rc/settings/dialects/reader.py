@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rc.settings.criteria import one_of
+from megatron_rc.settings.bounds import one_of
 
 # As good as no lower bound: below every ratio of two float64 log-probs that still has a weight.
 NO_LOWER_BOUND = 1e-300

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rc.settings.criteria import ALIASES, TABLE, criterion_names, ratio_bounds
+from megatron_rc.settings.bounds import ratio_bounds
+from megatron_rc.settings.criteria import ALIASES, CRITERIA, criterion_names
 from megatron_rc.settings.dialects.reader import Dialect, Settings, pair, rejection
 
 _CORRECTION: dict[str, Any] = {
@@ -34,7 +35,10 @@ _CORRECTION_2025_10: dict[str, Any] = {
     "rollout_is_threshold_lower": None,
     "rollout_is_veto_threshold": 1e-4,
 }
-_CRITERIA = tuple(f"{first}_{second}" for first, kinds in TABLE.items() if first != "group_mean" for second in kinds)
+_CRITERIA = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+)
 
 
 def verl(settings: Settings) -> dict[str, Any]:
@@ -149,7 +153,7 @@ def _rejection(settings: Settings) -> dict[str, Any]:
 def _on_rho(settings: Settings, name: str, bound: str) -> str:
     """The bound on ρ: verl tests -log ρ of a k1 criterion between log lo and log hi, which is 1/hi <= ρ <= 1/lo."""
     bounds = ratio_bounds("rollout_rs_threshold", bound)
-    if not name.endswith("k1") or not isinstance(bounds, tuple):
+    if not CRITERIA[name].bounds.on_ratio or not isinstance(bounds, tuple):
         return bound
     inverse = pair(1 / bounds[1], 1 / bounds[0])
     if inverse == pair(*bounds):

@@ -1,0 +1,141 @@
+"""How bounds are read from what the user wrote, checked, and said in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Threshold = float | str | None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How the bounds of a criterion are read.
+
+    Attributes:
+        read: (lower, upper) on the statistic, from the criterion's name, its threshold, and its lower threshold where
+            that is given.
+        words: what is rejected, from (lower, upper): "is above 0.1 nats".
+        takes_threshold: a threshold is needed; otherwise ``read`` gets an empty text.
+        takes_lower: ``rollout_rs_threshold_lower`` may be given.
+        on_ratio: the bounds are those of a ratio exp(statistic).
+    """
+
+    read: Callable[[str, str, str | None], tuple[float, float]]
+    words: Callable[[float, float], str]
+    takes_threshold: bool = True
+    takes_lower: bool = False
+    on_ratio: bool = False
+
+
+def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
+    """``"lo_hi"`` as a pair, ``"u"`` or u as a number; bounds are finite, positive and in order.
+
+    Raises:
+        ValueError: names the field and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{field}={value!r} must be a finite positive number, or a pair of them as 'lo_hi'")
+    parts = [_number(field, part) for part in value.split("_")] if isinstance(value, str) else [float(value)]
+    if len(parts) > 2:
+        raise ValueError(f"{field}={value!r} must be a number or 'lo_hi'")
+    for part in parts:
+        positive(field, part)
+    if len(parts) == 1:
+        return parts[0]
+    ordered(field, value, *parts)
+    return parts[0], parts[1]
+
+
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError, naming the choices, unless the value is one of them."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(str, allowed))}")
+
+
+def ordered(field: str, value: float | str, lower: float, upper: float) -> None:
+    """Raise ValueError unless lower < upper."""
+    if not lower < upper:
+        raise ValueError(
+            f"{field}={value!r} means [{lower:g}, {upper:g}]: the lower bound on ρ must lie below the upper one"
+        )
+
+
+def positive(field: str, value: object) -> None:
+    """Raise ValueError unless the value is a finite positive number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{field}={value!r} must be a finite positive number")
+
+
+def aligned(field: str, value: Threshold, names: list[str]) -> list[str | None]:
+    """One text for each name: a single one serves all.
+
+    Raises:
+        ValueError: neither one nor as many as there are names.
+    """
+    if value is None:
+        return [None] * len(names)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{field}={value!r} must be a number or a comma list of bounds")
+    parts: list[str | None] = [part.strip() for part in str(value).split(",")]
+    if len(parts) not in (1, len(names)):
+        raise ValueError(
+            f"{field}={value!r} has {len(parts)} bounds for {len(names)} criteria ({', '.join(names)}): give one, or "
+            "one for each"
+        )
+    return parts if len(parts) == len(names) else parts * len(names)
+
+
+def _read_ratio(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
+    upper = ratio_bounds("rollout_rs_threshold", threshold)
+    if isinstance(upper, tuple):
+        if lower is not None:
+            raise ValueError(
+                f"rollout_rs_threshold={threshold!r} has a lower bound for {name} already: drop "
+                f"rollout_rs_threshold_lower={lower!r}"
+            )
+        return math.log(upper[0]), math.log(upper[1])
+    low = 1 / upper if lower is None else _number("rollout_rs_threshold_lower", lower)
+    positive("rollout_rs_threshold_lower", low)
+    ordered("rollout_rs_threshold", threshold, low, upper)
+    return math.log(low), math.log(upper)
+
+
+def _read_upper(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
+    upper = ratio_bounds("rollout_rs_threshold", threshold)
+    if isinstance(upper, tuple):
+        raise ValueError(f"rollout_rs_threshold={threshold!r}: {name} takes one upper bound, in nats")
+    return -math.inf, upper
+
+
+def _read_margin(name: str, threshold: str, lower: str | None) -> tuple[float, float]:
+    margin = _number("rollout_rs_threshold", threshold)
+    if not 0 <= margin < math.inf:
+        raise ValueError(f"rollout_rs_threshold={threshold!r}: {name} takes one number, 0 or more")
+    return -margin, math.inf
+
+
+def _number(field: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{field}={text!r} is not a number") from None
+    if "_" in text:  # float() takes 0_5 for 5; here an underscore separates bounds
+        raise ValueError(f"{field}={text!r} must be one number, not a pair")
+    return value
+
+
+# [lo, hi] of a ratio: "lo_hi", or u for [1/u, u], or u with a lower bound of its own.
+RATIO = Bounds(
+    read=_read_ratio,
+    words=lambda lower, upper: f"is outside [{math.exp(lower):.10g}, {math.exp(upper):.10g}]",
+    takes_lower=True,
+    on_ratio=True,
+)
+# One upper bound, in nats.
+UPPER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g} nats")
+# δ >= 0 nats: log ρ may be as low as -δ.
+MARGIN = Bounds(_read_margin, lambda lower, upper: f"is above {0.0 - lower:.10g} nats")
+# Counts what must not occur.
+NONE_AT_ALL = Bounds(lambda name, threshold, lower: (-math.inf, 0.0), lambda lower, upper: "", takes_threshold=False)
