@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     Ends the process with 2 for flags that cannot work, 1 for a failed run.
     """
     rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if rank == 0 else logging.ERROR)
     try:
         if "RANK" not in os.environ:
             raise ConfigurationError(
@@ -41,7 +42,6 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
         task = validate_args(args, int(os.environ["WORLD_SIZE"]))
     except ConfigurationError as error:
         end_together(rank, str(error), USAGE_ERROR)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING if rank == 0 else logging.ERROR)
     # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import tempfile
 from pathlib import Path
 
@@ -51,6 +52,8 @@ _NOT_NEGATIVE = (
     *("min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "sgd_momentum", "seed"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "rollout_staleness"),
 )
+# Megatron-LM's.
+_COEFFICIENTS = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
 # Megatron-LM's, for a mixture of experts. None: what it follows from, or that there is none.
 _EXPERT_DEFAULTS = {
     "moe_ffn_hidden_size": None,
@@ -61,6 +64,9 @@ _EXPERT_DEFAULTS = {
     "moe_z_loss_coeff": None,
     "moe_token_dispatcher_type": "allgather",
 }
+
+
+_log = logging.getLogger("megatron_rc")
 
 
 def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> Task:
@@ -97,6 +103,7 @@ def validate_args(args: argparse.Namespace, world_size: int, *, engine: bool = T
     check_bridge(args, engine and not args.load_rollouts)
     try:
         args.correction = rollout_correction_config_from_args(args.command_line, args.launch_file)
+        _fill_coefficients(args)
         objective = policy_loss_config_from_args(args)
         args.loss = resolve_objective(args.correction, objective, has_auxiliary_losses=asks_for_auxiliary_losses(args))
     except ValueError as error:
@@ -148,6 +155,23 @@ def _fill_expert_defaults(args: argparse.Namespace) -> None:
     for name, default in {**_EXPERT_DEFAULTS, "moe_ffn_hidden_size": args.ffn_hidden_size}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+
+
+def _fill_coefficients(args: argparse.Namespace) -> None:
+    """Weights of the penalties that were not given: Megatron-LM's, or 0 where there can be none.
+
+    Batch normalisation inside the loss scales all gradients by one factor when they are done, penalties' among them.
+    """
+    correction = args.correction
+    excluded = correction.rollout_is_batch_normalize and correction.corrects_in_loss
+    for name, default in _COEFFICIENTS.items():
+        if getattr(args, name) is not None:
+            continue
+        setattr(args, name, 0.0 if excluded else default)
+        if excluded and default:
+            _log.warning(
+                "%s is 0, not %s: --rollout-is-batch-normalize inside the loss excludes it", flag(name), default
+            )
 
 
 def _check_batches(args: argparse.Namespace) -> None:

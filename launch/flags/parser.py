@@ -396,6 +396,7 @@ def _add_loss_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01, help="PPO clips r below 1 - this")
     group.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01, help="PPO clips r above 1 + this")
     group.add_argument("--ppo-dual-clip", type=float, help="cap of the loss at this · |A| for A < 0; default: none")
-    group.add_argument("--grpo-kl-beta", type=float, default=0.001, help="weight of the KL to the initial model")
+    # What is not given is 0 where the correction leaves no room for it: the checks fill these two in.
+    group.add_argument("--grpo-kl-beta", type=float, help="weight of the KL to the initial model; default: 0.001")
     group.add_argument("--kl-estimator", choices=KL_ESTIMATORS, help="of that KL; default: k3")
-    group.add_argument("--grpo-entropy-term-weight", type=float, default=0.0, help="weight of the entropy bonus")
+    group.add_argument("--grpo-entropy-term-weight", type=float, help="weight of the entropy bonus; default: 0")

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
 _HELP = {
@@ -33,8 +34,9 @@ _HELP = {
 }
 _SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_apply", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
+_DIALECT = "--rollout-correction-dialect"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
-_BASES = (_PRESET, _FILE, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
+_BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
 _OF_WEIGHTS = (
     *("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply"),
     "rollout_is_batch_normalize",
@@ -42,7 +44,7 @@ _OF_WEIGHTS = (
 
 
 def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one long option for each field of the config, ``--rollout-correction-preset`` and ``-config``.
+    """Add one long option for each field of the config, ``--rollout-correction-preset``, ``-config`` and ``-dialect``.
 
     Megatron-LM's two options for importance sampling are added too. An option that the parser already has is left
     alone. Every default is None, "not given". Abbreviations are switched off, which would hide a misspelt flag. Returns
@@ -53,6 +55,8 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     presets = f"{', '.join(PRESETS)}; NAME@{RELEASES[1]} for the numbers of that release; the fields below override it"
     _add(parser, group, _PRESET, metavar="NAME", help=f"one of {presets}")
     _add(parser, group, _FILE, metavar="FILE", help="YAML file of the fields below, which override it")
+    text = f"whose fields the file has: {', '.join(DIALECTS)}; default: megatron_rc"
+    _add(parser, group, _DIALECT, metavar="NAME", help=text)
     for field in FIELDS:
         if field in _SWITCHES:
             _add(parser, group, _flag(field), action=argparse.BooleanOptionalAction, help=_HELP[field])
@@ -159,15 +163,27 @@ def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
         if others:
             raise ValueError(f"{_MEGATRON_SWITCH} and {others[0]} contradict: give one of them")
         return weights
+    dialect = given.get(_name(_DIALECT))
+    if dialect is not None and path is None:
+        raise ValueError(f"{_DIALECT} {dialect} does nothing without {_FILE}: give both, or neither")
     if name is not None:
         parts = name.split("@", 1)
         return _named(lambda: preset(*parts), lambda _: f"{_PRESET} {name}")
     if path is None:
         return RolloutCorrectionConfig()
+    return _from_file(path, dialect)
+
+
+def _from_file(path: str, dialect: str | None) -> RolloutCorrectionConfig:
+    own = RolloutCorrectionConfig.from_yaml
     try:
-        return _named(lambda: RolloutCorrectionConfig.from_yaml(path), lambda _: f"{_FILE} {path}")
+        return _named(lambda: own(path, dialect or "megatron_rc"), lambda _: f"{_FILE} {path}")
     except OSError as error:
         raise ValueError(f"{_FILE} {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        if dialect is None and "unknown field" in str(error):
+            raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error
+        raise
 
 
 def _megatron_weights(given: dict[str, Any]) -> RolloutCorrectionConfig | None:

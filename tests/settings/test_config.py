@@ -563,6 +563,46 @@ def test_files_that_are_wrong_are_named(tmp_path):
         from_flags("--rollout-correction-config", str(tmp_path / "field.yaml"))
 
 
+VERL = """algorithm:
+  gamma: 1.0
+  rollout_correction:
+    rollout_is: token
+    rollout_rs: token_k1
+    rollout_rs_threshold: 0.5_4
+"""
+
+
+def test_a_file_of_another_program_by_flag(tmp_path, caplog):
+    caplog.set_level("INFO", "megatron_rc")
+    (tmp_path / "verl.yaml").write_text(VERL)
+    words = ("--rollout-correction-config", str(tmp_path / "verl.yaml"), "--rollout-correction-dialect", "verl")
+    wanted = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+    config = from_flags(*words)
+    # verl's bounds are on 1/ρ.
+    assert config == RolloutCorrectionConfig(**wanted, rollout_rs_threshold="0.25_2.0")
+    assert any("apply to 1/ρ" in record.message for record in caplog.records)
+    changed = from_flags(*words, "--rollout-is", "sequence")
+    assert changed == RolloutCorrectionConfig(**wanted | {"rollout_is": "sequence"}, rollout_rs_threshold="0.25_2.0")
+    assert changed.notes == config.notes
+    assert over_a_file(" ".join(words), "--rollout-correction-preset disabled") == preset("disabled")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "unknown field 'algorithm' .*; a file of another program needs --rollout-correction-dialect"),
+        ("--rollout-correction-dialect nemo", "verl.yaml: dialect='nemo' is unknown: use one of verl"),
+        ("--rollout-correction-dialect slime", "verl.yaml: unknown setting 'algorithm'"),
+    ],
+)
+def test_a_file_of_another_program_without_its_name_says_so(tmp_path, line, message):
+    (tmp_path / "verl.yaml").write_text(VERL)
+    with pytest.raises(ValueError, match=f"--rollout-correction-config .*{message}"):
+        from_line(f"--rollout-correction-config {tmp_path}/verl.yaml {line}")
+    with pytest.raises(ValueError, match="--rollout-correction-dialect verl does nothing without"):
+        from_line("--rollout-correction-dialect verl")
+
+
 @pytest.mark.parametrize(
     ("text", "fields"),
     [

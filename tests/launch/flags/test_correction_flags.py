@@ -2,13 +2,22 @@
 
 import pytest
 
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks import validate_args
 from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import PRESETS
+from tests.support.recorded_training import flags
 
 WEIGHTS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 FILE = {**WEIGHTS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+
+
+def checked_alone(tmp_path, *words):
+    """The arguments of a run that no launch file says anything of."""
+    args = parse_args(flags(tmp_path, *words))
+    validate_args(args, 1)
+    return args
 
 
 def checked(tmp_path, *words):
@@ -50,3 +59,30 @@ def test_flags_override_the_launch_files_correction(tmp_path, words, fields):
 
 def test_the_objective_is_the_one_that_was_named(tmp_path):
     assert checked(tmp_path, "--policy-loss=cispo", "--rollout-rs=none").loss.algorithm == "cispo"
+
+
+IN_THE_LOSS = [
+    ("--rollout-correction-preset=bypass_pg_is", "--rollout-is-batch-normalize"),
+    ("--rollout-is-batch-normalize", "--proximal-interpolation", "--rollout-staleness=4"),
+]
+
+
+@pytest.mark.parametrize("words", IN_THE_LOSS, ids=["bypass", "proximal"])
+def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_the_loss(tmp_path, words, caplog):
+    args = checked_alone(tmp_path, *words)
+    assert (args.loss.kl_coef, args.loss.entropy_coef) == (0.0, 0.0)
+    messages = [record.message for record in caplog.records]
+    assert messages == ["--grpo-kl-beta is 0, not 0.001: --rollout-is-batch-normalize inside the loss excludes it"]
+
+
+@pytest.mark.parametrize("given", ["--grpo-kl-beta=0.001", "--grpo-entropy-term-weight=0.04"])
+@pytest.mark.parametrize("words", IN_THE_LOSS, ids=["bypass", "proximal"])
+def test_given_penalties_are_refused_there(tmp_path, words, given):
+    with pytest.raises(ConfigurationError, match=r"rollout_is_batch_normalize=True in .* scales all gradients"):
+        checked_alone(tmp_path, *words, given)
+
+
+def test_penalties_have_megatrons_defaults_elsewhere(tmp_path):
+    for words in ((), ("--rollout-is-batch-normalize",), ("--rollout-correction-preset=bypass_pg_is",)):
+        args = checked_alone(tmp_path, *words)
+        assert (args.loss.kl_coef, args.loss.entropy_coef) == (0.001, 0.0)
