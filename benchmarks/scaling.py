@@ -320,13 +320,13 @@ def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> Plan
 
 def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
     """What the loss function does with a micro-batch."""
-    weights, old = None, part.train
+    weights, old, mean_log_ratio = None, part.train, None
     if correction.config.bypass_mode:
         versions = torch.zeros(part.layout.num_sequences, dtype=torch.int64)
-        weights, _, _ = correction.in_loss(
+        found = correction.in_loss(
             part.train, part.rollout, part.mask, layout=part.layout, policy_versions=versions, mini_batch=step
         )
-        old = part.rollout
+        weights, old, mean_log_ratio = found.weights, part.rollout, found.mean_log_ratio
     policy = policy_loss(
         part.train,
         old,
@@ -336,7 +336,7 @@ def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
         weights=weights,
         layout=part.layout,
         groups=correction.groups,
-        sequence_log_ratio=correction.sequence_log_ratio if correction.config.bypass_mode else None,
+        sequence_log_ratio=mean_log_ratio,
     )
     correction.record(policy.statistics)
 

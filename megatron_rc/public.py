@@ -2,6 +2,8 @@
 
 from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.correction.micro_batch import MicroBatch
+from megatron_rc.correction.plans import LossScale
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.stages import (
     batch_sums,
@@ -19,7 +21,7 @@ from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import from_verl, to_verl
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
-from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
+from megatron_rc.schedule import masked_loss, wrap_finalize
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import (
     add_rollout_correction_args,

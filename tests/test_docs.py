@@ -211,6 +211,7 @@ def step_twice(words):
     own, known = trainer.correction.loss_metrics(), gradients(trainer)
     readme = run(2)
     cuts = prepared.batch.cuts[0]
+    scale = prepared.plan.loss_scale(num_microbatches=len(cuts))
     pieces = [prepared.batch.local.piece(cut) for cut in cuts]
     batches = [(piece.tokens, piece.positions, piece.labels, piece) for piece in pieces]
     for chunk in trainer.model:
@@ -218,7 +219,7 @@ def step_twice(words):
     readme["set_up"](trainer.correction, trainer.chunks[0].config)
     found = readme["step"](
         trainer.correction,
-        trainer._scale(prepared, 0),
+        scale,
         trainer.model,
         iter(batches),
         num_microbatches=len(batches),

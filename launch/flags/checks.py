@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rc.correction.api import resolve_objective
+from megatron_rc.correction.objective import resolve_objective
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.flags.model_checks import (
     asks_for_auxiliary_losses,

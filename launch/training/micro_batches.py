@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch
-from megatron_rc.schedule import MicroBatch
 
 _PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.inputs import PlanInputs
-from megatron_rc.correction.result import BypassPlan, CorrectionResult
+from megatron_rc.correction.plans import LossScale, Plan
+from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rc.launch.training.local_layers import PackedTokens
@@ -37,9 +38,8 @@ from megatron_rc.parallel import (
     linear_log_probs_and_entropy,
     vocab_parallel_log_probs_and_entropy,
 )
-from megatron_rc.parallel.groups import group_size
 from megatron_rc.records.rollout import RolloutBatch
-from megatron_rc.schedule import LossScale, masked_loss, wrap_finalize
+from megatron_rc.schedule import masked_loss, wrap_finalize
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PreparedBatch:
     """A rollout batch that is ready for its optimizer steps."""
 
     batch: LocalBatch
-    plan: CorrectionResult | BypassPlan
+    plan: Plan
 
 
 class Trainer:
@@ -163,15 +163,20 @@ class Trainer:
         Raises:
             AgreedError, ValueError: see :meth:`update`.
         """
-        plan = prepared.plan
-        if isinstance(plan, CorrectionResult) and plan.denominators_on_host()[mini_batch][2] == 0:
+        if prepared.plan.skips(mini_batch):
             return None
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         cuts = prepared.batch.cuts[mini_batch]
-        scale = self._scale(prepared, mini_batch) if self.groups.is_last_stage else None
-        self._run(self.model, prepared.batch, cuts, partial(self._loss, scale, mini_batch), forward_only=False)
+        scale = prepared.plan.loss_scale(
+            mini_batch,
+            num_microbatches=len(cuts),
+            calculate_per_token_loss=self.args.calculate_per_token_loss,
+            local_tokens=math.prod(cuts[0].layout.shape),
+            total_tokens=prepared.batch.total_tokens[mini_batch],
+        )
+        self._run(self.model, prepared.batch, cuts, partial(self._loss, scale), forward_only=False)
         if self.correction.step is not None:
             self.correction.step.check()
             if self.correction.step.denominators_on_host()[0][2] == 0:
@@ -309,25 +314,12 @@ class Trainer:
     def _score(self, model: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
         return self._policy(model, output, local)[0]
 
-    def _scale(self, prepared: PreparedBatch, mini_batch: int) -> LossScale:
-        cuts = prepared.batch.cuts[mini_batch]
-        return LossScale(
-            denominator=self.correction.loss_denominator(prepared.plan, mini_batch),
-            num_microbatches=len(cuts),
-            dp_cp_size=group_size(self.groups.dp_cp),
-            calculate_per_token_loss=self.args.calculate_per_token_loss,
-            local_tokens=math.prod(cuts[0].layout.shape),
-            total_tokens=prepared.batch.total_tokens[mini_batch],
-        )
-
     def _loss(
-        self, scale: LossScale | None, mini_batch: int, model: torch.nn.Module, local: LocalTokens, output: Tensor
+        self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Local arithmetic only: every global factor is in ``scale``."""
-        if scale is None:
-            raise RuntimeError("the loss is computed on the last stage only")
+        """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
         log_probs, entropy = self._policy(model, output, local)
-        return masked_loss(self.correction, local, log_probs, entropy, scale, mini_batch=mini_batch)
+        return masked_loss(self.correction, local, log_probs, entropy, scale)
 
 
 def _forward_step(function: Any, data_iterator: Iterator[LocalTokens], model: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -159,40 +159,6 @@ class CorrectionResult:
         return self._host
 
 
-class BypassPlan:
-    """What bypass mode knows of a rollout batch before the schedule.
-
-    Attributes:
-        counts: [num_mini_batches, 4] float64: tokens and sequences under the response mask, tokens with padding, and in
-            the first row mini-batch ids that were out of range; None on pipeline stages without log-probs.
-    """
-
-    def __init__(self, counts: Tensor | None) -> None:
-        self.counts = counts
-
-    @property
-    def skip(self) -> Tensor | None:
-        """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
-        return None if self.counts is None else self.counts[:, 0] == 0
-
-    def check(self) -> None:
-        """Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises, on every stage."""
-
-    def metrics(self) -> dict[str, float]:
-        """No metrics yet: those of a step follow ``finish_step``."""
-        return {}
-
-    @property
-    def num_mini_batches(self) -> int:
-        """Optimizer steps that share the batch; 0 where that is not known."""
-        return 0 if self.counts is None else len(self.counts)
-
-    @property
-    def bad_ids(self) -> Tensor:
-        """0-D float64: mini-batch ids that were out of range."""
-        return torch.zeros(()) if self.counts is None else self.counts[0, 3]
-
-
 def merge_headers(shape: HeaderShape, headers: Sequence[Tensor]) -> Tensor:
     """One header of several batches: sums added, maxima taken."""
     stacked = torch.stack(list(headers))

@@ -232,6 +232,35 @@ def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
     )
 
 
+def sums_before_reduction(
+    inputs: PlanInputs,
+    config: RolloutCorrectionConfig,
+    counts: AgreedCounts,
+    groups: ParallelGroups,
+    *,
+    compile: bool = False,
+    first_id: int = 0,
+) -> BatchSums:
+    """The chain up to the reduction over the batch; sequences without ids are counted from ``first_id``."""
+    local = sequence_sums(collect_shards(inputs, counts, groups, first_id), config, compile=compile)
+    sequences = reduce_sequences(local.pair, groups)
+    prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None
+    return batch_sums(local, sequences, prompts)
+
+
+def corrected_batch(
+    inputs: PlanInputs,
+    config: RolloutCorrectionConfig,
+    counts: AgreedCounts,
+    groups: ParallelGroups,
+    *,
+    compile: bool = False,
+) -> CorrectionResult:
+    """The whole chain; see :func:`correct_rollouts`."""
+    batch = sums_before_reduction(inputs, config, counts, groups, compile=compile)
+    return finish(batch, reduce_batch(batch.pair, groups))
+
+
 def header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
     """What lies where in the header of every rank, whatever its data: that of a batch without sequences."""
     version = None if counts.current_version is None else 0

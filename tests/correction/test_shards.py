@@ -113,7 +113,7 @@ def test_shards_match_the_oracle(ranks, layout, form):
 
 def correct_wrongly(batches, variant):
     """As ``correct_shards``, with one deliberate mistake in a reduction."""
-    from megatron_rc.correction import api as correction
+    from megatron_rc.correction import stages
 
     right = ParallelGroups.from_megatron()
     wrong = {
@@ -125,12 +125,12 @@ def correct_wrongly(batches, variant):
         "prompts over cp": ("reduce_groups", ParallelGroups(dp_cp=right.cp)),
     }
     name, groups = wrong[variant]
-    original = getattr(correction, name)
-    setattr(correction, name, lambda pair, _: original(pair, groups))
+    original = getattr(stages, name)
+    setattr(stages, name, lambda pair, _: original(pair, groups))
     try:
         return correct_shards(batches, [6, 6], "padded")
     finally:
-        setattr(correction, name, original)
+        setattr(stages, name, original)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.loss.aggregation import aggregate_loss, denominator, loss_sum
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import LossScale, MicroBatch, masked_loss
+from megatron_rc.schedule import masked_loss
 from tests.correction import test_golden
 from tests.golden.load import cases
 
@@ -214,13 +214,15 @@ def bypassed(case, **changes):
     config = RolloutCorrectionConfig(**(config.to_dict() | more))
     correction, plan = started(case, config, **changes)
     mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
-    scale = LossScale(correction.loss_denominator(plan, 0), 1, 1, False, mask.numel(), mask.numel())
+    scale = plan.loss_scale(num_microbatches=1)
     layout = SequenceLayout.padded(*mask.shape)
     micro_batch = MicroBatch(layout, mask, arrays["advantages"], arrays["rollout_log_prob"])
     loss, count, _ = masked_loss(correction, micro_batch, log_probs, None, scale)
-    loss = loss / count * correction.finish_step()
-    loss.backward()
-    return Outcome(loss.item(), log_probs.grad, correction.loss_metrics() | correction.step.metrics())
+    (loss / count).backward()
+    factor = correction.finish_step()
+    return Outcome(
+        float(loss.detach() * factor), log_probs.grad * factor, correction.loss_metrics() | correction.step.metrics()
+    )
 
 
 @functools.cache

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
+from megatron_rc.correction.plans import LossScale
 from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.policy import ALGORITHMS, PolicyLossConfig, kl_penalty, policy_loss
-from megatron_rc.schedule import LossScale, schedule_return
+from megatron_rc.schedule import schedule_return
 from tests.golden.load import cases
 
 GRPO = [

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
+from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.loss.policy import ALGORITHMS, KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import LossScale, MicroBatch, masked_loss, wrap_finalize
+from megatron_rc.schedule import masked_loss, wrap_finalize
 
 ALONE = ParallelGroups()
 ROWS, WIDTH = 3, 8
@@ -47,7 +47,7 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
         batch = dataclasses.replace(
             batch, old_log_probs=old, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths
         )
-    scale = LossScale(correction.loss_denominator(plan, 0), 1, 1, False, mask.numel(), mask.numel())
+    scale = plan.loss_scale(num_microbatches=1)
     loss, count, log = masked_loss(correction, batch, theta, entropy, scale)
     loss.backward()
     assert (int(count), count.dtype, list(log)) == (1, torch.int32, ["loss"])
@@ -159,9 +159,9 @@ def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
 def test_what_the_loss_needs_is_named():
     theta, old, rollout, _, entropy, mask = tensors()
     layout = SequenceLayout.padded(ROWS, WIDTH)
-    scale = LossScale(torch.ones((), dtype=torch.float64), 1, 1, False, mask.numel(), mask.numel())
     batch = MicroBatch(layout, mask, torch.ones(ROWS), rollout)
     correction = make_correction("decoupled", "ppo_clip", entropy_coef=0.1, kl_coef=0.1)
+    scale = correction.plan(PlanInputs(old, rollout, mask)).loss_scale(num_microbatches=1)
     with pytest.raises(ValueError, match="decoupled mode needs old_log_probs, and mask and lengths"):
         masked_loss(correction, batch, theta, entropy, scale)
     lengths = torch.full((ROWS,), 4.0, dtype=torch.float64)
@@ -170,8 +170,10 @@ def test_what_the_loss_needs_is_named():
         masked_loss(correction, batch, theta, None, scale)
     with pytest.raises(ValueError, match=r"kl_coef=0\.1 needs the reference policy"):
         masked_loss(correction, batch, theta, entropy, scale)
-    with pytest.raises(RuntimeError, match="after plan"):
+    with pytest.raises(ValueError, match="from the plan of another correction"):
         masked_loss(make_correction("bypass", "ppo_clip"), batch, theta, None, scale)
+    with pytest.raises(ValueError, match=r"take it from plan\.loss_scale"):
+        masked_loss(correction, batch, theta, entropy, dataclasses.replace(scale, step=None))
 
 
 @pytest.mark.parametrize(

@@ -285,17 +285,17 @@ def test_a_wrong_factor_fails(run, single, variant, per_token_loss):
 
 def run_with_mean_of_means(words, data, old, new):
     """As ``run_case``, with denominators of each rank's own sequences, averaged over the ranks."""
-    from megatron_rc.correction.api import RolloutCorrection
+    from megatron_rc.correction.plans import DecoupledPlan
 
-    def wrong(self, plan, mini_batch):
-        accepted = plan.sequence_lengths.view(MINI_BATCHES, -1)[mini_batch] > 0
+    def wrong(self, mini_batch):
+        accepted = self.sequence_lengths.view(MINI_BATCHES, -1)[mini_batch] > 0
         return accepted.sum().double().clamp(min=1) * torch.distributed.get_world_size()
 
-    right, RolloutCorrection.loss_denominator = RolloutCorrection.loss_denominator, wrong
+    right, DecoupledPlan._denominator = DecoupledPlan._denominator, wrong
     try:
         return matrix.run_case(words, data, old, new)
     finally:
-        RolloutCorrection.loss_denominator = right
+        DecoupledPlan._denominator = right
 
 
 def test_denominators_of_single_ranks_fail(run, single):

@@ -1,0 +1,177 @@
+"""The correction inside the loss, from π_θ: bypass mode, and interpolation of the proximal policy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_masks, collect_shards
+from megatron_rc.correction.metrics import derive_metrics
+from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.plans import InLossPlan, PlannedStep
+from megatron_rc.correction.proximal import interpolate
+from megatron_rc.correction.result import HeaderShape, merge_headers
+from megatron_rc.correction.rollout_correction import RolloutCorrection
+from megatron_rc.correction.stages import header_shape, sums_before_reduction
+from megatron_rc.correction.step import StepError, StepResult, StepSums
+from megatron_rc.correction.weights import normalization
+from megatron_rc.loss.aggregation import denominator
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.layout import SequenceLayout
+
+
+class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
+    """See :class:`RolloutCorrection`."""
+
+    _newest: InLossPlan | None = None
+    # Of the steps since then, on every stage.
+    _headers: tuple[Tensor, ...] = ()
+
+    def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
+        table = None
+        if inputs is not None:
+            masks = collect_masks(inputs, counts, self.groups)
+            tokens = all_reduce_sum(masks.tokens, self.groups.cp)
+            table = all_reduce_sum(masks.mini_batch_counts(tokens), self.groups.dp_cp)
+        self._newest, self._headers = InLossPlan(self.config, self.loss, self.groups, counts, table), ()
+        return self._newest
+
+    def in_loss(
+        self,
+        log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        advantages: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        policy_versions: Tensor | None = None,
+        mini_batch: int | None = None,
+        step: PlannedStep | None = None,
+    ) -> CorrectedMicroBatch:
+        """See :meth:`RolloutCorrection.in_loss`."""
+        counts_at_once = step is None and torch.is_grad_enabled()
+        step = step or self._step_of(mini_batch)
+        inputs = PlanInputs(
+            log_probs,
+            rollout_log_probs,
+            response_mask,
+            layout,
+            advantages=advantages,
+            sequence_ids=sequence_ids,
+            policy_versions=None if step.plan.agreed.current_version is None else policy_versions,
+        )
+        with torch.no_grad():
+            found = self._correct(inputs, step)
+        self._open.sequences += found.num_sequences
+        if counts_at_once:
+            self.count(step, found.pair)
+        return found
+
+    @property
+    def step(self) -> StepResult | None:
+        """See :class:`RolloutCorrection`."""
+        return None if self._ended is None and not self._open.micro_batches else self._last_step("step")
+
+    def metrics(self) -> dict[str, float]:
+        """See :class:`RolloutCorrection`. Host synchronisations: one."""
+        if not self._headers:
+            return {}
+        shape = self._step_shape()
+        metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
+        return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
+
+    def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+        return self.in_loss(
+            log_probs,
+            micro_batch.rollout_log_probs,
+            micro_batch.response_mask,
+            layout=micro_batch.layout,
+            advantages=micro_batch.advantages,
+            sequence_ids=micro_batch.sequence_ids,
+            policy_versions=micro_batch.policy_versions,
+            step=step,
+        )
+
+    def _step_of(self, mini_batch: int | None) -> PlannedStep:
+        """The step of a mini-batch of the newest plan, if it may go on or begin."""
+        if self._newest is None or self._newest.counts is None:
+            raise StepError(
+                "in_loss belongs to bypass_mode and proximal_interpolation, after plan() on the last pipeline stage"
+            )
+        step = self._newest.step(mini_batch)
+        if not self._open.is_of(step) and self._open.step is not None:
+            raise StepError(
+                f"mini_batch={step.mini_batch} in the step of mini-batch {self._open.step.mini_batch}: call "
+                "finish_step() in between, or reset_step() where that step is given up"
+            )
+        return step
+
+    def _correct(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+        # A step is one mini-batch, and no criterion that needs the prompts is there.
+        counts = _of_one_step(step.plan.agreed)
+        old = inputs.rollout_log_probs
+        if self.config.proximal_interpolation:
+            old = self._interpolated(inputs, step)
+            inputs = dataclasses.replace(inputs, train_log_probs=old)
+        batch = sums_before_reduction(
+            inputs, self.config, counts, self.groups, compile=self.compile, first_id=self._open.sequences
+        )
+        weights, (mask,), lengths = batch.spread(None)
+        if not isinstance(old, Tensor):
+            raise TypeError("in_loss takes one micro-batch, not a list")
+        return CorrectedMicroBatch(
+            weights=weights[0] if weights and self.config.applies_weights else None,
+            mask=mask,
+            lengths=lengths,
+            old_log_probs=old,
+            # In bypass mode the two ratios are one.
+            mean_log_ratio=batch.mean_log_ratio if self.config.bypass_mode else None,
+            pair=batch.pair,
+            num_sequences=batch.local.shards.num_sequences,
+        )
+
+    def _interpolated(self, inputs: PlanInputs, step: PlannedStep) -> Tensor:
+        """The proximal policy's log-probs of a micro-batch: the plan's weights are the steps behind that have ended."""
+        counts = _of_one_step(step.plan.agreed)
+        shards = collect_shards(inputs, counts, self.groups)
+        (part,) = shards.parts
+        versions = part.versions
+        if versions is None and shards.versions is not None:
+            versions = part.layout.expand(shards.versions)
+        if versions is None or counts.current_version is None or not isinstance(step.plan, InLossPlan):
+            raise RuntimeError("proximal_interpolation needs versions, which the plan asked for")
+        staleness = (counts.current_version - versions).clamp(min=0)
+        return interpolate(part.train, part.rollout, staleness, updates=step.plan.steps_ended)
+
+    def _correction_shape(self) -> HeaderShape:
+        counts = AgreedCounts() if self._newest is None else self._newest.agreed
+        return header_shape(self.config, _of_one_step(counts))
+
+    def _factor(self, ended: StepSums, result: StepResult) -> Tensor:
+        """D₀/G; G = (the aggregation's denominator) · w̄."""
+        if ended.step is None or not isinstance(ended.step.plan, InLossPlan):
+            return result.header.new_zeros(())
+        sums, _ = result.shape.unpack(result.header)
+        # Found by the plan, which the other stages did not see.
+        sums["bad_mini_batch_ids"].add_(ended.step.plan.bad_ids)
+        tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[0]
+        if self.config.rejection_denominator == "accepted":
+            tokens, sequences = accepted_tokens, accepted_sequences
+        unknown = denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
+        factor = ended.step.denominator / unknown
+        if self.config.rollout_is_batch_normalize:
+            factor = factor * normalization(sums["normalize_weight"], sums["normalize_count"])
+        return torch.where(accepted_tokens > 0, factor, 0.0)
+
+    def _note_end(self, ended: StepSums, result: StepResult) -> None:
+        self._headers = (*self._headers, result.header)
+        if ended.step is not None and isinstance(ended.step.plan, InLossPlan):
+            ended.step.plan.steps_ended += 1
+
+
+def _of_one_step(counts: AgreedCounts) -> AgreedCounts:
+    """Those of a single mini-batch, without prompts."""
+    return dataclasses.replace(counts, num_mini_batches=1, num_groups=None)

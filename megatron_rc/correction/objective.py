@@ -1,0 +1,61 @@
+"""The objective that a correction goes with: its algorithm filled in, and what cannot be exact together refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+
+def resolve_objective(
+    config: RolloutCorrectionConfig, loss: PolicyLossConfig, *, has_auxiliary_losses: bool = False
+) -> PolicyLossConfig:
+    """The objective with its algorithm filled in: ``ppo_clip``, in bypass mode the correction's ``loss_type``.
+
+    Args:
+        config: the correction.
+        loss: the objective.
+        has_auxiliary_losses: the model adds losses of its own to the gradients.
+
+    Raises:
+        ValueError: settings that contradict each other, or cannot be exact together; names them and the remedy.
+    """
+    algorithm = config.loss_type if config.bypass_mode else "ppo_clip"
+    if config.corrects_in_loss:
+        _check_in_loss(config, loss, has_auxiliary_losses)
+    return dataclasses.replace(loss, algorithm=loss.algorithm or algorithm)
+
+
+def denominator_is_unknown(config: RolloutCorrectionConfig, loss: PolicyLossConfig) -> bool:
+    """Whether the loss's denominator is known only after the schedule."""
+    return config.corrects_in_loss and (
+        config.rollout_is_batch_normalize
+        or (
+            loss.aggregation != "token-sum"
+            and config.rejects
+            and (config.rejection_denominator == "accepted" or config.bad_log_probs == "reject_token")
+        )
+    )
+
+
+def _check_in_loss(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_auxiliary_losses: bool) -> None:
+    mode = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
+    if config.bypass_mode and loss.algorithm not in (None, config.loss_type):
+        raise ValueError(
+            f"algorithm={loss.algorithm!r} of the loss contradicts loss_type={config.loss_type!r}, which names the "
+            "objective in bypass_mode: set them alike, or leave algorithm out"
+        )
+    if config.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
+        raise ValueError(
+            f"rollout_is_batch_normalize=True in {mode} scales all gradients by one factor, which must not scale "
+            f"the terms of entropy_coef={loss.entropy_coef} and kl_coef={loss.kl_coef}: set them to 0, or use "
+            "decoupled mode"
+        )
+    if denominator_is_unknown(config, loss) and has_auxiliary_losses:
+        raise ValueError(
+            f"the loss's denominator is known only after the schedule ({mode} with "
+            "rejection_denominator=accepted or rollout_is_batch_normalize), and scaling the gradients then would "
+            "scale the model's auxiliary losses too: use rejection_denominator=original without batch normalisation, "
+            "or decoupled mode"
+        )

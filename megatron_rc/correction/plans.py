@@ -1,0 +1,237 @@
+"""What a plan knows of a rollout batch before its optimizer steps, and the factors of each step that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import AgreedCounts
+from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.loss.aggregation import denominator
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+_MOST_TOKENS = 2**31  # Megatron counts them in int32
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """One optimizer step: a mini-batch of a plan, and what its loss is divided by.
+
+    Attributes:
+        plan: the plan that knows the mini-batch.
+        mini_batch: its index there.
+        denominator: 0-D float64, above 0: what the sum of the loss over the whole mini-batch is divided by. It is the
+            denominator of the loss; where that is known only after the step, the one under the response mask. NaN on
+            pipeline stages that cannot know it and compute no loss.
+        num_microbatches: of this step, on each data-parallel rank; None where nobody said.
+    """
+
+    plan: Plan
+    mini_batch: int
+    denominator: Tensor
+    num_microbatches: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """The global factors of one optimizer step, from ``plan.loss_scale()``: equal on all ranks that share them.
+
+    Attributes:
+        denominator: 0-D, what the sum of the loss over the whole mini-batch is divided by; above 0.
+        num_microbatches: of this step, on each data-parallel rank.
+        dp_cp_size: number of ranks that hold different tokens.
+        calculate_per_token_loss: Megatron's setting of that name.
+        local_tokens: tokens of a micro-batch on this rank, padding included.
+        total_tokens: their sum over all micro-batches and ranks of the step, below 2³¹.
+        step: what these are the factors of: ``masked_loss`` counts for it, and the end of the step divides by what it
+            holds.
+    """
+
+    denominator: Tensor
+    num_microbatches: int
+    dp_cp_size: int
+    calculate_per_token_loss: bool
+    local_tokens: int
+    total_tokens: int
+    step: PlannedStep | None = None
+
+
+class Plan(ABC):
+    """What is known of a rollout batch before the schedule, in both modes.
+
+    Attributes:
+        config: what is corrected.
+        loss: the objective: its aggregation decides the denominators.
+        agreed: the counts that all ranks agreed on.
+    """
+
+    config: RolloutCorrectionConfig
+    loss: PolicyLossConfig
+    agreed: AgreedCounts
+    groups: ParallelGroups
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps that share the batch."""
+        return self.agreed.num_mini_batches
+
+    @property
+    @abstractmethod
+    def counted(self) -> Tensor:
+        """[num_mini_batches, 2] float64: tokens and sequences that the loss is divided by; NaN where not known."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ValueError on every rank alike if what is known already cannot be right."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Metrics of what is known already, equal on every rank."""
+
+    @abstractmethod
+    def skips(self, mini_batch: int) -> bool:
+        """Whether it is known already, on every rank, that the optimizer step must not be made."""
+
+    def loss_scale(
+        self,
+        mini_batch: int | None = None,
+        *,
+        num_microbatches: int,
+        calculate_per_token_loss: bool = False,
+        local_tokens: int = 0,
+        total_tokens: int = 0,
+    ) -> LossScale:
+        """The factors of one optimizer step, for the losses of all its micro-batches. Collectives: none.
+
+        Args:
+            mini_batch: which one; may be left out where there is one.
+            num_microbatches: of this step, on each data-parallel rank.
+            calculate_per_token_loss: Megatron's setting of that name, which needs the two others.
+            local_tokens: tokens of a micro-batch on this rank, padding included, equal for all its micro-batches.
+            total_tokens: tokens of all micro-batches of the step on all ranks with different tokens.
+
+        Raises:
+            ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be.
+        """
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+        if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:
+            raise ValueError(
+                f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
+                "of a micro-batch on this rank and of the whole step, padding included, below 2³¹"
+            )
+        step = dataclasses.replace(self.step(mini_batch), num_microbatches=num_microbatches)
+        return LossScale(
+            denominator=step.denominator,
+            num_microbatches=num_microbatches,
+            dp_cp_size=group_size(self.groups.dp_cp),
+            calculate_per_token_loss=calculate_per_token_loss,
+            local_tokens=local_tokens,
+            total_tokens=total_tokens,
+            step=step,
+        )
+
+    def step(self, mini_batch: int | None = None) -> PlannedStep:
+        """The optimizer step of a mini-batch, which may be left out where there is one.
+
+        Raises:
+            ValueError: as :meth:`loss_scale`.
+        """
+        number = self.num_mini_batches
+        if mini_batch is None and number > 1:
+            raise ValueError(f"the plan has {number} mini-batches: say which with mini_batch=")
+        index = mini_batch or 0
+        if not 0 <= index < number:
+            raise ValueError(f"mini_batch={index} is not in [0, {number}) of the plan")
+        return PlannedStep(self, index, self._denominator(index))
+
+    def _denominator(self, mini_batch: int) -> Tensor:
+        # A mini-batch without tokens has a loss of 0, whatever it is divided by.
+        tokens, sequences = self.counted[mini_batch].clamp(min=1)
+        return denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
+
+
+class DecoupledPlan(CorrectionResult, Plan):
+    """Decoupled mode decides everything before the schedule: the plan is the result.
+
+    On pipeline stages without log-probs weights, mask and lengths are None; everything else is known there too.
+    """
+
+    def __init__(
+        self, result: CorrectionResult, loss: PolicyLossConfig, groups: ParallelGroups, agreed: AgreedCounts
+    ) -> None:
+        super().__init__(
+            result.config,
+            result.shape,
+            result.header,
+            weights=result.weights,
+            mask=result.mask,
+            sequence_lengths=result.sequence_lengths,
+        )
+        self.loss, self.groups, self.agreed = loss, groups, agreed
+
+    @property
+    def counted(self) -> Tensor:
+        """See :class:`Plan`."""
+        accepted = self.config.rejection_denominator == "accepted"
+        return self.denominators[:, 2:] if accepted else self.denominators[:, :2]
+
+    def skips(self, mini_batch: int) -> bool:
+        """See :class:`Plan`."""
+        return self.denominators_on_host()[mini_batch][2] == 0
+
+
+class InLossPlan(Plan):
+    """What is known of a rollout batch before π_θ is, where the correction is made in the loss.
+
+    Attributes:
+        counts: [num_mini_batches, 4] float64: tokens and sequences under the response mask, tokens with padding, and in
+            the first row mini-batch ids that were out of range; None on pipeline stages without log-probs.
+        steps_ended: optimizer steps on this plan that lie behind, those that were skipped too; on the last stage.
+    """
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig,
+        loss: PolicyLossConfig,
+        groups: ParallelGroups,
+        agreed: AgreedCounts,
+        counts: Tensor | None,
+    ) -> None:
+        self.config, self.loss, self.groups, self.agreed = config, loss, groups, agreed
+        self.counts = counts
+        self.steps_ended = 0
+
+    @property
+    def counted(self) -> Tensor:
+        """See :class:`Plan`: under the response mask."""
+        if self.counts is None:
+            return torch.full((self.num_mini_batches, 2), torch.nan, dtype=torch.float64)
+        return self.counts[:, :2]
+
+    @property
+    def skip(self) -> Tensor | None:
+        """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
+        return None if self.counts is None else self.counts[:, 0] == 0
+
+    def check(self) -> None:
+        """Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises, on every stage."""
+
+    def metrics(self) -> dict[str, float]:
+        """No metrics yet: those of a step follow ``finish_step``."""
+        return {}
+
+    def skips(self, mini_batch: int) -> bool:
+        """Not known on every rank before the step: its result says so."""
+        return False
+
+    @property
+    def bad_ids(self) -> Tensor:
+        """0-D float64: mini-batch ids that were out of range."""
+        return torch.zeros(()) if self.counts is None else self.counts[0, 3]

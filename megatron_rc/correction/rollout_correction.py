@@ -1,0 +1,336 @@
+"""The correction as a trainer uses it: what both modes share, and the order in which the calls come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
+from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
+from megatron_rc.correction.plans import Plan, PlannedStep
+from megatron_rc.correction.result import HeaderShape
+from megatron_rc.correction.stages import Pair, check_version_given, reduce_batch
+from megatron_rc.correction.step import (
+    MISUSES,
+    OTHER_PLAN,
+    SCALED_BEFORE,
+    UNFINISHED,
+    ScaledGradients,
+    StepError,
+    StepResult,
+    StepSums,
+)
+from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.collectives import broadcast
+from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+
+class RolloutCorrection:
+    """The correction for a trainer; gives the class of the config's mode.
+
+    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode`` and
+    ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
+    ``plan.loss_scale`` gives the factors of an optimizer step to its losses, a micro-batch counts when its backward
+    runs, and ``finish_step`` ends the step before the optimizer's.
+
+    Args:
+        config: what to correct.
+        groups: ``cp`` and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header to the other stages.
+        loss: the objective: its aggregation decides the denominators.
+        has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
+            prediction).
+        compile: as :func:`correct_rollouts` has it.
+
+    Attributes:
+        loss: the objective, its algorithm filled in.
+
+    Raises:
+        ValueError: settings that cannot be exact together; names them and the remedy.
+    """
+
+    _modes: ClassVar[dict[bool, type[RolloutCorrection]]] = {}
+
+    def __init_subclass__(cls, *, corrects_in_loss: bool) -> None:
+        """A mode: whether it is the one that corrects in the loss."""
+        super().__init_subclass__()
+        RolloutCorrection._modes[corrects_in_loss] = cls
+
+    def __new__(cls, config: RolloutCorrectionConfig | None = None, *args: Any, **kwargs: Any) -> RolloutCorrection:
+        """An object of the config's mode."""
+        if cls is RolloutCorrection and config is not None:
+            cls = RolloutCorrection._modes[config.corrects_in_loss]
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig,
+        groups: ParallelGroups,
+        *,
+        loss: PolicyLossConfig,
+        has_auxiliary_losses: bool = False,
+        compile: bool = False,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
+        self.compile = compile
+        self.is_wrapped = False
+        self._open = StepSums()
+        self._ended: StepResult | None = None
+        self._scaled: ScaledGradients | None = None
+        self._is_ending = False
+
+    @torch.no_grad()
+    def plan(
+        self,
+        inputs: PlanInputs | None,
+        *,
+        num_mini_batches: int = 1,
+        num_groups: int | None = None,
+        current_version: int | None = None,
+        max_staleness: int = 0,
+        device: torch.device | None = None,
+    ) -> Plan:
+        """Prepare a rollout batch, alike on all pipeline stages. Steps of earlier plans are not touched.
+
+        Args:
+            inputs: this rank's part; None on the stages that hold no log-probs.
+            num_mini_batches: optimizer steps that share the batch, equal on every rank.
+            num_groups: prompts of the whole batch.
+            current_version: of the weights that train.
+            max_staleness: the last bucket of staleness.
+            device: of the header, where ``inputs`` is None.
+
+        Returns:
+            Decoupled: the result, on stages without log-probs with weights and mask None. In the loss: the denominators
+            under the response mask, known on the last stage alone.
+
+        Collectives: decoupled, those of :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``; in
+        the loss, one SUM over ``cp`` and one SUM over ``dp_cp``, on the last stage.
+
+        Raises:
+            ValueError: shapes or ids that do not fit. Bad data is reported by ``check()`` of the result.
+        """
+        counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
+        # What every stage can see, before any of them waits for another.
+        check_counts(counts)
+        check_version_given(self.config, counts)
+        if self.config.needs_prompts and num_groups is None:
+            raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
+        if (inputs is None) == self.groups.is_last_stage:
+            raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
+        return self._plan(inputs, counts, device)
+
+    def in_loss(
+        self,
+        log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        advantages: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        policy_versions: Tensor | None = None,
+        mini_batch: int | None = None,
+        step: PlannedStep | None = None,
+    ) -> CorrectedMicroBatch:
+        """Correct one micro-batch from π_θ, inside the loss function: bypass mode and proximal interpolation.
+
+        Args:
+            log_probs: log π_θ, the layout's local shape, nats; only its values are used.
+            rollout_log_probs: log π_rollout of the same tokens.
+            response_mask: bool, of the same shape.
+            layout: which tokens these are. Default: padded ``[b, s]``.
+            advantages: [n] or like the log-probs; ``opsm`` needs them.
+            sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
+            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed where the
+                plan was given the current version, else not looked at.
+            mini_batch: the optimizer step, one for all micro-batches until ``finish_step``, of the newest plan. Without
+                a step the micro-batch counts at once, unless gradients are switched off.
+            step: instead: that of a LossScale. The micro-batch counts when its sums are given to ``count``, which
+                ``masked_loss`` does when its backward runs.
+
+        Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
+
+        Raises:
+            ValueError: shapes that do not fit, no mini-batch named where there are several, or another one than that of
+                the step so far.
+            StepError: decoupled mode, or no ``plan`` before.
+        """
+        raise StepError("in_loss belongs to bypass_mode and proximal_interpolation, not to decoupled mode")
+
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+        """What the loss of a micro-batch is made from: of the plan, or found from log π_θ.
+
+        Raises:
+            ValueError: something that the mode needs is missing, or the step is of a plan of another correction.
+        """
+        if (step.plan.config, step.plan.loss) != (self.config, self.loss):
+            raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
+        return self._corrected(micro_batch, log_probs, step)
+
+    def count(self, step: PlannedStep, pair: Pair | None) -> None:
+        """Add a micro-batch to what ``finish_step`` reduces. Collectives: none.
+
+        Raises:
+            StepError: the step is complete, and no step will ever be finished: there is no ``wrap_finalize``.
+        """
+        if self.config.corrects_in_loss and self._open.is_full and self._ended is None and not self.is_wrapped:
+            raise StepError(MISUSES[UNFINISHED])
+        if self._open.micro_batches == 0 and self._scaled is not None:
+            if self._scaled.are_untouched:
+                self._open.misuse = SCALED_BEFORE
+            self._scaled = None
+        self._open.count(step, pair)
+
+    def record(self, statistics: LossStatistics) -> None:
+        """Add what the loss measured of one micro-batch to what ``finish_step`` reduces. Collectives: none."""
+        self._open.record(statistics)
+
+    @torch.no_grad()
+    def finish_step(self, device: torch.device | None = None) -> Tensor:
+        """End one optimizer step, on every pipeline stage: reduce what the micro-batches added up.
+
+        Args:
+            device: of the result, on stages that hold no log-probs.
+
+        Returns:
+            0-D float64, what the gradients are to be multiplied by. In the loss that is D₀/G, with D₀ the denominator
+            under the response mask, which the losses were divided by; 0 where the step must be skipped. In decoupled
+            mode G was known before, and this is 1. Touches no gradient.
+
+        Collectives: one SUM and one MAX over ``dp_cp`` on the last stage, then one broadcast over ``pp``. Host
+        synchronisations: one, shared with all that is read of the step.
+
+        Raises:
+            StepError: on every rank alike, if what was counted on any of them is not one whole step. It is kept until
+                ``reset_step``.
+        """
+        shape = self._step_shape()
+        if self.groups.is_last_stage:
+            header = self._reduced(shape, device)
+        else:
+            header = torch.zeros(len(shape), dtype=torch.float64, device=device)
+        result = StepResult(self.config, shape, self._broadcast(header))
+        result.check_order()
+        self._note_end(self._open, result)
+        self._ended, self._open = result, StepSums()
+        return result.factor
+
+    def reset_step(self) -> None:
+        """Forget what was counted since the last step ended, on every rank: a schedule failed and is run again.
+
+        The gradients must be zeroed too.
+        """
+        self._open, self._scaled = StepSums(), None
+
+    @property
+    def step(self) -> StepResult | None:
+        """What is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's step.
+
+        None in decoupled mode, where the plan knows it all.
+
+        Raises:
+            StepError: micro-batches that no ``finish_step`` has ended.
+        """
+        return None
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether ``finish_step`` can return anything but 1 for a step that is made: G is known only after it."""
+        return denominator_is_unknown(self.config, self.loss)
+
+    def loss_metrics(self) -> dict[str, float]:
+        """Metrics of the loss of the step that ``finish_step`` ended last, equal on all ranks.
+
+        Raises:
+            StepError: no step has ended yet, or micro-batches were counted that no ``finish_step`` has ended.
+        """
+        found = self._last_step("loss_metrics()").on_host()
+        named = dict(zip(SUMS, found.tables["loss_sums"], strict=True))
+        extremes = {name: found.maxima[f"loss_{name}"] for name in MAXIMA}
+        metrics = derive_loss_metrics(named, extremes)
+        # Each micro-batch was divided by D₀.
+        metrics["loss/total"] *= found.maxima["factor"]
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
+        return {}
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """While a schedule's end is under way, which comes once.
+
+        Raises:
+            StepError: it is under way already, on every rank alike.
+        """
+        if self._is_ending:
+            raise StepError("wrap_finalize() inside another of the same correction: wrap Megatron's function once")
+        self._is_ending = True
+        try:
+            yield
+        finally:
+            self._is_ending = False
+
+    def note_scaled(self, model: Sequence[Any]) -> None:
+        """The gradients of these model chunks have been scaled: nothing may be added to them before they are zeroed."""
+        self._scaled = ScaledGradients(model)
+
+    def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> Plan:
+        raise NotImplementedError
+
+    def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+        raise NotImplementedError
+
+    def _correction_shape(self) -> HeaderShape:
+        """What a step reduces besides what the losses measured; alike on all stages."""
+        return HeaderShape((), ())
+
+    def _factor(self, ended: StepSums, result: StepResult) -> Tensor:
+        """What the gradients of a step that was just reduced are to be multiplied by; on the last stage."""
+        return result.header.new_ones(())
+
+    def _note_end(self, ended: StepSums, result: StepResult) -> None:
+        """Take note of a step that has ended."""
+
+    def _last_step(self, name: str) -> StepResult:
+        if self._ended is None or self._open.micro_batches:
+            raise StepError(
+                f"{name} before finish_step(): end every step, as wrap_finalize(correction) does as the "
+                "finalize_model_grads_func of Megatron's config"
+            )
+        return self._ended
+
+    def _step_shape(self) -> HeaderShape:
+        """What lies where in a step's header: the correction's sums and maxima, the loss's, misuse; then the factor."""
+        known = self._correction_shape()
+        sums = (*known.sums, ("loss_sums", (len(SUMS),)))
+        return HeaderShape(sums, (*known.maxima, *(f"loss_{name}" for name in MAXIMA), "misuse", "factor"))
+
+    def _reduced(self, shape: HeaderShape, device: torch.device | None) -> Tensor:
+        """The header of the step that ends."""
+        opened, known = self._open, self._correction_shape()
+        misuse = opened.found_misuse(needs_micro_batches=self.config.corrects_in_loss)
+        measured = opened.statistics or LossStatistics.nothing(device if opened.pair is None else opened.pair[0].device)
+        sums, maxima = opened.pair or (None, None)
+        if sums is None or maxima is None or len(sums) != known.num_sums:
+            misuse = misuse if sums is None else OTHER_PLAN
+            sums = measured.sums.new_zeros(known.num_sums)
+            maxima = measured.sums.new_full((len(known.maxima),), -torch.inf)
+        codes = measured.sums.new_full((1,), float(misuse))
+        pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima, codes])
+        header = torch.cat([*reduce_batch(pair, self.groups), codes])
+        header[-1] = self._factor(opened, StepResult(self.config, shape, header))
+        return header
+
+    def _broadcast(self, header: Tensor) -> Tensor:
+        return broadcast(header, group_size(self.groups.pp) - 1, self.groups.pp)
