@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import build_parser, parse_args
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.parser import Parser, build_parser
 
 USAGE_ERROR = 2
 TRAINER = "megatron_rc.launch.train_ppo"
@@ -31,7 +31,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     """The arguments of torchrun that these words stand for, after all checks.
 
     Raises:
-        ConfigurationError: as in ``parse_args`` and ``validate_args``.
+        ConfigurationError: as in ``configure``.
     """
     parser = _torchrun_parser()
     mine, flags = parser.parse_known_args(words)
@@ -39,7 +39,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         parser.print_help()
         build_parser().print_help()
         sys.exit(0)
-    validate_args(parse_args(flags), mine.nproc_per_node * mine.nnodes)
+    configure(flags, mine.nproc_per_node * mine.nnodes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mine.nproc_per_node)))
     command = ["--nproc-per-node", str(mine.nproc_per_node)]
     if mine.nnodes == 1:
@@ -51,8 +51,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
 
 
 def _torchrun_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
-    parser.error = build_parser().error  # type: ignore[method-assign]
+    parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
     group = parser.add_argument_group("torchrun")
     group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
     group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")

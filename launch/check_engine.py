@@ -8,7 +8,6 @@ with 0 where everything agrees, with 1 where something does not, and with 2 for 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.rollouts.agreement import LAGS, Finding, judge, lag_distances, tolerance
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         launch(words, module="megatron_rc.launch.check_engine")
 
 
-def run_check(args: argparse.Namespace, task: Task) -> None:
+def run_check(config: RunConfig, task: Task) -> None:
     """Check on this rank of the run, and print the findings on the first one.
 
     Raises:
@@ -50,7 +50,7 @@ def run_check(args: argparse.Namespace, task: Task) -> None:
     """
     from megatron_rc.launch.distributed import AgreedError
 
-    findings = check_engine(args, task)
+    findings = check_engine(config, task)
     if torch.distributed.get_rank() == 0:
         for finding in findings:
             sys.stdout.write(f"{'ok ' if finding.agrees else 'BAD'}  {finding.about:<30}{finding.words}\n")
@@ -60,11 +60,11 @@ def run_check(args: argparse.Namespace, task: Task) -> None:
         raise AgreedError(f"the rollout engine and the trainer disagree on {', '.join(wrong)}: see the findings above")
 
 
-def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
+def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     """Sample one rollout batch, score it at several temperatures, and compare; equal on all ranks.
 
     Args:
-        args: the validated flags.
+        config: of the run.
         task: where the prompts come from.
 
     Collectives: those of a weight sync, a rollout and a forward-only pass a temperature, one SUM over DP×CP, one
@@ -74,13 +74,12 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
     from megatron_rc.launch.training.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()
-    trainer, collector = Trainer(args, groups), RolloutCollector(args, task, groups)
+    trainer, collector = Trainer(config, groups), RolloutCollector(config, task, groups)
     collector.sync_weights(trainer.chunks, trainer.iteration)
     batch = collector.collect(trainer.iteration)
-    configured = args.rl_default_temperature
+    configured = config.rollouts.rl_default_temperature
     temperatures = sorted({configured, *TEMPERATURES})
     sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
-    args.rl_default_temperature = configured
     # Whole sequences are counted on the first CP rank alone.
     whole = torch.cat([_tokens(batch, task.text), _endings(batch, task.text.eos)]) * (group_rank(groups.cp) == 0)
     local = torch.cat([torch.stack(sums).flatten(), whole])
@@ -88,7 +87,7 @@ def check_engine(args: argparse.Namespace, task: Task) -> list[Finding]:
     width = len(LAGS) + 1
     scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
     distances = dict(zip(temperatures, scored, strict=True))
-    found = judge(distances, configured, tolerance(args))
+    found = judge(distances, configured, tolerance(config))
     return [*found, judge_tokens(task.text.size, *total[-6:-3]), *judge_endings(*total[-3:])]
 
 
@@ -96,9 +95,8 @@ def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -
     """[4] float64, :func:`lag_distances` of this rank's tokens at a temperature; zeros on stages before the last."""
     from megatron_rc.launch.training.micro_batches import cut_batch
 
-    trainer.args.rl_default_temperature = temperature
-    cut = cut_batch(batch, trainer.args, trainer.groups)
-    train = trainer.score(cut)
+    cut = cut_batch(batch, trainer.config, trainer.groups)
+    train = trainer.score(cut, temperature)
     if train is None:
         return torch.zeros(len(LAGS) + 1, dtype=torch.float64, device=batch.tokens.device)
     local = cut.local

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
 
@@ -16,25 +17,25 @@ class AgreedError(RuntimeError):
     """An error that every rank raises together, with the message of the first rank that met it."""
 
 
-def initialize(args: argparse.Namespace) -> None:
-    """Join torchrun's processes and make Megatron's groups, as the validated flags describe them."""
+def initialize(config: RunConfig) -> None:
+    """Join torchrun's processes and make Megatron's groups, as the settings describe them."""
     from megatron.core import parallel_state, tensor_parallel
 
-    if not args.on_cpu:
+    if not config.launch.on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if args.on_cpu else "nccl", timeout=timeout)
+        dist.init_process_group("gloo" if config.launch.on_cpu else "nccl", timeout=timeout)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        distributed_timeout_minutes=config.launch.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
 
 
 def shut_down() -> None:
@@ -45,11 +46,11 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def agree(args: argparse.Namespace, error: str | None = None, stop: bool = False) -> bool:
+def agree(config: RunConfig, error: str | None = None, stop: bool = False) -> bool:
     """One verdict for all ranks: does any of them want to stop?
 
     Args:
-        args: the validated flags.
+        config: of the run.
         error: what went wrong on this rank, if anything did.
         stop: this rank was told to stop.
 
@@ -61,7 +62,7 @@ def agree(args: argparse.Namespace, error: str | None = None, stop: bool = False
     Raises:
         AgreedError: on every rank if any had an error, with the message of the lowest such rank.
     """
-    device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
+    device = config.launch.device
     world, rank = dist.get_world_size(), dist.get_rank()
     votes = torch.tensor([world - rank if error is not None else 0, int(stop)], device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)

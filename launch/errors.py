@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 
 
@@ -30,13 +29,12 @@ def require(module: str, user: str, extra: str) -> None:
 
 
 def flag(name: str) -> str:
-    """A flag as it is typed, from its name in the namespace."""
+    """A flag as it is typed, from its name with underscores."""
     return f"--{name.replace('_', '-')}"
 
 
-def require_multiple(args: argparse.Namespace, what: str, by: str, *, factor: int = 1) -> None:
+def require_multiple(what: str, value: int, by: str, divisor: int, *, factor: int = 1) -> None:
     """Raise ConfigurationError unless the flag ``what`` is a multiple of the flag ``by``, times the factor."""
-    value, divisor = getattr(args, what), getattr(args, by) * factor
-    if value % divisor:
+    if value % (divisor * factor):
         times = f"{factor} · " if factor > 1 else ""
-        raise ConfigurationError(f"{flag(what)} {value} must be a multiple of {times}{flag(by)} = {divisor}")
+        raise ConfigurationError(f"{flag(what)} {value} must be a multiple of {times}{flag(by)} = {divisor * factor}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -11,18 +10,19 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Task
 
 USAGE_ERROR, FAILURE = 2, 1
-Run = Callable[[argparse.Namespace, Any], None]
+Run = Callable[[RunConfig, Task], None]
 WAIT_SECONDS = 60
 
 
@@ -38,20 +38,20 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
             raise ConfigurationError(
                 "start this with torchrun, or use `python -m megatron_rc.launch --nproc-per-node N`"
             )
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        task = validate_args(args, int(os.environ["WORLD_SIZE"]))
+        words = sys.argv[1:] if argv is None else argv
+        config, task = configure(words, int(os.environ["WORLD_SIZE"]))
     except ConfigurationError as error:
         end_together(rank, str(error), USAGE_ERROR)
     # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    with _cpu_backend() if args.on_cpu else contextlib.nullcontext():
+    with _cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
         from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
         from megatron_rc.launch.training.loop import train
 
         try:
-            initialize(args)
-            (run or train)(args, task)
+            initialize(config)
+            (run or train)(config, task)
             shut_down()
         except (AgreedError, ValueError) as error:
             end_together(rank, str(error), FAILURE)

@@ -120,12 +120,11 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
     (Path(site) / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     code = (
-        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.checks as v\n"
-        "from megatron_rc.launch.flags.parser import CONFIGS, parse_args\n"
+        "import megatron_rc, megatron_rc.parallel, megatron_rc.launch.flags.configure as c\n"
+        "from megatron_rc.launch.flags.launch_file import CONFIGS\n"
         "assert (CONFIGS / 'launch' / 'count_up.yaml').is_file()\n"
-        "args = parse_args(['--config', 'count_up', '--runs-dir', 'runs'])\n"
-        "v.validate_args(args, 4)\n"
-        "print(megatron_rc.__file__, v.__file__)"
+        "c.configure(['--config', 'count_up', '--runs-dir', 'runs'], 4)\n"
+        "print(megatron_rc.__file__, c.__file__)"
     )
     output = run(python, "-I", "-c", code, cwd=tmp_path).stdout.split()
     assert all(path.startswith(site) for path in output)

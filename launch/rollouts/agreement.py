@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_rc.launch.run_config import RunConfig
 
 # Mean |Δ log-prob| in nats that rounding the weights explains, several times over what small models show.
 ROUNDING = {"fp32": 1e-3, "bf16": 0.1, "fp8-e4m3": 0.25, "int8": 0.25}
@@ -25,13 +26,12 @@ class Finding:
     words: str
 
 
-def tolerance(args: argparse.Namespace) -> float:
+def tolerance(config: RunConfig) -> float:
     """The largest mean |Δ log-prob| in nats at which engine and trainer have the same weights."""
-    given: float | None = args.rollout_check_tolerance
-    if given is not None:
-        return given
+    if config.engine.rollout_check_tolerance is not None:
+        return config.engine.rollout_check_tolerance
     # The trainer rounds as well.
-    return max(ROUNDING[args.rollout_dtype], ROUNDING["bf16" if args.bf16 else "fp32"])
+    return max(ROUNDING[config.engine.rollout_dtype], ROUNDING["bf16" if config.compute.bf16 else "fp32"])
 
 
 def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

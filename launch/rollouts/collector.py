@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
-from megatron_rc.launch.engines.factory import make_engine
+from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.launch.weights.converter import export_model
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
@@ -43,7 +43,7 @@ class RolloutCollector:
     """Samples on the first rank of each replica (TP, CP and PP rank 0) and broadcasts to the rest of it.
 
     Args:
-        args: the validated flags.
+        config: of the run.
         task: prompts and rewards.
         groups: of this rank.
         engine: on the first rank of each replica; default there: the one that ``--rollout-engine`` names. Unused
@@ -51,21 +51,23 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, args: argparse.Namespace, task: Task, groups: ParallelGroups, engine: RolloutEngine | None = None
+        self, config: RunConfig, task: Task, groups: ParallelGroups, engine: RolloutEngine | None = None
     ) -> None:
-        self.args, self.task, self.groups = args, task, groups
-        self.device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.config, self.task, self.groups = config, task, groups
+        self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
         self.engine, self.recorded = None, None
-        if self.is_engine_rank and args.load_rollouts:
-            sequences = args.grpo_prompts_per_step * args.grpo_group_size
-            self.recorded = RecordedRollouts(args.load_rollouts, args.seq_length, sequences, args.grpo_prompts_per_step)
+        if self.is_engine_rank and config.rollouts.load_rollouts:
+            rollouts, length = config.rollouts, config.training.seq_length
+            self.recorded = RecordedRollouts(
+                config.rollouts.load_rollouts, length, rollouts.sequences, rollouts.grpo_prompts_per_step
+            )
         elif self.is_engine_rank:
             self.engine = engine or self._default_engine()
-        self.sampling = SamplingParams(temperature=args.rl_default_temperature)
-        steps = 0 if args.load_rollouts else args.rollout_staleness or 0
-        self.window = steps // args.updates_per_rollout
+        self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
+        steps = 0 if config.rollouts.load_rollouts else config.rollouts.rollout_staleness or 0
+        self.window = steps // config.updates_per_rollout
         elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
 
@@ -90,8 +92,8 @@ class RolloutCollector:
         batch = self.collect(step)
         lap("rollout")
         if not len(self.prefetched):
-            following = [step + number * self.args.updates_per_rollout for number in range(1, self.window + 1)]
-            following = [later for later in following if later < self.args.train_iters]
+            following = [step + number * self.config.updates_per_rollout for number in range(1, self.window + 1)]
+            following = [later for later in following if later < self.config.training.train_iters]
             if not is_fresh and (following or weight_sync.is_wanted):
                 weight_sync(lap)
             self.prefetched.order(following)
@@ -113,10 +115,10 @@ class RolloutCollector:
         Raises:
             AgreedError: on every rank, if an engine refused them.
         """
-        if self.args.load_rollouts:
+        if self.config.rollouts.load_rollouts:
             return
         error = None
-        weights = export_model(chunks, self.args, self.groups)
+        weights = export_model(chunks, self.config, self.groups)
         if self.engine is not None:
             try:
                 self.engine.load_weights(weights, version)
@@ -125,7 +127,7 @@ class RolloutCollector:
         # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
         for _ in weights:
             pass
-        agree(self.args, error)
+        agree(self.config, error)
 
     def collect(self, step: int) -> RolloutBatch:
         """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.
@@ -179,22 +181,24 @@ class RolloutCollector:
                 result = work()
             except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
                 error = f"{what} failed: {type(problem).__name__}: {problem}"
-        agree(self.args, error)
+        agree(self.config, error)
         return result
 
     def _probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         engine = self._required_engine()
         problems = self.task.problems(self.replica * rows, rows)
-        encoded, samples = self._answers(engine, problems, self.sampling, longest, self.args.seed + self.replica)
+        seed = self.config.training.seed + self.replica
+        encoded, samples = self._answers(engine, problems, self.sampling, longest, seed)
         batch = self._batch(encoded, samples, [0.0] * rows, engine.version, self.replica * rows)
         return batch.at_length(length, self.task.text.pad)
 
     def _evaluate(self) -> list[float]:
-        args = self.args
-        first, end = (args.eval_problems * rank // args.data_parallel_size for rank in (self.replica, self.replica + 1))
+        number, replicas = self.config.task.eval_problems, self.config.data_parallel_size
+        first, end = (number * rank // replicas for rank in (self.replica, self.replica + 1))
         problems = self.task.problems(first, end - first, held_out=True)
         greedy = SamplingParams(top_k=1)
-        _, samples = self._answers(self._required_engine(), problems, greedy, args.max_response_length, args.seed)
+        longest, seed = self.config.rollouts.max_response_length, self.config.training.seed
+        _, samples = self._answers(self._required_engine(), problems, greedy, longest, seed)
         return self._rewards(problems, samples)
 
     def _required_engine(self) -> RolloutEngine:
@@ -204,38 +208,41 @@ class RolloutCollector:
 
     def _checked(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """The records, if they can be trained on; written down where that is asked for."""
-        args = self.args
-        batch.validate(vocab_size=args.vocab_size, allow_truncated_sampling=args.allow_truncated_sampling)
-        if args.rollout_staleness is not None:
+        rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
+        batch.validate(
+            vocab_size=self.config.model.vocab_size, allow_truncated_sampling=rollouts.allow_truncated_sampling
+        )
+        if rollouts.rollout_staleness is not None:
             # A run that was stopped within a recorded batch takes up the whole of it again.
-            begun = step if self.recorded is None else step // args.updates_per_rollout * args.updates_per_rollout
-            check_versions(batch, begun, args.rollout_staleness)
-        if args.save_rollouts:
-            write_rollouts(batch, args.save_rollouts, step, self.replica)
+            begun = step if self.recorded is None else step // updates * updates
+            check_versions(batch, begun, rollouts.rollout_staleness)
+        if rollouts.save_rollouts:
+            write_rollouts(batch, rollouts.save_rollouts, step, self.replica)
         return batch
 
     def _obtain(self, step: int) -> RolloutBatch:
         """This replica's records, sampled or read; in the background on another thread."""
-        args = self.args
+        config = self.config
         if self.recorded is not None:
-            batch = self.recorded.read(step // args.updates_per_rollout, self.replica, args.data_parallel_size)
+            batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
             if batch.sampling.temperature != self.sampling.temperature:
                 raise ValueError(
-                    f"the rollouts in {args.load_rollouts} were sampled at temperature {batch.sampling.temperature}, "
-                    f"--rl-default-temperature is {self.sampling.temperature}: set it alike"
+                    f"the rollouts in {config.rollouts.load_rollouts} were sampled at temperature "
+                    f"{batch.sampling.temperature}, --rl-default-temperature is {self.sampling.temperature}: set it "
+                    "alike"
                 )
         else:
             batch = self._sample(self._required_engine(), step)
         return batch
 
     def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:
-        args, replica = self.args, self.replica
-        prompts = args.grpo_prompts_per_step // args.data_parallel_size
-        first = (step // args.updates_per_rollout) * args.grpo_prompts_per_step + replica * prompts
+        config, replica = self.config, self.replica
+        prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
+        first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
         problems = self.task.problems(first, prompts)
-        repeated = [problem for problem in problems for _ in range(args.grpo_group_size)]
-        seed = args.seed + 1_000_003 * step + replica
-        encoded, samples = self._answers(engine, repeated, self.sampling, args.max_response_length, seed)
+        repeated = [problem for problem in problems for _ in range(config.rollouts.grpo_group_size)]
+        seed = config.training.seed + 1_000_003 * step + replica
+        encoded, samples = self._answers(engine, repeated, self.sampling, config.rollouts.max_response_length, seed)
         rewards = self._rewards(repeated, samples)
         return self._batch(encoded, samples, rewards, engine.version, replica * prompts)
 
@@ -244,7 +251,7 @@ class RolloutCollector:
     ) -> tuple[list[list[int]], list[Sample]]:
         """What the model was shown, and one response to each problem."""
         encoded = [self.task.text.encode(problem) for problem in problems]
-        room = self.args.seq_length - self.args.max_response_length
+        room = self.config.training.seq_length - self.config.rollouts.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
         return encoded, engine.sample(encoded, sampling, longest, seed)
@@ -261,7 +268,7 @@ class RolloutCollector:
         version: int,
         first_group: int,
     ) -> RolloutBatch:
-        rows, length = len(samples), self.args.seq_length
+        rows, length = len(samples), self.config.training.seq_length
         tokens = torch.full((rows, length), self.task.text.pad)
         mask = torch.zeros(rows, length, dtype=torch.bool)
         log_probs = torch.zeros(rows, length)
@@ -271,13 +278,13 @@ class RolloutCollector:
             tokens[row, len(prompt) : end] = torch.tensor(sample.token_ids)
             mask[row, len(prompt) : end] = True
             log_probs[row, len(prompt) : end] = torch.tensor(sample.log_probs)
-        group = torch.arange(rows) // self.args.grpo_group_size + first_group
+        group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_group
         return RolloutBatch(
             tokens=tokens,
             response_mask=mask,
             rollout_log_probs=log_probs,
             policy_versions=torch.full((rows, length), version, dtype=torch.int32),
-            sample_ids=torch.arange(rows) + first_group * self.args.grpo_group_size,
+            sample_ids=torch.arange(rows) + first_group * self.config.rollouts.grpo_group_size,
             group_ids=group,
             rewards=torch.tensor(rewards, dtype=torch.float32),
             finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
@@ -286,9 +293,9 @@ class RolloutCollector:
 
     def _share(self, batch: RolloutBatch | None, rows: int | None = None, length: int | None = None) -> RolloutBatch:
         """Broadcast from the first rank of the replica: over TP×CP on the first stage, then over PP."""
-        args = self.args
-        rows = rows or args.grpo_prompts_per_step * args.grpo_group_size // args.data_parallel_size
-        length = length or args.seq_length
+        config = self.config
+        rows = rows or config.rollouts.sequences // config.data_parallel_size
+        length = length or config.training.seq_length
         integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
         floats = torch.zeros(rows, length + 1)
         if batch is not None:
@@ -319,4 +326,4 @@ class RolloutCollector:
         return broadcast(tensor, 0, self.groups.pp)
 
     def _default_engine(self) -> RolloutEngine:
-        return make_engine(self.args, self.task.text.eos, self.task.text.pad, self.device, self.replica)
+        return make_engine(self.config, self.task.text.eos, self.task.text.pad, self.replica)

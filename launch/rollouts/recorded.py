@@ -54,12 +54,12 @@ class RecordedRollouts:
         folder: see :func:`find_rollouts`.
         length: tokens of a sequence, ``--seq-length``.
         sequences: of a whole rollout batch.
-        groups: prompts of it.
+        prompts: of it, each with its responses.
     """
 
-    def __init__(self, folder: str | Path, length: int, sequences: int, groups: int) -> None:
+    def __init__(self, folder: str | Path, length: int, sequences: int, prompts: int) -> None:
         self.files = list(find_rollouts(folder).values())
-        self.length, self.sequences, self.groups = length, sequences, groups
+        self.length, self.sequences, self.prompts = length, sequences, prompts
 
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:
         """One replica's share of the ``index``-th rollout batch: whole groups, in the order they were written.
@@ -76,9 +76,9 @@ class RecordedRollouts:
             )
         # Numbers of prompts count on from batch to batch in some sources: here they say which ones belong together.
         names, group_ids = batch.group_ids.unique(return_inverse=True)
-        if len(names) != self.groups or (group_ids.diff() < 0).any():
+        if len(names) != self.prompts or (group_ids.diff() < 0).any():
             raise ValueError(
-                f"{paths[0].parent}: the batch of {paths[0].name} has {len(names)} prompts, not {self.groups} one "
+                f"{paths[0].parent}: the batch of {paths[0].name} has {len(names)} prompts, not {self.prompts} one "
                 "after the other: give the --grpo-prompts-per-step that wrote it"
             )
         try:

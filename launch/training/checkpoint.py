@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import queue
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.model import unwrap
 from megatron_rc.parallel.collectives import all_reduce_max
 
@@ -48,24 +48,24 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
 
 
 def save_checkpoint(
-    args: argparse.Namespace, iteration: int, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
+    save: str, iteration: int, model: list[Any], optimizer: Any | None, scheduler: Any, reference: list[Any]
 ) -> None:
     """Write a checkpoint of all ranks, then point the tracker file at it: a half-written one is never loaded.
 
     Args:
-        args: the validated flags.
+        save: the folder of all checkpoints.
         iteration: optimizer steps made.
         model: this rank's chunks.
-        optimizer: Megatron's optimizer.
+        optimizer: Megatron's optimizer; None: it is left out.
         scheduler: of the learning rate.
         reference: chunks of the reference policy; empty without a KL penalty.
     """
-    folder = iteration_folder(args.save, iteration)
+    folder = iteration_folder(save, iteration)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     dist.barrier(group=dist.group.WORLD)
     state = _model_state(model) | _model_state(reference, "reference")
-    if not args.no_save_optim:
+    if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), metadata=_metadata())
         state["opt_param_scheduler"] = scheduler.state_dict()
     state["iteration"] = iteration
@@ -73,20 +73,18 @@ def save_checkpoint(
         with _results_in_this_process():
             dist_checkpointing.save(state, str(folder))
     except (OSError, CheckpointException) as error:
-        raise ValueError(
-            f"--save {args.save}: checkpoint {iteration} could not be written ({_reason(error)})"
-        ) from error
+        raise ValueError(f"--save {save}: checkpoint {iteration} could not be written ({_reason(error)})") from error
     dist.barrier(group=dist.group.WORLD)
     if dist.get_rank() == 0:
-        written = Path(args.save) / f"{TRACKER}.partial"
+        written = Path(save) / f"{TRACKER}.partial"
         written.write_text(str(iteration), encoding="utf-8")
-        written.replace(Path(args.save) / TRACKER)
+        written.replace(Path(save) / TRACKER)
 
 
 def load_checkpoint(
-    args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
+    load: str, config: RunConfig, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
 ) -> int:
-    """Load the newest checkpoint of ``--load``, whatever layout wrote it.
+    """Load the newest checkpoint of the folder ``--load``, whatever layout wrote it.
 
     Returns:
         The optimizer steps it stands for; 0 with ``--finetune``, and where ``--load`` is ``--save`` and still empty.
@@ -94,15 +92,14 @@ def load_checkpoint(
     Raises:
         ValueError: on every rank alike: there is none, or it cannot be read into this model.
     """
-    found = _agreed_latest_iteration(args)
-    if found is None and (args.finetune or args.load != args.save):
-        raise ValueError(f"--load {args.load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    files, found = config.checkpoints, _agreed_latest_iteration(load, config)
+    if found is None and (files.finetune or load != files.save):
+        raise ValueError(f"--load {load} holds no checkpoint ({TRACKER} is missing): name another folder")
     if found is None:
         return 0
-    folder = str(iteration_folder(args.load, found))
-    fresh = args.finetune
+    folder, fresh = str(iteration_folder(load, found)), files.finetune
     state = _model_state(model)
-    with_optimizer = not fresh and not args.no_load_optim
+    with_optimizer = not fresh and not files.no_load_optim
     if with_optimizer:
         state["optimizer"] = optimizer.sharded_state_dict(_model_state(model), is_loading=True, metadata=_metadata())
     if not fresh:
@@ -111,7 +108,7 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(state, folder)
     except (KeyError, RuntimeError, CheckpointingException, CheckpointException) as error:
         raise ValueError(
-            f"--load {args.load}: checkpoint {found} does not fit this model and its flags ({_reason(error)})"
+            f"--load {load}: checkpoint {found} does not fit this model and its flags ({_reason(error)})"
         ) from error
     _load_model(model, loaded)
     if with_optimizer:
@@ -123,20 +120,20 @@ def load_checkpoint(
     return 0 if fresh else int(loaded["iteration"])
 
 
-def _agreed_latest_iteration(args: argparse.Namespace) -> int | None:
+def _agreed_latest_iteration(load: str, config: RunConfig) -> int | None:
     """``latest_iteration`` of ``--load``, the same on every rank, also where some see another file system."""
     found, error = None, None
     try:
-        found = latest_iteration(args.load)
+        found = latest_iteration(load)
     except (OSError, ValueError) as problem:
         error = str(problem)
-    agree(args, error)
+    agree(config, error)
     number = -1 if found is None else found
-    device = "cpu" if args.on_cpu else "cuda"
-    highest, lowest = all_reduce_max(torch.tensor([number, -number], device=device), dist.group.WORLD).tolist()
+    numbers = torch.tensor([number, -number], device=config.launch.device)
+    highest, lowest = all_reduce_max(numbers, dist.group.WORLD).tolist()
     if highest != -lowest:
         raise ValueError(
-            f"--load {args.load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
+            f"--load {load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
             "that all machines share"
         )
     return found

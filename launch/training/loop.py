@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.sync_check import SyncCheck
@@ -44,37 +44,37 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def train(args: argparse.Namespace, task: Task) -> None:
+def train(config: RunConfig, task: Task) -> None:
     """Run ``--train-iters`` optimizer steps of PPO; process groups exist.
 
     Raises:
         AgreedError: on every rank alike: an engine, a reward, a record or the loss failed.
         ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
     """
-    groups = ParallelGroups.from_megatron()
-    trainer = Trainer(args, groups)
-    collector = RolloutCollector(args, task, groups)
-    reporter = Reporter(args, trainer.iteration) if dist.get_rank() == 0 else None
-    weight_sync = _WeightSync(args, trainer, collector, groups, reporter)
-    saved = trainer.iteration if args.load == args.save else -1
+    groups, files = ParallelGroups.from_megatron(), config.checkpoints
+    trainer = Trainer(config, groups)
+    collector = RolloutCollector(config, task, groups)
+    reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None
+    weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
+    saved = trainer.iteration if files.load == files.save else -1
     with StopRequest().installed() as request, closing(collector):
         stop = False
-        while trainer.iteration < args.train_iters and not stop:
-            for row in _rollout_steps(args, trainer, collector, groups, weight_sync):
+        while trainer.iteration < config.training.train_iters and not stop:
+            for row in _rollout_steps(config, trainer, collector, groups, weight_sync):
                 if reporter is not None:
                     reporter.step(trainer.iteration, row)
-                stop = agree(args, stop=request.signal is not None)
-                if args.save and args.save_interval and trainer.iteration % args.save_interval == 0:
+                stop = agree(config, stop=request.signal is not None)
+                if files.save and files.save_interval and trainer.iteration % files.save_interval == 0:
                     trainer.save()
                     saved = trainer.iteration
-                if stop or trainer.iteration >= args.train_iters:
+                if stop or trainer.iteration >= config.training.train_iters:
                     break
-        if args.save and saved != trainer.iteration:
+        if files.save and saved != trainer.iteration:
             trainer.save()
         if weight_sync.is_wanted and not stop:
             weight_sync()
     if reporter is not None:
-        kept = f", saved to {args.save}" if args.save else ""
+        kept = f", saved to {files.save}" if files.save else ""
         done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
         reporter.close(f"{done} at step {trainer.iteration}{kept}")
 
@@ -89,14 +89,14 @@ class _WeightSync:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        config: RunConfig,
         trainer: Trainer,
         collector: RolloutCollector,
         groups: ParallelGroups,
         reporter: Reporter | None,
     ) -> None:
-        self.args, self.trainer, self.collector, self.reporter = args, trainer, collector, reporter
-        self.check = None if args.load_rollouts else SyncCheck(args, trainer, collector, groups)
+        self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
+        self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
         self.metrics: dict[str, float] = {}
         # What a resumed run goes on from was evaluated at its end.
         self.evaluated = trainer.iteration or -1
@@ -104,10 +104,10 @@ class _WeightSync:
     @property
     def is_wanted(self) -> bool:
         """Whether an evaluation is due: an interval has ended since the last one, or the run has."""
-        interval, step = self.args.eval_interval, self.trainer.iteration
+        interval, step = self.config.task.eval_interval, self.trainer.iteration
         if interval is None or step == self.evaluated:
             return False
-        return bool(step // interval > self.evaluated // interval or step >= self.args.train_iters)
+        return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)
 
     def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
         """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
@@ -124,7 +124,7 @@ class _WeightSync:
 
 
 def _rollout_steps(
-    args: argparse.Namespace,
+    config: RunConfig,
     trainer: Trainer,
     collector: RolloutCollector,
     groups: ParallelGroups,
@@ -145,8 +145,8 @@ def _rollout_steps(
     prepared = trainer.prepare(batch)
     lap("plan")
     common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | weight_sync.metrics
-    mini_batches = args.updates_per_rollout // args.grpo_iterations
-    for update in range(args.updates_per_rollout):
+    mini_batches = config.updates_per_rollout // config.rollouts.grpo_iterations
+    for update in range(config.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)
         lap("update")
         if update == 0:

@@ -7,7 +7,6 @@ data-parallel ranks, and micro-batches without a sequence fill up where it is no
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import heapq
 import math
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.micro_batch import MicroBatch
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
@@ -92,19 +92,19 @@ class LocalBatch:
         return torch.where(self.rows >= 0, values[self.rows.clamp(min=0)], values.new_zeros(()))
 
 
-def cut_batch(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
+def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
     """This rank's part of a rollout batch; the shift to label positions is made over whole sequences, before any cut.
 
     Collectives: with packed sequences one SUM of [data-parallel ranks, rows] over ``dp``.
     """
-    if args.rl_use_sequence_packing:
-        return _packed(batch, args, groups)
-    return _padded(batch, args, groups)
+    if config.training.rl_use_sequence_packing:
+        return _packed(batch, config, groups)
+    return _padded(batch, config, groups)
 
 
-def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
+def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
     rows, length = batch.tokens.shape
-    size, device = args.micro_batch_size, batch.tokens.device
+    size, device = config.training.micro_batch_size, batch.tokens.device
     cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
     labels, mask, rollout_log_probs = batch.label_aligned()
     layout, micro = (
@@ -121,7 +121,7 @@ def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroup
         advantages=group_advantages(batch.rewards, batch.group_ids).float(),
         sequence_ids=batch.sample_ids,
     )
-    per_rank = args.global_batch_size // args.data_parallel_size
+    per_rank = config.training.global_batch_size // config.data_parallel_size
     pieces = [slice(start, start + size) for start in range(0, rows, size)]
     cuts = [Cut(piece, piece, micro) for piece in pieces]
     each = per_rank // size
@@ -131,34 +131,35 @@ def _padded(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroup
         rows=index,
         mini_batch_ids=index // per_rank,
         cuts=tuple(tuple(cuts[start : start + each]) for start in range(0, len(cuts), each)),
-        total_tokens=(args.global_batch_size * length,) * (rows // per_rank),
+        total_tokens=(config.training.global_batch_size * length,) * (rows // per_rank),
         rows_of_model=size,
         length_of_model=length,
     )
 
 
-def _packed(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> LocalBatch:
-    everywhere = _padded_lengths(batch, args, groups)
-    num_micro_batches = [_num_bins(lengths, args) for lengths in zip(*everywhere, strict=True)]
+def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
+    everywhere = _padded_lengths(batch, config, groups)
+    num_micro_batches = [_num_bins(lengths, config) for lengths in zip(*everywhere, strict=True)]
     bins = [
         [
-            fill_bins(lengths, number, args.rl_sequence_packing_bin_size)
+            fill_bins(lengths, number, config.training.rl_sequence_packing_bin_size)
             for lengths, number in zip(rank, num_micro_batches, strict=True)
         ]
         for rank in everywhere
     ]
-    widths = [_width(rank, lengths, args) for rank, lengths in zip(bins, everywhere, strict=True)]
+    widths = [_width(rank, lengths, config) for rank, lengths in zip(bins, everywhere, strict=True)]
     here = group_rank(groups.dp)
     micro_batches = []
     for mini_batch, (some, lengths) in enumerate(zip(bins[here], everywhere[here], strict=True)):
         first = mini_batch * len(lengths)
         for one in some:
             held = [(first + row, lengths[row]) for row in one]
-            micro_batches.append([*held, *_padding(widths[here] - sum(lengths[row] for row in one), args.seq_length)])
-    return _lay_out(batch, micro_batches, num_micro_batches, sum(widths), args, groups)
+            missing = widths[here] - sum(lengths[row] for row in one)
+            micro_batches.append([*held, *_padding(missing, config.training.seq_length)])
+    return _lay_out(batch, micro_batches, num_micro_batches, sum(widths), config, groups)
 
 
-def _padded_lengths(batch: RolloutBatch, args: argparse.Namespace, groups: ParallelGroups) -> list[list[list[int]]]:
+def _padded_lengths(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
     """For each data-parallel rank and mini-batch the tokens of every row up to the last trained label, padded for CP.
 
     A row without any is 0. One host synchronisation.
@@ -167,29 +168,17 @@ def _padded_lengths(batch: RolloutBatch, args: argparse.Namespace, groups: Paral
     mask = batch.label_aligned()[1]
     used = (mask * torch.arange(1, length + 1, device=mask.device)).amax(dim=1)
     lengths = torch.zeros(group_size(groups.dp), rows, dtype=torch.int64, device=mask.device)
-    unit = sequence_unit(args)
+    unit = config.parallel.sequence_unit
     lengths[group_rank(groups.dp)] = (used + unit - 1) // unit * unit
-    per_rank = args.global_batch_size // args.data_parallel_size
+    per_rank = config.training.global_batch_size // config.data_parallel_size
     split: list[list[list[int]]] = all_reduce_sum(lengths, groups.dp).unflatten(1, (-1, per_rank)).tolist()
     return split
 
 
-def sequence_unit(args: argparse.Namespace) -> int:
-    """What the length of a packed sequence must be a multiple of: two chunks for each CP rank."""
-    cp: int = args.context_parallel_size
-    return 2 * cp if cp > 1 else 1
-
-
-def bin_unit(args: argparse.Namespace) -> int:
-    """What the length of a packed micro-batch must be a multiple of: that, and whole slices under SP."""
-    slices = args.tensor_model_parallel_size * args.context_parallel_size if args.sequence_parallel else 1
-    return math.lcm(sequence_unit(args), slices)
-
-
-def _num_bins(ranks: Sequence[Sequence[int]], args: argparse.Namespace) -> int:
+def _num_bins(ranks: Sequence[Sequence[int]], config: RunConfig) -> int:
     """Micro-batches of one mini-batch: what the fullest rank needs, a multiple of pp under virtual stages."""
-    number = max(1, *(_fewest_bins(lengths, args.rl_sequence_packing_bin_size) for lengths in ranks))
-    multiple = args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
+    number = max(1, *(_fewest_bins(lengths, config.training.rl_sequence_packing_bin_size) for lengths in ranks))
+    multiple = config.parallel.micro_batch_unit
     return math.ceil(number / multiple) * multiple
 
 
@@ -228,9 +217,9 @@ def _fullest(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
     return max(sum(lengths[item] for item in one) for one in bins)
 
 
-def _width(bins: Sequence[Sequence[Sequence[int]]], lengths: Sequence[Sequence[int]], args: argparse.Namespace) -> int:
+def _width(bins: Sequence[Sequence[Sequence[int]]], lengths: Sequence[Sequence[int]], config: RunConfig) -> int:
     """Tokens of each of a rank's micro-batches: those of its fullest one."""
-    unit = bin_unit(args)
+    unit = config.parallel.packing_unit
     fullest = max(_fullest(some, each) for some, each in zip(bins, lengths, strict=True))
     return max(1, math.ceil(fullest / unit)) * unit
 
@@ -245,7 +234,7 @@ def _lay_out(
     micro_batches: Sequence[Sequence[tuple[int, int]]],
     num_micro_batches: Sequence[int],
     tokens_of_ranks: int,
-    args: argparse.Namespace,
+    config: RunConfig,
     groups: ParallelGroups,
 ) -> LocalBatch:
     """The local tokens of micro-batches that are given as (row, length) of their sequences."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import shutil
@@ -13,6 +12,8 @@ from typing import Any, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+from megatron_rc.launch.run_config import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
 _BAR = {
@@ -42,7 +43,7 @@ class Reporter:
     """Writes a run's folder and talks to the terminal; made on one rank only.
 
     Args:
-        args: the validated flags.
+        config: of the run.
         iteration: optimizer steps that lie behind.
 
     Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, one flat JSON object an optimizer step, and one
@@ -50,24 +51,25 @@ class Reporter:
     ``summary.png``. A new run keeps an older metrics file under another name; a resumed one goes on with it.
     """
 
-    def __init__(self, args: argparse.Namespace, iteration: int) -> None:
-        self.args = args
-        self.folder = Path(args.runs_dir) / args.run_name
+    def __init__(self, config: RunConfig, iteration: int) -> None:
+        self.logging, self.train_iters = config.logging, config.training.train_iters
+        self.run_name = config.launch.run_name
+        self.folder = Path(config.launch.runs_dir) / self.run_name
         self.rows: list[dict[str, float]] = []
         self.file = self._open(iteration)
-        board = Path(args.tensorboard_dir) if args.tensorboard_dir else self.folder / "tensorboard"
+        board = Path(self.logging.tensorboard_dir or self.folder / "tensorboard")
         self.board = SummaryWriter(str(board / time.strftime("%Y%m%d-%H%M%S")), purge_step=iteration + 1)
         self.wandb = self._start_wandb()
         terminal = sys.stderr.isatty()
         # A terminal that does not know its width would get an empty bar.
         width = shutil.get_terminal_size((100, 24)).columns
-        self.bar = tqdm(total=args.train_iters, initial=iteration, unit="step", disable=not terminal, ncols=width)
+        self.bar = tqdm(total=self.train_iters, initial=iteration, unit="step", disable=not terminal, ncols=width)
         self.started, self.last_line = time.monotonic(), float("-inf")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report one optimizer step."""
         self._write({"step": step, **metrics})
-        if step % self.args.log_interval == 0:
+        if step % self.logging.log_interval == 0:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, step)
             if self.wandb is not None:
@@ -76,7 +78,7 @@ class Reporter:
         self.bar.set_postfix_str(self._short(metrics), refresh=False)
         now = time.monotonic()
         if self.bar.disable and now - self.last_line > _QUIET_SECONDS:
-            self.say(f"step {step}/{self.args.train_iters}  {self._short(metrics)}")
+            self.say(f"step {step}/{self.train_iters}  {self._short(metrics)}")
             self.last_line = now
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
@@ -86,7 +88,7 @@ class Reporter:
             self.board.add_scalar(name, value, step)
         if self.wandb is not None:
             self.wandb.log(metrics, step=step)
-        self.say(f"step {step}/{self.args.train_iters}  held out: {metrics['eval/exact_match']:.1%} right")
+        self.say(f"step {step}/{self.train_iters}  held out: {metrics['eval/exact_match']:.1%} right")
 
     def say(self, text: str) -> None:
         """A line of text that does not break the bar."""
@@ -128,11 +130,11 @@ class Reporter:
         return file
 
     def _start_wandb(self) -> Any:
-        if not self.args.wandb_project:
+        if not self.logging.wandb_project:
             return None
         wandb = importlib.import_module("wandb")
-        name = self.args.wandb_exp_name or self.args.run_name
-        return wandb.init(project=self.args.wandb_project, name=name, dir=str(self.folder))
+        name = self.logging.wandb_exp_name or self.run_name
+        return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder))
 
     @staticmethod
     def _short(metrics: dict[str, float]) -> str:

@@ -6,8 +6,7 @@ prompts that older weights computed, log-probs of another temperature or shifted
 
 from __future__ import annotations
 
-import argparse
-import copy
+import dataclasses
 import math
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.agreement import judge, lag_distances, tolerance
 from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.micro_batches import cut_batch
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
@@ -29,27 +29,28 @@ class SyncCheck:
     They are the same prompts every time: an engine that keeps what older weights made of them is caught.
 
     Args:
-        args: the validated flags.
+        config: of the run.
         trainer: with the weights that the engine should have.
         collector: with the engine.
         groups: of this rank.
     """
 
     def __init__(
-        self, args: argparse.Namespace, trainer: Trainer, collector: RolloutCollector, groups: ParallelGroups
+        self, config: RunConfig, trainer: Trainer, collector: RolloutCollector, groups: ParallelGroups
     ) -> None:
-        self.args, self.trainer, self.collector, self.groups = args, trainer, collector, groups
-        micro_batches = args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
-        unit = args.micro_batch_size * micro_batches
+        self.config, self.trainer, self.collector, self.groups = config, trainer, collector, groups
+        parallel, length = config.parallel, config.training.seq_length
+        unit = config.training.micro_batch_size * parallel.micro_batch_unit
         self._rows = math.ceil(SEQUENCES / unit) * unit
-        self._tokens = min(TOKENS, args.max_response_length)
+        self._tokens = min(TOKENS, config.rollouts.max_response_length)
         # All ranks of an expert group need sequences of one length, and it must split like the trainer's.
-        shortest = args.seq_length - args.max_response_length + self._tokens
-        pieces = math.lcm(2 * args.context_parallel_size, args.tensor_model_parallel_size * args.context_parallel_size)
-        self._length = min(args.seq_length, math.ceil(shortest / pieces) * pieces)
+        shortest = length - config.rollouts.max_response_length + self._tokens
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        pieces = math.lcm(2 * cp, tp * cp)
+        self._length = min(length, math.ceil(shortest / pieces) * pieces)
         # One mini-batch of these rows.
-        self._cut_args = copy.copy(args)
-        self._cut_args.global_batch_size = self._rows * args.data_parallel_size
+        training = dataclasses.replace(config.training, global_batch_size=self._rows * config.data_parallel_size)
+        self._cut_config = dataclasses.replace(config, training=training)
 
     def __call__(self) -> dict[str, float]:
         """Check now.
@@ -63,7 +64,7 @@ class SyncCheck:
             AgreedError: on every rank, if a replica's engine disagrees by more than rounding explains.
         """
         batch = self.collector.probe(self._rows, self._tokens, self._length)
-        cut = cut_batch(batch, self._cut_args, self.groups)
+        cut = cut_batch(batch, self._cut_config, self.groups)
         train, local = self.trainer.score(cut), cut.local
         sums = torch.zeros(6, dtype=torch.float64, device=batch.tokens.device)
         if train is not None:
@@ -74,11 +75,11 @@ class SyncCheck:
         sums = broadcast(all_reduce_sum(sums, self.groups.cp), group_size(self.groups.pp) - 1, self.groups.pp)
         total, tokens, *by_lag = sums.tolist()
         mean = total / tokens
-        agree(self.args, None if mean <= tolerance(self.args) else self._words(mean, by_lag))
+        agree(self.config, None if mean <= tolerance(self.config) else self._words(mean, by_lag))
         return {"rollout/sync_error": mean}
 
     def _words(self, mean: float, pairs: list[float]) -> str:
-        configured, limit = self.args.rl_default_temperature, tolerance(self.args)
+        configured, limit = self.config.rollouts.rl_default_temperature, tolerance(self.config)
         shift = [finding for finding in judge({configured: pairs}, configured, limit) if finding.about == "shift"]
         hint = "".join(f"; {finding.words}" for finding in shift if not finding.agrees)
         return (

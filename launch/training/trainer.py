@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,14 @@ from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rc.launch.training.local_layers import PackedTokens
 from megatron_rc.launch.training.micro_batches import Cut, LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
-    build_config,
     build_optimizer,
+    build_transformer_config,
     has_auxiliary_losses,
     unwrap,
     wrap_chunks,
@@ -54,7 +54,7 @@ class Trainer:
     """The policy on this rank: model chunks, optimizer, reference, correction.
 
     Args:
-        args: the validated flags.
+        config: of the run.
         groups: of this rank.
 
     Attributes:
@@ -62,23 +62,24 @@ class Trainer:
         skipped: steps among them that were not made because no token was accepted.
     """
 
-    def __init__(self, args: argparse.Namespace, groups: ParallelGroups) -> None:
-        self.args, self.groups = args, groups
-        config = build_config(args)
-        chunks = build_chunks(args, config)
-        if args.load_hf:
-            self._start_from(args.load_hf, chunks)
-        self.model = wrap_chunks(args, chunks)
-        self.optimizer, self.scheduler = build_optimizer(args, self.model)
-        self.reference = self._build_reference() if args.loss.kl_coef else []
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups = config, groups
+        transformer = build_transformer_config(config)
+        chunks = build_chunks(config, transformer)
+        if config.checkpoints.load_hf:
+            self._start_from(config.checkpoints.load_hf, chunks)
+        self.model = wrap_chunks(config, chunks)
+        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.reference = self._build_reference() if config.loss.kl_coef else []
         self.correction = RolloutCorrection(
-            args.correction, groups, loss=args.loss, has_auxiliary_losses=has_auxiliary_losses(config)
+            config.correction, groups, loss=config.loss, has_auxiliary_losses=has_auxiliary_losses(transformer)
         )
-        config.finalize_model_grads_func = wrap_finalize(self.correction)
+        transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped, self._scored_at = 0, 0, -1
-        if args.load:
-            self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler, self.reference)
+        if config.checkpoints.load:
+            parts = self.model, self.optimizer, self.scheduler, self.reference
+            self.iteration = load_checkpoint(config.checkpoints.load, config, *parts)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -87,11 +88,18 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint to ``--save``."""
-        save_checkpoint(self.args, self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
+        files = self.config.checkpoints
+        if files.save is None:
+            raise ValueError("there is no folder for checkpoints: give --save DIR")
+        optimizer = None if files.no_save_optim else self.optimizer
+        save_checkpoint(files.save, self.iteration, self.model, optimizer, self.scheduler, self.reference)
 
-    def score(self, batch: LocalBatch) -> Tensor | None:
-        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
-        return self._log_probs(self.model, batch)
+    def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
+        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.
+
+        ``temperature``: of the distribution; default: the one that rollouts are sampled at.
+        """
+        return self._log_probs(self.model, batch, temperature)
 
     def prepare(self, batch: RolloutBatch) -> PreparedBatch:
         """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
@@ -102,17 +110,17 @@ class Trainer:
         Raises:
             ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
         """
-        cut = cut_batch(batch, self.args, self.groups)
+        cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
-        in_loss = self.args.correction.corrects_in_loss
+        in_loss = self.config.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
         ref = self._log_probs(self.reference, cut) if self.reference else None
         plan = self.correction.plan(
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
-            num_groups=None if in_loss else self.args.grpo_prompts_per_step,
+            num_groups=None if in_loss else self.config.rollouts.grpo_prompts_per_step,
             current_version=self.version,
-            max_staleness=self.args.rollout_staleness or 0,
+            max_staleness=self.config.rollouts.rollout_staleness or 0,
             device=self.device,
         )
         plan.check()
@@ -141,7 +149,7 @@ class Trainer:
         if metrics is None:
             self.skipped += 1
             return self._step_metrics() | {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
-        if is_first and not self.args.correction.corrects_in_loss:
+        if is_first and not self.config.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         learning_rate = self._learning_rate()
@@ -172,7 +180,7 @@ class Trainer:
         scale = prepared.plan.loss_scale(
             mini_batch,
             num_microbatches=len(cuts),
-            calculate_per_token_loss=self.args.calculate_per_token_loss,
+            calculate_per_token_loss=self.config.compute.calculate_per_token_loss,
             local_tokens=math.prod(cuts[0].layout.shape),
             total_tokens=prepared.batch.total_tokens[mini_batch],
         )
@@ -192,7 +200,7 @@ class Trainer:
     @property
     def version(self) -> int | None:
         """Of the weights, which rollouts are compared with; None where theirs count other steps."""
-        return self.iteration if self.args.knows_versions else None
+        return self.iteration if self.config.rollouts.knows_versions else None
 
     @property
     def _steps(self) -> int:
@@ -205,14 +213,14 @@ class Trainer:
     def _start_from(self, folder: str, chunks: Sequence[GPTModel]) -> None:
         error = None
         try:
-            load_model(chunks, self.args, self.groups, folder)
+            load_model(chunks, self.config, self.groups, folder)
         except ValueError as problem:
             error = f"--load-hf: {problem}"
-        agree(self.args, error)
+        agree(self.config, error)
 
     def _build_reference(self) -> list[torch.nn.Module]:
         """A frozen copy of the initial policy."""
-        reference = build_chunks(self.args, self.chunks[0].config)
+        reference = build_chunks(self.config, self.chunks[0].config)
         for frozen, chunk in zip(reference, self.chunks, strict=True):
             frozen.load_state_dict(chunk.state_dict())
             frozen.requires_grad_(False)
@@ -226,9 +234,9 @@ class Trainer:
             layout=cut.local.layout,
             advantages=cut.local.advantages,
             rewards=cut.sides(batch.rewards),
-            group_ids=None if self.args.correction.corrects_in_loss else cut.sides(batch.group_ids),
+            group_ids=None if self.config.correction.corrects_in_loss else cut.sides(batch.group_ids),
             sequence_ids=cut.local.sequence_ids,
-            policy_versions=cut.local.policy_versions if self.args.knows_versions else None,
+            policy_versions=cut.local.policy_versions if self.config.rollouts.knows_versions else None,
             mini_batch_ids=cut.mini_batch_ids,
         )
 
@@ -239,17 +247,19 @@ class Trainer:
     def _asked_for(self, metrics: dict[str, float]) -> dict[str, float]:
         """Without the metrics of what is not there."""
         absent = set()
-        if self.args.loss.dual_clip is None:
+        if self.config.loss.dual_clip is None:
             absent.add("policy/dual_clip_fraction")
         if not self.reference:
             absent.add("policy/reference_kl")
         return {name: value for name, value in metrics.items() if name not in absent}
 
-    def _log_probs(self, model: Sequence[torch.nn.Module], batch: LocalBatch) -> Tensor | None:
-        """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last."""
+    def _log_probs(
+        self, model: Sequence[torch.nn.Module], batch: LocalBatch, temperature: float | None = None
+    ) -> Tensor | None:
+        """See :meth:`score`."""
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
         with torch.no_grad():
-            outputs = self._run(model, batch, cuts, self._score, forward_only=True)
+            outputs = self._run(model, batch, cuts, partial(self._score, temperature), forward_only=True)
         return torch.cat(outputs) if outputs else None
 
     def _run(
@@ -275,18 +285,28 @@ class Trainer:
         )
         return list(collected) if self.groups.is_last_stage else []
 
-    def _policy(self, model: torch.nn.Module, output: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor]:
+    def _policy(
+        self, model: torch.nn.Module, output: Tensor, local: LocalTokens, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs of the labels and entropy, like the tokens, from the model's logits or hidden states."""
         rows = self._rows(local.labels), self._rows(local.response_mask)
-        if self.args.fused_linear_log_probs:
-            log_probs, entropy = self._from_hidden(unwrap(model), output, *rows)
+        temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
+        if self.config.training.fused_linear_log_probs:
+            log_probs, entropy = self._from_hidden(unwrap(model), output, *rows, temperature)
         else:
             log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-                output, rows[0], self.groups.tp, mask=rows[1], **self._vocabulary
+                output,
+                rows[0],
+                self.groups.tp,
+                mask=rows[1],
+                vocab_size=self.config.model.vocab_size,
+                temperature=temperature,
             )
         return log_probs.reshape(local.layout.shape), entropy.reshape(local.layout.shape)
 
-    def _from_hidden(self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _from_hidden(
+        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """[b, s/cp] each, without logits."""
         tied = chunk.share_embeddings_and_output_weights
         weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
@@ -295,24 +315,28 @@ class Trainer:
             weight,
             labels.t(),
             self.groups.tp,
-            sequence_parallel=self.args.sequence_parallel,
+            sequence_parallel=self.config.parallel.sequence_parallel,
             gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
             mask=mask.t(),
-            **self._vocabulary,
+            vocab_size=self.config.model.vocab_size,
+            temperature=temperature,
         )
         return log_probs.t(), entropy.t()
-
-    @property
-    def _vocabulary(self) -> dict[str, Any]:
-        return {"vocab_size": self.args.vocab_size, "temperature": self.args.rl_default_temperature}
 
     @staticmethod
     def _rows(values: Tensor) -> Tensor:
         """As the model sees them: packed tokens are one row."""
         return values if values.dim() == 2 else values.unsqueeze(0)
 
-    def _score(self, model: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
-        return self._policy(model, output, local)[0]
+    def _score(
+        self,
+        temperature: float | None,
+        model: torch.nn.Module,
+        local: LocalTokens,
+        output: Tensor,
+        non_loss_data: bool = True,
+    ) -> Tensor:
+        return self._policy(model, output, local, temperature)[0]
 
     def _loss(
         self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_rc.launch.run_config import RunConfig
 
 Tensors = Sequence[Tensor]
 
@@ -22,77 +23,80 @@ class Conversion:
         cut: from those tensors to the shard of one rank (third argument) of so many (fourth).
     """
 
-    join: Callable[[Tensor, argparse.Namespace], Iterator[Tensor]]
-    cut: Callable[[Tensors, argparse.Namespace, int, int], Tensor]
+    join: Callable[[Tensor, RunConfig], Iterator[Tensor]]
+    cut: Callable[[Tensors, RunConfig, int, int], Tensor]
 
 
-def _join_whole(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+def _join_whole(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
     yield shards[0]
 
 
-def _cut_whole(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+def _cut_whole(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
     return tensors[0]
 
 
-def _join_rows(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+def _join_rows(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
     yield shards.flatten(0, 1)
 
 
-def _cut_rows(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+def _cut_rows(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
     return tensors[0].chunk(size, dim=0)[rank]
 
 
-def _join_columns(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+def _join_columns(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
     yield shards.movedim(0, 1).flatten(1, 2)
 
 
-def _cut_columns(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+def _cut_columns(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
     return tensors[0].chunk(size, dim=1)[rank]
 
 
-def _join_vocabulary(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
-    yield shards.flatten(0, 1)[: args.vocab_size]
+def _join_vocabulary(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
+    yield shards.flatten(0, 1)[: config.model.vocab_size]
 
 
-def _cut_vocabulary(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+def _cut_vocabulary(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
     """Rows that only pad the vocabulary are 0; no label and no probability refers to them."""
-    if tensors[0].shape[0] != args.vocab_size:
+    if tensors[0].shape[0] != config.model.vocab_size:
         raise IndexError("another vocabulary")
-    rows = args.padded_vocab_size // size
+    rows = config.model.padded_vocab_size // size
     shard = tensors[0][rank * rows : (rank + 1) * rows]
     missing = rows - shard.shape[0]
     return torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard
 
 
-def _join_gate_and_up(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+def _join_gate_and_up(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
     for half in shards.unflatten(1, (2, -1)).unbind(1):
         yield half.flatten(0, 1)
 
 
-def _cut_gate_and_up(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
+def _cut_gate_and_up(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
     return torch.cat([tensor.chunk(size, dim=0)[rank] for tensor in tensors], dim=0)
 
 
-def _join_query_key_value(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
+def _join_query_key_value(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
     """Megatron interleaves by group: the query heads of a group, its key head, its value head."""
-    heads = args.num_attention_heads // args.num_query_groups
-    grouped = shards.flatten(0, 1).unflatten(0, (args.num_query_groups, heads + 2, args.kv_channels))
+    layers = config.transformer
+    heads = layers.num_attention_heads // layers.num_query_groups
+    grouped = shards.flatten(0, 1).unflatten(0, (layers.num_query_groups, heads + 2, layers.kv_channels))
     for part in grouped.split([heads, 1, 1], dim=1):
         yield part.flatten(0, 2)
 
 
-def _cut_query_key_value(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
-    grouped = [tensor.unflatten(0, (args.num_query_groups, -1, args.kv_channels)) for tensor in tensors]
+def _cut_query_key_value(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
+    layers = config.transformer
+    grouped = [tensor.unflatten(0, (layers.num_query_groups, -1, layers.kv_channels)) for tensor in tensors]
     return torch.cat([part.chunk(size, dim=0)[rank] for part in grouped], dim=1).flatten(0, 2)
 
 
-def _join_stacked(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
-    yield torch.cat(list(_join_query_key_value(shards, args)), dim=0)
+def _join_stacked(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
+    yield torch.cat(list(_join_query_key_value(shards, config)), dim=0)
 
 
-def _cut_stacked(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
-    queries, keys = (number * args.kv_channels for number in (args.num_attention_heads, args.num_query_groups))
-    return _cut_query_key_value(tensors[0].split([queries, keys, keys], dim=0), args, rank, size)
+def _cut_stacked(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
+    layers = config.transformer
+    queries, keys = (number * layers.kv_channels for number in (layers.num_attention_heads, layers.num_query_groups))
+    return _cut_query_key_value(tensors[0].split([queries, keys, keys], dim=0), config, rank, size)
 
 
 WHOLE = Conversion(_join_whole, _cut_whole)
@@ -107,11 +111,11 @@ STACKED_QUERY_KEY_VALUE = Conversion(_join_stacked, _cut_stacked)
 def transposed(conversion: Conversion) -> Conversion:
     """The same for Hugging Face tensors that are stored as [in, out]."""
 
-    def join(shards: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
-        for tensor in conversion.join(shards, args):
+    def join(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
+        for tensor in conversion.join(shards, config):
             yield tensor.t()
 
-    def cut(tensors: Tensors, args: argparse.Namespace, rank: int, size: int) -> Tensor:
-        return conversion.cut([tensor.t() for tensor in tensors], args, rank, size)
+    def cut(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
+        return conversion.cut([tensor.t() for tensor in tensors], config, rank, size)
 
     return Conversion(join, cut)

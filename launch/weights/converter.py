@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.load import load_weights
@@ -17,19 +17,19 @@ from megatron_rc.parallel.groups import ParallelGroups
 
 
 def export_model(
-    chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
-    if args.weights_bridge is not None:
-        return bridge_export(chunks, args, groups)
-    return export_weights(chunks, args, groups, parallel_state.get_expert_model_parallel_group())
+    if config.checkpoints.weights_bridge is not None:
+        return bridge_export(chunks, config, groups)
+    return export_weights(chunks, config, groups, parallel_state.get_expert_model_parallel_group())
 
 
 def load_model(
-    chunks: Sequence[torch.nn.Module], args: argparse.Namespace, groups: ParallelGroups, folder: str | Path
+    chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, folder: str | Path
 ) -> None:
     """Overwrite this rank's weights by those of a Hugging Face directory. See :func:`load_weights`."""
-    if args.weights_bridge is not None:
-        bridge_load(chunks, args, folder)
+    if config.checkpoints.weights_bridge is not None:
+        bridge_load(chunks, config, folder)
         return
-    load_weights(chunks, args, groups, folder, parallel_state.get_expert_model_parallel_group())
+    load_weights(chunks, config, groups, folder, parallel_state.get_expert_model_parallel_group())

@@ -8,13 +8,13 @@ one expert or the embeddings, whichever is the largest, beside its own weights.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import Rule
 from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
@@ -22,7 +22,7 @@ from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group
 
 def export_weights(
     chunks: Sequence[torch.nn.Module],
-    args: argparse.Namespace,
+    config: RunConfig,
     groups: ParallelGroups,
     ep_group: Group | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -33,7 +33,7 @@ def export_weights(
 
     Args:
         chunks: this rank's GPTModels, unwrapped, by virtual stage.
-        args: the validated flags.
+        config: of the run.
         groups: ``tp``, ``cp`` and ``pp`` are used.
         ep_group: the ranks that hold the other experts of the same layers.
 
@@ -44,17 +44,17 @@ def export_weights(
         RuntimeError: at once, on every rank alike: the model has a parameter that no rule names.
         ValueError: at once: ``ep_group`` has another size than the flags say.
     """
-    check_expert_group(args, ep_group)
+    check_expert_group(config, ep_group)
     parameters = [{name: parameter.detach() for name, parameter in chunk.named_parameters()} for chunk in chunks]
-    units = units_of(args)
+    units = units_of(config)
     check_complete(parameters, [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))])
-    return _stream(parameters, units, args, groups, ep_group)
+    return _stream(parameters, units, config, groups, ep_group)
 
 
 def _stream(
     parameters: list[dict[str, Tensor]],
     units: Sequence[Unit],
-    args: argparse.Namespace,
+    config: RunConfig,
     groups: ParallelGroups,
     ep_group: Group | None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -66,9 +66,9 @@ def _stream(
         for rule in unit.rules:
             tensors: Iterator[Tensor] = iter(())
             if unit.stage == pp_rank and takes_part:
-                tensors = _whole_tensors(parameters[unit.chunk], unit, rule, args, groups.tp, ep_group)
+                tensors = _whole_tensors(parameters[unit.chunk], unit, rule, config, groups.tp, ep_group)
             if groups.pp is not None and speaks and unit.stage != 0 and pp_rank in (0, unit.stage):
-                tensors = _to_first_stage(tensors, len(rule.hugging_face), unit.stage, args, groups.pp)
+                tensors = _to_first_stage(tensors, len(rule.hugging_face), unit.stage, config, groups.pp)
             names = iter(unit.names(rule))
             for tensor in tensors:
                 if speaks and pp_rank == 0:
@@ -80,7 +80,7 @@ def _whole_tensors(
     parameters: dict[str, Tensor],
     unit: Unit,
     rule: Rule,
-    args: argparse.Namespace,
+    config: RunConfig,
     tp_group: Group | None,
     ep_group: Group | None,
 ) -> Iterator[Tensor]:
@@ -92,7 +92,7 @@ def _whole_tensors(
     shards = _gather(shard, tp_group) if here else shard.new_empty(group_size(tp_group), *shard.shape, device="meta")
     if group_rank(tp_group) > 0:
         return
-    for tensor in rule.conversion.join(shards, args):
+    for tensor in rule.conversion.join(shards, config):
         whole = _own(tensor, shard) if here else torch.empty_like(tensor, device=shard.device)
         del tensor
         if owner is not None and ep_group is not None and group_size(ep_group) > 1:
@@ -120,7 +120,7 @@ def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _to_first_stage(
-    tensors: Iterator[Tensor], count: int, source: int, args: argparse.Namespace, group: Group
+    tensors: Iterator[Tensor], count: int, source: int, config: RunConfig, group: Group
 ) -> Iterator[Tensor]:
     """Hand ``count`` tensors of one or two dimensions from stage ``source`` to the first stage, which gets them."""
     if group_rank(group) == source:
@@ -130,12 +130,12 @@ def _to_first_stage(
             dist.send(tensor, dist.get_global_rank(group, 0), group=group)
             del tensor
         return
-    device = torch.device("cpu") if args.on_cpu else torch.device("cuda", torch.cuda.current_device())
+    device = config.launch.device
     for _ in range(count):
         shape = torch.zeros(2, dtype=torch.int64, device=device)
         dist.recv(shape, dist.get_global_rank(group, source), group=group)
         size = [length for length in shape.tolist() if length]
-        received = torch.empty(size, dtype=torch.bfloat16 if args.bf16 else torch.float32, device=device)
+        received = torch.empty(size, dtype=config.dtype, device=device)
         dist.recv(received, dist.get_global_rank(group, source), group=group)
         yield received
         del received

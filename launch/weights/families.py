@@ -7,11 +7,12 @@ the modules of transformers may hold several of them in one parameter (``checkpo
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.weights.conversions import (
     COLUMNS,
     GATE_AND_UP,
@@ -45,8 +46,8 @@ class Family:
     """The rules of one architecture, by where the parameters lie: first stage, every layer, expert, last stage."""
 
     name: str
-    matches: Callable[[argparse.Namespace], bool]
-    hugging_face_config: Callable[[argparse.Namespace], Any]
+    matches: Callable[[RunConfig], bool]
+    hugging_face_config: Callable[[RunConfig], Any]
     embedding: tuple[Rule, ...]
     layer: tuple[Rule, ...]
     head: tuple[Rule, ...]
@@ -54,86 +55,112 @@ class Family:
     expert: tuple[Rule, ...] = ()
 
 
-def find_family(args: argparse.Namespace) -> Family | None:
+def experts_of(config: RunConfig) -> ExpertSection:
+    """The experts of a model that has some."""
+    if config.experts is None:
+        raise RuntimeError("a dense model has no experts")
+    return config.experts
+
+
+def find_family(config: RunConfig) -> Family | None:
     """The family whose architecture the flags describe, or None."""
-    return next((family for family in FAMILIES if family.matches(args)), None)
+    return next((family for family in FAMILIES if family.matches(config)), None)
 
 
-Fields = Callable[[argparse.Namespace], dict[str, Any]]
+Fields = Callable[[RunConfig], dict[str, Any]]
 
 
-def _dense_fields(args: argparse.Namespace) -> dict[str, Any]:
-    return {"intermediate_size": args.ffn_hidden_size}
+def _dense_fields(config: RunConfig) -> dict[str, Any]:
+    return {"intermediate_size": config.transformer.ffn_hidden_size}
 
 
-def _mixtral_fields(args: argparse.Namespace) -> dict[str, Any]:
+def _mixtral_fields(config: RunConfig) -> dict[str, Any]:
+    experts = experts_of(config)
     return {
-        "intermediate_size": args.moe_ffn_hidden_size,
-        "num_local_experts": args.num_experts,
-        "num_experts_per_tok": args.moe_router_topk,
+        "intermediate_size": experts.moe_ffn_hidden_size,
+        "num_local_experts": experts.num_moe_experts,
+        "num_experts_per_tok": experts.moe_router_topk,
         "sliding_window": None,
     }
 
 
-def _qwen3_moe_fields(args: argparse.Namespace) -> dict[str, Any]:
+def _qwen3_moe_fields(config: RunConfig) -> dict[str, Any]:
+    experts = experts_of(config)
     return {
-        "intermediate_size": args.ffn_hidden_size,
-        "moe_intermediate_size": args.moe_ffn_hidden_size,
-        "num_experts": args.num_experts,
-        "num_experts_per_tok": args.moe_router_topk,
+        "intermediate_size": config.transformer.ffn_hidden_size,
+        "moe_intermediate_size": experts.moe_ffn_hidden_size,
+        "num_experts": experts.num_moe_experts,
+        "num_experts_per_tok": experts.moe_router_topk,
         # A softmax over the chosen experts is one over all of them, divided by the sum of the chosen.
-        "norm_topk_prob": not args.moe_router_pre_softmax,
+        "norm_topk_prob": not experts.moe_router_pre_softmax,
     }
 
 
-def _gated_config(architecture: str, fields: Fields) -> Callable[[argparse.Namespace], Any]:
+def _gated_config(architecture: str, fields: Fields) -> Callable[[RunConfig], Any]:
     """What Llama and its descendants have in common, and what is special to one."""
 
-    def config(args: argparse.Namespace) -> Any:
+    def describe(config: RunConfig) -> Any:
         import transformers
 
+        layers, model = config.transformer, config.model
         return getattr(transformers, architecture)(
-            vocab_size=args.vocab_size,
-            hidden_size=args.hidden_size,
-            num_hidden_layers=args.num_layers,
-            num_attention_heads=args.num_attention_heads,
-            num_key_value_heads=args.num_query_groups,
-            head_dim=args.kv_channels,
-            max_position_embeddings=args.max_position_embeddings,
-            rms_norm_eps=args.norm_epsilon,
-            rope_parameters={"rope_type": "default", "rope_theta": float(args.rotary_base)},
-            tie_word_embeddings=not args.untie_embeddings_and_output_weights,
-            **fields(args),
+            vocab_size=model.vocab_size,
+            hidden_size=layers.hidden_size,
+            num_hidden_layers=layers.num_layers,
+            num_attention_heads=layers.num_attention_heads,
+            num_key_value_heads=layers.num_query_groups,
+            head_dim=layers.kv_channels,
+            max_position_embeddings=model.max_position_embeddings,
+            rms_norm_eps=layers.layernorm_epsilon,
+            rope_parameters={"rope_type": "default", "rope_theta": float(model.rotary_base)},
+            tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+            **fields(config),
         )
 
-    return config
+    return describe
 
 
-def _gpt2_config(args: argparse.Namespace) -> Any:
+def _gpt2_config(config: RunConfig) -> Any:
     from transformers import GPT2Config
 
+    layers, model = config.transformer, config.model
     return GPT2Config(
-        vocab_size=args.vocab_size,
-        n_embd=args.hidden_size,
-        n_inner=args.ffn_hidden_size,
-        n_layer=args.num_layers,
-        n_head=args.num_attention_heads,
-        n_positions=args.max_position_embeddings,
-        layer_norm_epsilon=args.norm_epsilon,
+        vocab_size=model.vocab_size,
+        n_embd=layers.hidden_size,
+        n_inner=layers.ffn_hidden_size,
+        n_layer=layers.num_layers,
+        n_head=layers.num_attention_heads,
+        n_positions=model.max_position_embeddings,
+        layer_norm_epsilon=layers.layernorm_epsilon,
         activation_function="gelu",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        tie_word_embeddings=not args.untie_embeddings_and_output_weights,
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
     )
 
 
-def _is_gated(args: argparse.Namespace) -> bool:
-    return bool(
-        args.normalization == "RMSNorm"
-        and args.swiglu
-        and args.position_embedding_type == "rope"
-        and args.disable_bias_linear
+def _is_gated(config: RunConfig) -> bool:
+    layers = config.transformer
+    return (
+        layers.normalization == "RMSNorm"
+        and layers.gated_linear_unit
+        and config.model.position_embedding_type == "rope"
+        and not layers.add_bias_linear
+    )
+
+
+def _is_gpt2(config: RunConfig) -> bool:
+    layers = config.transformer
+    return (
+        layers.normalization == "LayerNorm"
+        and not layers.gated_linear_unit
+        and config.model.position_embedding_type == "learned_absolute"
+        and layers.add_bias_linear
+        and not layers.qk_layernorm
+        and config.experts is None
+        and layers.num_query_groups == layers.num_attention_heads
+        and layers.kv_channels * layers.num_attention_heads == layers.hidden_size
     )
 
 
@@ -190,11 +217,11 @@ def _gated_family(
     """``pre_softmax``: its router may also leave the weights of the chosen experts as they are among all experts'."""
     return Family(
         name=name,
-        matches=lambda args: (
-            _is_gated(args)
-            and (args.add_qkv_bias, args.qk_layernorm) == (qkv_bias, qk_norms)
-            and (args.num_experts is not None) == bool(expert)
-            and (pre_softmax or not args.moe_router_pre_softmax)
+        matches=lambda config: (
+            _is_gated(config)
+            and (config.transformer.add_qkv_bias, config.transformer.qk_layernorm) == (qkv_bias, qk_norms)
+            and (config.experts is not None) == bool(expert)
+            and (pre_softmax or config.experts is None or not config.experts.moe_router_pre_softmax)
         ),
         hugging_face_config=_gated_config(architecture, fields),
         embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
@@ -248,14 +275,7 @@ def _gpt2_linear(megatron: str, name: str, weight: Conversion, bias: Conversion)
 
 _GPT2 = Family(
     name="gpt2",
-    matches=lambda args: (
-        args.normalization == "LayerNorm"
-        and not args.swiglu
-        and args.position_embedding_type == "learned_absolute"
-        and not (args.disable_bias_linear or args.qk_layernorm or args.num_experts)
-        and args.num_query_groups == args.num_attention_heads
-        and args.kv_channels * args.num_attention_heads == args.hidden_size
-    ),
+    matches=_is_gpt2,
     hugging_face_config=_gpt2_config,
     embedding=(
         Rule(("embedding.word_embeddings.weight",), ("transformer.wte.weight",), VOCABULARY),

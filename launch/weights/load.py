@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import Rule
 from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
@@ -67,7 +67,7 @@ def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
 
 def load_weights(
     chunks: Sequence[torch.nn.Module],
-    args: argparse.Namespace,
+    config: RunConfig,
     groups: ParallelGroups,
     folder: str | Path,
     ep_group: Group | None = None,
@@ -76,7 +76,7 @@ def load_weights(
 
     Args:
         chunks: this rank's GPTModels, unwrapped, by virtual stage.
-        args: the validated flags.
+        config: of the run.
         groups: ``tp`` and ``pp`` say which part is here.
         folder: with safetensors under the names of the family that the flags describe.
         ep_group: the ranks that hold the other experts of the same layers.
@@ -89,27 +89,27 @@ def load_weights(
         RuntimeError: the model has a parameter that no rule names.
     """
     parameters = [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in chunks]
-    check_expert_group(args, ep_group)
-    units = units_of(args)
+    check_expert_group(config, ep_group)
+    units = units_of(config)
     own = [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))]
     check_complete(parameters, own)
     with open_weights(folder) as files:
         for unit in own:
             for rule in unit.rules:
-                _copy(files, unit, rule, find_parameter(parameters[unit.chunk], unit.prefix, rule), args, groups)
+                _copy(files, unit, rule, find_parameter(parameters[unit.chunk], unit.prefix, rule), config, groups)
         copy = parameters[-1].get("output_layer.weight")
-        if copy is not None and not args.untie_embeddings_and_output_weights:
+        if copy is not None and not config.model.untie_embeddings_and_output_weights:
             # With tied embeddings the last stage holds a copy of the first stage's.
-            _copy(files, units[0], units[0].rules[0], copy, args, groups)
+            _copy(files, units[0], units[0].rules[0], copy, config, groups)
 
 
 def _copy(
-    files: WeightFiles, unit: Unit, rule: Rule, parameter: Tensor, args: argparse.Namespace, groups: ParallelGroups
+    files: WeightFiles, unit: Unit, rule: Rule, parameter: Tensor, config: RunConfig, groups: ParallelGroups
 ) -> None:
     names = unit.names(rule)
     tensors = [files.read(name) for name in names]
     try:
-        shard = rule.conversion.cut(tensors, args, group_rank(groups.tp), group_size(groups.tp))
+        shard = rule.conversion.cut(tensors, config, group_rank(groups.tp), group_size(groups.tp))
     except (RuntimeError, IndexError):
         shard = tensors[0].new_empty(0)  # of a shape that cannot even be cut
     if shard.shape != parameter.shape:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rc.launch.weights.families import Rule, find_family
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights.families import Rule, experts_of, find_family
 from megatron_rc.parallel.groups import Group, group_size
 
 
@@ -43,39 +43,40 @@ class Unit:
         return self.stage == pp_rank and self.expert_rank in (None, ep_rank)
 
 
-def units_of(args: argparse.Namespace) -> list[Unit]:
+def units_of(config: RunConfig) -> list[Unit]:
     """Where each parameter of the model lies, in the order of the layers."""
-    family = find_family(args)
+    family = find_family(config)
     if family is None:
-        raise RuntimeError("no Hugging Face architecture has these flags: validate_args() was not asked for an engine")
-    stages = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    layers = args.num_layers // (stages * chunks)
+        raise RuntimeError("no Hugging Face architecture has these settings: the checks were not asked for an engine")
+    stages = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+    layers = config.transformer.num_layers // (stages * chunks)
     units = [Unit(0, 0, "", 0, family.embedding)]
-    for layer in range(args.num_layers):
+    for layer in range(config.transformer.num_layers):
         chunk, stage = divmod(layer // layers, stages)
         whole = Unit(stage, chunk, f"decoder.layers.{layer % layers}.", layer, family.layer)
-        units += [whole, *_experts_of(whole, family.expert, args)]
-    head = family.head + (family.untied_head if args.untie_embeddings_and_output_weights else ())
+        units += [whole, *_experts_of(whole, family.expert, config)]
+    head = family.head + (family.untied_head if config.model.untie_embeddings_and_output_weights else ())
     return [*units, Unit(stages - 1, chunks - 1, "", 0, head)]
 
 
-def _experts_of(layer: Unit, rules: tuple[Rule, ...], args: argparse.Namespace) -> Iterator[Unit]:
+def _experts_of(layer: Unit, rules: tuple[Rule, ...], config: RunConfig) -> Iterator[Unit]:
     """Megatron gives each expert-parallel rank experts that follow each other."""
     if not rules:
         return
-    share = args.num_experts // args.expert_model_parallel_size
-    for expert in range(args.num_experts):
+    number = experts_of(config).num_moe_experts
+    share = number // config.parallel.expert_model_parallel_size
+    for expert in range(number):
         owner, local = divmod(expert, share)
         prefix = f"{layer.prefix}mlp.experts.local_experts.{local}."
         yield Unit(layer.stage, layer.chunk, prefix, layer.layer, rules, expert, owner)
 
 
-def check_expert_group(args: argparse.Namespace, ep_group: Group | None) -> None:
+def check_expert_group(config: RunConfig, ep_group: Group | None) -> None:
     """Raise ValueError unless the group has as many ranks as the flags say."""
-    if group_size(ep_group) != args.expert_model_parallel_size:
+    if group_size(ep_group) != config.parallel.expert_model_parallel_size:
         raise ValueError(
-            f"ep_group has {group_size(ep_group)} ranks, expected the {args.expert_model_parallel_size} of "
+            f"ep_group has {group_size(ep_group)} ranks, expected the {config.parallel.expert_model_parallel_size} of "
             "--expert-model-parallel-size"
         )
 

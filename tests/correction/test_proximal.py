@@ -10,8 +10,7 @@ import torch
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.correction.proximal import interpolate
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients, whole_gradients
@@ -252,9 +251,9 @@ def test_a_bad_rollout_log_prob_is_named_as_such():
 
 def test_the_launcher_needs_versions_of_this_run(tmp_path):
     words = ["--proximal-interpolation"]
-    validate_args(parse_args(flags(tmp_path, *words)), 1)
+    configure(flags(tmp_path, *words), 1)
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
     words += [f"--load-rollouts={tmp_path}", "--train-iters=2"]
     with pytest.raises(ConfigurationError, match="--proximal-interpolation needs rollouts whose versions are steps of"):
-        validate_args(parse_args(flags(tmp_path, *words)), 1)
-    validate_args(parse_args(flags(tmp_path, *words, "--rollout-staleness=4")), 1)
+        configure(flags(tmp_path, *words), 1)
+    configure(flags(tmp_path, *words, "--rollout-staleness=4"), 1)

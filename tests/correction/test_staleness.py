@@ -8,13 +8,11 @@ import torch
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from tests.correction.test_correction import config_of, correct
 from tests.support.corrections import clear_batch, sizes
-from tests.support.recorded_training import flags
+from tests.support.recorded_training import flags, run_config
 
 TABLE = "1:2,4:0.5"
 MASK = torch.ones(1, 6, dtype=torch.bool)
@@ -137,9 +135,7 @@ def test_a_table_in_words_in_files_and_as_a_flag(tmp_path):
 
 
 def validated(folder, *words):
-    args = parse_args(flags(folder, *words))
-    validate_args(args, 1)
-    return args
+    return run_config(flags(folder, *words))
 
 
 def test_the_launcher_asks_for_rollouts_of_that_age(tmp_path):

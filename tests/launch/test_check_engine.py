@@ -7,8 +7,7 @@ import torch
 
 from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_tokens
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.agreement import lag_distances
 from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.ranks import Layout
@@ -56,12 +55,11 @@ def findings(words, fault):
     from megatron_rc.launch import check_engine
     from megatron_rc.launch.rollouts import collector as rollout
 
-    args = parse_args(words)
-    task = validate_args(args, torch.distributed.get_world_size())
+    config, task = configure(words, torch.distributed.get_world_size())
     right = rollout.RolloutCollector._default_engine
     rollout.RolloutCollector._default_engine = lambda self: Faulty(right(self), fault)
     try:
-        return check_engine.check_engine(args, task)
+        return check_engine.check_engine(config, task)
     finally:
         rollout.RolloutCollector._default_engine = right
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
@@ -27,6 +27,11 @@ COMMON = f"""--cpu --seq-length={LENGTH} --make-vocab-size-divisible-by=4 --init
 def flags(folder: Path, *more: str, model: list[str] = LLAMA) -> list[str]:
     """Flags of the tiny run; what comes later wins."""
     return [*model, *COMMON, f"--runs-dir={folder}", *more]
+
+
+def run_config(words: list[str], world_size: int = 1, *, engine: bool = True) -> RunConfig:
+    """The checked settings that these flags describe."""
+    return configure(words, world_size, engine=engine)[0]
 
 
 def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBatch:
@@ -60,9 +65,8 @@ def make_trainer(words: list[str]):
     """A trainer on this rank of the pool; its rollouts are recorded."""
     from megatron_rc.launch.training.trainer import Trainer
 
-    args = parse_args(words)
-    validate_args(args, torch.distributed.get_world_size(), engine=False)
-    return Trainer(args, ParallelGroups.from_megatron())
+    config = run_config(words, torch.distributed.get_world_size(), engine=False)
+    return Trainer(config, ParallelGroups.from_megatron())
 
 
 def save_initial(words: list[str]) -> None:
@@ -76,7 +80,7 @@ def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
     dp = trainer.groups.dp
     steps = []
     for index in range(batches):
-        replica, replicas = group_rank(dp), trainer.args.data_parallel_size
+        replica, replicas = group_rank(dp), trainer.config.data_parallel_size
         prepared = trainer.prepare(recorded_batch(index, replica, replicas))
         local = prepared.batch.local
         size = 0.0

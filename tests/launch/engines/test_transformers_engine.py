@@ -1,7 +1,5 @@
 """The transformers engine: the weights it gets, the tokens it samples, the log-probs it reports."""
 
-import argparse
-
 import pytest
 import torch
 import transformers
@@ -9,13 +7,11 @@ import transformers
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.rounding import round_weight
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, LLAMA, VOCABULARY, flags, make_trainer, recorded_batch
+from tests.support.recorded_training import GPT2, LLAMA, VOCABULARY, flags, make_trainer, recorded_batch, run_config
 
 PAD, EOS = 0, 1
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -33,9 +29,9 @@ def export(words):
             values = parameter.data + 0.2 * torch.randn(4096, generator=generator)[: parameter.numel()]
             if not getattr(parameter, "tensor_model_parallel", False):
                 parameter.data.copy_(values)
-    weights = dict(export_weights(trainer.chunks, trainer.args, trainer.groups))
+    weights = dict(export_weights(trainer.chunks, trainer.config, trainer.groups))
     with torch.no_grad():
-        batch = cut_batch(recorded_batch(0), trainer.args, trainer.groups)
+        batch = cut_batch(recorded_batch(0), trainer.config, trainer.groups)
         logits = trainer._run(
             trainer.model, batch, batch.cuts[0], lambda _model, _local, output, non_loss_data: output, forward_only=True
         )
@@ -58,9 +54,8 @@ def test_exported_weights_give_megatrons_logits(ranks, tmp_path, layout, model, 
     words = flags(tmp_path, "--micro-batch-size=8", *more, *layout.flags(), model=model)
     results = ranks.run(export, layout, words)
     assert [bool(weights) for weights, _ in results] == [True] + [False] * (layout.world - 1)
-    args = parse_args(words)
-    validate_args(args, layout.world)
-    engine = TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    config = run_config(words, layout.world)
+    engine = TransformersEngine(find_family(config).hugging_face_config(config), "fp32", EOS, PAD, torch.device("cpu"))
     engine.load_weights(results[0][0].items(), 3)
     assert engine.version == 3
     expected = engine.model(recorded_batch(0).tokens).logits
@@ -70,10 +65,9 @@ def test_exported_weights_give_megatrons_logits(ranks, tmp_path, layout, model, 
 
 @pytest.fixture
 def engine(tmp_path):
-    args = parse_args(flags(tmp_path, "--init-method-std=0.3"))
-    validate_args(args, 1)
+    config = run_config(flags(tmp_path, "--init-method-std=0.3"))
     torch.manual_seed(0)
-    return TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    return TransformersEngine(find_family(config).hugging_face_config(config), "fp32", EOS, PAD, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -136,23 +130,17 @@ def test_wrong_weights_are_refused(engine, change, message):
     assert engine.version == -1
 
 
-def test_no_family_for_what_no_architecture_has():
-    odd = argparse.Namespace(
-        normalization="RMSNorm",
-        swiglu=False,
-        position_embedding_type="rope",
-        disable_bias_linear=True,
-    )
-    assert find_family(odd) is None
+def test_no_family_for_what_no_architecture_has(tmp_path):
+    odd = ["--normalization=RMSNorm", "--position-embedding-type=rope", "--disable-bias-linear"]
+    assert find_family(run_config(flags(tmp_path, *odd, model=GPT2), engine=False)) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp8-e4m3", "int8"])
 def test_the_weights_of_a_directory_are_rounded_like_the_engines(tmp_path, dtype):
     """What vLLM reads is what the transformers engine holds; GPT-2 stores its weights the other way round."""
     for model in (LLAMA, GPT2, [*LLAMA, "--num-experts=2", "--qk-layernorm"]):
-        args = parse_args(flags(tmp_path, model=model))
-        validate_args(args, 1)
-        config = find_family(args).hugging_face_config(args)
+        config = run_config(flags(tmp_path, model=model))
+        config = find_family(config).hugging_face_config(config)
         torch.manual_seed(1)
         given = transformers.AutoModelForCausalLM.from_config(config)
         weights = [(name, tensor.detach()) for name, tensor in checkpoint_tensors(given).items()]
@@ -180,9 +168,8 @@ def test_int8_keeps_the_largest_of_each_row():
 
 
 def test_greedy_and_truncated_sampling(tmp_path):
-    args = parse_args(flags(tmp_path, "--init-method-std=0.5"))
-    validate_args(args, 1)
-    engine = TransformersEngine(find_family(args).hugging_face_config(args), "fp32", EOS, PAD, torch.device("cpu"))
+    config = run_config(flags(tmp_path, "--init-method-std=0.5"))
+    engine = TransformersEngine(find_family(config).hugging_face_config(config), "fp32", EOS, PAD, torch.device("cpu"))
     torch.manual_seed(0)
     engine.load_weights([(n, 0.3 * torch.randn_like(p)) for n, p in engine.model.named_parameters()], 0)
     prompts = [[3, 4], [5]] * 8

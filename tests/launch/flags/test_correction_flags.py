@@ -3,28 +3,22 @@
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import PRESETS
-from tests.support.recorded_training import flags
+from tests.support.recorded_training import flags, run_config
 
 WEIGHTS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 FILE = {**WEIGHTS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
 
 
 def checked_alone(tmp_path, *words):
-    """The arguments of a run that no launch file says anything of."""
-    args = parse_args(flags(tmp_path, *words))
-    validate_args(args, 1)
-    return args
+    """A run that no launch file says anything of."""
+    return run_config(flags(tmp_path, *words))
 
 
 def checked(tmp_path, *words):
-    """The arguments of a run of ``count_up`` with these flags."""
-    args = parse_args(["--config=count_up", f"--runs-dir={tmp_path}", *words])
-    validate_args(args, 4)
-    return args
+    """A run of ``count_up`` with these flags."""
+    return run_config(["--config=count_up", f"--runs-dir={tmp_path}", *words], 4)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "decoupled_geo_rs@2025-11"])

@@ -8,10 +8,12 @@ from transformers import LlamaConfig
 
 from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags import model_checks as validation_model
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import CONFIGS, build_parser, parse_args
-from tests.support.recorded_training import GPT2, LLAMA, flags
+from megatron_rc.launch.flags.checks import experts as expert_checks
+from megatron_rc.launch.flags.configure import configure, parse_args
+from megatron_rc.launch.flags.launch_file import CONFIGS
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.weights import find_family
+from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
 
 MEGATRON = """tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage
 context-parallel-size sequence-parallel use-distributed-optimizer num-layers hidden-size ffn-hidden-size
@@ -25,9 +27,7 @@ moe-router-load-balancing-type moe-aux-loss-coeff moe-z-loss-coeff moe-token-dis
 
 
 def check(tmp_path, *more, world_size=1, model=LLAMA, engine=True):
-    args = parse_args(flags(tmp_path / "runs", *more, model=model))
-    validate_args(args, world_size, engine=engine)
-    return args
+    return run_config(flags(tmp_path / "runs", *more, model=model), world_size, engine=engine)
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -38,11 +38,12 @@ def test_megatrons_names_are_there_and_explained(name):
 
 def test_what_follows_from_the_flags(tmp_path):
     more = ("--tensor-model-parallel-size=2", "--context-parallel-size=2", "--micro-batch-size=4")
-    args = check(tmp_path, *more, world_size=8)
-    assert (args.data_parallel_size, args.updates_per_rollout) == (2, 2)
-    assert (args.kv_channels, args.vocab_size, args.padded_vocab_size) == (8, 13, 16)
-    assert args.model_family == "llama"
-    assert check(tmp_path, model=GPT2).model_family == "gpt2"
+    config = check(tmp_path, *more, world_size=8)
+    assert (config.data_parallel_size, config.updates_per_rollout) == (2, 2)
+    sizes = (config.transformer.kv_channels, config.model.vocab_size, config.model.padded_vocab_size)
+    assert sizes == (8, 13, 16)
+    assert find_family(config).name == "llama"
+    assert find_family(check(tmp_path, model=GPT2)).name == "gpt2"
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "launch").glob("*.yaml")), ids=lambda path: path.stem)
@@ -54,9 +55,8 @@ def test_every_launch_file_works(path, tmp_path):
         # Of a smaller vocabulary, and vLLM need not be there.
         more = [f"--load-hf={tmp_path}", "--tokenizer-type=CharacterTokenizer", "--no-apply-chat-template"]
         more += ["--rollout-engine=transformers"]
-    args = parse_args(["--config", path.stem, f"--runs-dir={tmp_path}", *more])
-    validate_args(args, 2 if more else 4)
-    assert args.run_name == path.stem
+    config = run_config(["--config", path.stem, f"--runs-dir={tmp_path}", *more], 2 if more else 4)
+    assert config.launch.run_name == path.stem
 
 
 def test_flags_override_the_launch_file(tmp_path):
@@ -176,12 +176,14 @@ def test_combinations_that_cannot_work_are_one_sentence(tmp_path, more, world_si
 
 
 def test_what_follows_from_experts(tmp_path):
-    args = check(tmp_path, "--num-experts=4", "--expert-model-parallel-size=2", world_size=2, engine=False)
-    assert (args.moe_ffn_hidden_size, args.moe_router_topk, args.moe_token_dispatcher_type) == (48, 2, "allgather")
-    routing = (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, args.moe_z_loss_coeff)
-    assert routing == ("aux_loss", 0.0, None)
-    assert args.moe_router_pre_softmax is False
-    assert args.model_family == "mixtral"
+    config = check(tmp_path, "--num-experts=4", "--expert-model-parallel-size=2", world_size=2, engine=False)
+    experts = config.experts
+    assert (experts.moe_ffn_hidden_size, experts.moe_router_topk) == (48, 2)
+    assert (experts.moe_router_load_balancing_type, experts.moe_token_dispatcher_type) == ("aux_loss", "allgather")
+    assert (experts.moe_aux_loss_coeff, experts.moe_z_loss_coeff) == (0.0, None)
+    assert experts.moe_router_pre_softmax is False
+    assert find_family(config).name == "mixtral"
+    assert check(tmp_path).experts is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_experts_with_a_bias_cannot_be_split(tmp_path):
 def test_experts_that_no_engine_knows_need_one_of_your_own(tmp_path, model, more):
     with pytest.raises(ConfigurationError, match=r"no Hugging Face architecture has .*--num-experts.* Mixtral"):
         check(tmp_path, *more, model=model)
-    assert check(tmp_path, *more, model=model, engine=False).model_family is None
+    assert find_family(check(tmp_path, *more, model=model, engine=False)) is None
 
 
 def test_a_bias_that_is_there_already_is_refused(tmp_path):
@@ -273,7 +275,7 @@ def test_packed_experts_of_one_replica_may_be_gathered(tmp_path):
 
 @pytest.mark.parametrize("old", [True, False])
 def test_router_losses_that_megatron_would_weaken_are_refused(tmp_path, monkeypatch, old):
-    monkeypatch.setattr(validation_model, "weakens_auxiliary_losses", lambda: old)
+    monkeypatch.setattr(expert_checks, "weakens_auxiliary_losses", lambda: old)
     more = "--num-experts=4 --moe-z-loss-coeff=0.1 --context-parallel-size=2 --calculate-per-token-loss".split()
     if not old:
         check(tmp_path, *more, world_size=2, engine=False)
@@ -295,7 +297,7 @@ def without(module):
 
 
 def test_a_model_without_an_architecture_trains_on_foreign_rollouts(tmp_path):
-    assert check(tmp_path, "--normalization=LayerNorm", engine=False).model_family is None
+    assert find_family(check(tmp_path, "--normalization=LayerNorm", engine=False)) is None
 
 
 def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):
@@ -307,7 +309,7 @@ def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):
 def test_what_is_missing_is_named(tmp_path, name):
     words = [word for word in flags(tmp_path) if not word.startswith(f"--{name}=")]
     with pytest.raises(ConfigurationError, match=f"--{name} is missing"):
-        validate_args(parse_args(words), 1)
+        configure(words, 1)
 
 
 def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):

@@ -8,14 +8,13 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.launch.training.test_loop import LIVE, SUMS, rows, run_training, without_times
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, recorded_batch
+from tests.support.recorded_training import flags, recorded_batch, run_config
 from tests.support.records import identical
 
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
@@ -300,7 +299,7 @@ def test_evaluations_are_made_where_weights_are_new(ranks, tmp_path):
     trained = [row for row in rows(tmp_path) if "loss/total" in row]
     assert ["rollout/sync_error" in row for row in trained] == [True, False, True, False, True]
     with pytest.raises(ConfigurationError, match="--eval-interval 3 must be a multiple of the 2 optimizer steps"):
-        validate_args(parse_args(flags(tmp_path, *words, "--eval-interval=3")), 1)
+        configure(flags(tmp_path, *words, "--eval-interval=3"), 1)
 
 
 # Recorded rollouts
@@ -356,12 +355,11 @@ def test_only_sampled_tokens_have_a_version():
 )
 def test_limits_that_cannot_be_are_refused(tmp_path, more, message):
     with pytest.raises(ConfigurationError, match=message):
-        validate_args(parse_args(flags(tmp_path, *more)), 1)
+        configure(flags(tmp_path, *more), 1)
 
 
 def test_a_recorded_limit_need_not_be_a_multiple(tmp_path):
     (tmp_path / "step-0000000-replica-0000.safetensors").touch()
     words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--train-iters=2", "--rollout-staleness=3")
-    args = parse_args(words)
-    validate_args(args, 1)
-    assert args.knows_versions
+    config = run_config(words)
+    assert config.rollouts.knows_versions

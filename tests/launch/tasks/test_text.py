@@ -7,8 +7,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText
 from tests.support.recorded_training import flags
@@ -103,19 +102,18 @@ def test_folders_without_a_readable_tokenizer_are_named(tmp_path):
 
 
 def check(tmp_path, *words):
-    args = parse_args(flags(tmp_path / "runs", "--vocab-size=300", "--task=sums", "--seq-length=256", *words))
-    return validate_args(args, 1), args
+    return configure(flags(tmp_path / "runs", "--vocab-size=300", "--task=sums", "--seq-length=256", *words), 1)
 
 
 def test_the_flags_choose_the_tokenizer(tmp_path):
     tokenizer_folder(tmp_path)
-    task, args = check(tmp_path, f"--tokenizer-model={tmp_path}", "--apply-chat-template")
+    config, task = check(tmp_path, f"--tokenizer-model={tmp_path}", "--apply-chat-template")
     assert isinstance(task.text, HuggingFaceText)
     assert task.text.chat
-    assert args.tokenizer_type == "HuggingFaceTokenizer"
-    task, args = check(tmp_path)
+    assert config.task.tokenizer_type == "HuggingFaceTokenizer"
+    config, task = check(tmp_path)
     assert isinstance(task.text, CharacterText)
-    assert args.tokenizer_type == "CharacterTokenizer"
+    assert config.task.tokenizer_type == "CharacterTokenizer"
 
 
 @pytest.mark.parametrize(
@@ -144,11 +142,11 @@ def test_a_model_directory_brings_its_tokenizer(tmp_path):
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     words = ["--seq-length=256", "--task=sums", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
-    args = [*words, f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
+    words += [f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
     with pytest.raises(ConfigurationError, match="holds no tokenizer"):
-        validate_args(parse_args(args), 1)
+        configure(words, 1)
     tokenizer_folder(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 300
-    task = validate_args(parse_args(args), 1)
+    _, task = configure(words, 1)
     assert isinstance(task.text, HuggingFaceText)
     assert make_task("sums", 1).text.size < 30

@@ -9,8 +9,7 @@ import torch
 
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
@@ -31,10 +30,9 @@ def run_training(words):
     from megatron_rc.launch.distributed import AgreedError
     from megatron_rc.launch.training.loop import train
 
-    args = parse_args(words)
-    task = validate_args(args, torch.distributed.get_world_size())
+    config, task = configure(words, torch.distributed.get_world_size())
     try:
-        train(args, task)
+        train(config, task)
     except (AgreedError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -82,11 +80,11 @@ def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, model
 def continue_recorded(words):
     """One more recorded batch after a checkpoint; the metrics."""
     trainer = make_trainer(words)
-    replicas = trainer.args.data_parallel_size
+    replicas = trainer.config.data_parallel_size
     replica = torch.distributed.get_rank(trainer.groups.dp)
     prepared = trainer.prepare(recorded_batch(5, replica, replicas))
     first = trainer.update(prepared, 0)
-    if trainer.args.save:
+    if trainer.config.checkpoints.save:
         trainer.save()
     return trainer.iteration, first
 
@@ -170,12 +168,11 @@ def run_broken(words, fault):
     from megatron_rc.launch.rollouts.collector import RolloutCollector
     from megatron_rc.launch.training.trainer import Trainer
 
-    args = parse_args(words)
-    task = validate_args(args, torch.distributed.get_world_size())
+    config, task = configure(words, torch.distributed.get_world_size())
     groups = ParallelGroups.from_megatron()
     engine = BrokenEngine(fault, torch.distributed.get_rank(groups.dp))
-    collector = RolloutCollector(args, task, groups, engine)
-    trainer = Trainer(args, groups)
+    collector = RolloutCollector(config, task, groups, engine)
+    trainer = Trainer(config, groups)
     try:
         collector.sync_weights(trainer.chunks, 0)
         batch = collector.collect(0)
@@ -216,7 +213,7 @@ def train_on_rejected(words, why):
     if why == "bad":
         batch = replace(batch, rollout_log_probs=torch.full_like(batch.rollout_log_probs, math.nan))
     else:
-        trainer.correction.config = reject_all(trainer.args.correction)
+        trainer.correction.config = reject_all(trainer.config.correction)
     prepared = trainer.prepare(batch)
     metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
     after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
@@ -421,12 +418,12 @@ def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
     for step in range(2):
         (tmp_path / f"step-{step:07d}-replica-0000.safetensors").touch()
     with pytest.raises(ConfigurationError, match=message):
-        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", *more)), 1)
+        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", *more), 1)
     (tmp_path / "step-0000001-replica-0001.safetensors").touch()
     with pytest.raises(ConfigurationError, match=r"step 0 has the replicas \[0\], expected 0 to 1"):
-        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2")), 1)
+        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
     with pytest.raises(ConfigurationError, match="holds no rollouts"):
-        validate_args(parse_args(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2")), 1)
+        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2"), 1)
 
 
 @pytest.mark.parametrize(
@@ -478,11 +475,10 @@ class Pupil:
 def evaluate_pupil(words, known):
     from megatron_rc.launch.rollouts.collector import RolloutCollector
 
-    args = parse_args(words)
-    task = validate_args(args, torch.distributed.get_world_size())
+    config, task = configure(words, torch.distributed.get_world_size())
     groups = ParallelGroups.from_megatron()
     pupil = Pupil(task, known)
-    collector = RolloutCollector(args, task, groups, pupil)
+    collector = RolloutCollector(config, task, groups, pupil)
     return collector.evaluate(), pupil.asked if collector.is_engine_rank else []
 
 
@@ -512,11 +508,11 @@ def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks
 )
 def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
     with pytest.raises(ConfigurationError, match=message):
-        validate_args(parse_args(flags(tmp_path, *SUMS, *more)), 2)
+        configure(flags(tmp_path, *SUMS, *more), 2)
 
 
 def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
     save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
     words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
     with pytest.raises(ConfigurationError, match="--eval-interval 2 needs an engine, which --load-rollouts"):
-        validate_args(parse_args(words), 1)
+        configure(words, 1)

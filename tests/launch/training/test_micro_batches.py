@@ -9,21 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.launch.training.micro_batches import balance, cut_batch, fill_bins
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
 from tests.support.ranks import Layout
-from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch
+from tests.support.recorded_training import LENGTH, SEQUENCES, flags, recorded_batch, run_config
 
 PACKED = "--rl-use-sequence-packing"
 
 
 def parse(folder, *words, world=1):
-    args = parse_args(flags(folder, *words))
-    validate_args(args, world)
-    return args
+    return run_config(flags(folder, *words), world)
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,14 +98,13 @@ def test_a_batch_without_a_trained_token_is_padding_alone(tmp_path):
 
 def cut_on_rank(words, emptied):
     """On a rank: micro-batches of each mini-batch, their width, the tokens of all, and the rows that are held."""
-    args = parse_args(words)
-    validate_args(args, torch.distributed.get_world_size())
+    config = run_config(words, torch.distributed.get_world_size())
     groups = ParallelGroups.from_megatron()
     replica = group_rank(groups.dp)
-    batch = recorded_batch(3, replica, args.data_parallel_size)
+    batch = recorded_batch(3, replica, config.data_parallel_size)
     if replica == emptied:
         batch.response_mask[1:] = False
-    cut = cut_batch(batch, args, groups)
+    cut = cut_batch(batch, config, groups)
     return [len(cuts) for cuts in cut.cuts], cut.length_of_model, cut.total_tokens, cut.rows.tolist(), replica
 
 

@@ -16,9 +16,8 @@ from torch import distributed
 
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.model_checks import weakens_auxiliary_losses
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.checks.experts import weakens_auxiliary_losses
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.launch.training.test_matrix import (
@@ -33,7 +32,7 @@ from tests.support import matrix
 from tests.support import training_reference as reference
 from tests.support.matrix import MINI_BATCHES, PER_MINI_BATCH, Case
 from tests.support.ranks import Layout
-from tests.support.recorded_training import make_trainer
+from tests.support.recorded_training import make_trainer, run_config
 
 EXPERTS = 4
 NARROW = 1e-3
@@ -191,7 +190,7 @@ def test_router_losses_are_the_reference(gradients, tmp_path, layout, per_token_
     case = replace(base, layout=layout, per_token_loss=per_token_loss)
     if per_token_loss and layout.tp * layout.cp > 1 and weakens_auxiliary_losses():
         with pytest.raises(ConfigurationError, match="--calculate-per-token-loss"):
-            validate_args(parse_args(case.words(tmp_path)), layout.world, engine=False)
+            configure(case.words(tmp_path), layout.world, engine=False)
         return
     for index in range(MINI_BATCHES):
         assert_gradients(gradients(case, index), with_auxiliary(case.objective, index), TO_REFERENCE)
@@ -210,16 +209,16 @@ def test_router_losses_beside_a_known_denominator_in_bypass_mode(run, gradients)
 def test_router_losses_beside_an_unknown_denominator_are_refused(tmp_path):
     case = MoeCase(Layout(), "bypass ppo_clip", variant=1, auxiliary=True)
     with pytest.raises(ConfigurationError, match="use rejection_denominator=original"):
-        validate_args(parse_args(case.words(tmp_path)), 1, engine=False)
+        configure(case.words(tmp_path), 1, engine=False)
 
 
 @pytest.mark.parametrize("coefficient", [None, *AUXILIARY])
 def test_the_model_knows_its_router_losses(tmp_path, coefficient):
-    from megatron_rc.launch.training.model import build_config, has_auxiliary_losses
+    from megatron_rc.launch.training.model import build_transformer_config, has_auxiliary_losses
 
-    args = parse_args([*MoeCase(Layout(), "decoupled").words(tmp_path), *[coefficient] * (coefficient is not None)])
-    validate_args(args, 1, engine=False)
-    assert has_auxiliary_losses(build_config(args)) == (coefficient is not None)
+    words = [*MoeCase(Layout(), "decoupled").words(tmp_path), *[coefficient] * (coefficient is not None)]
+    config = run_config(words, engine=False)
+    assert has_auxiliary_losses(build_transformer_config(config)) == (coefficient is not None)
 
 
 def test_no_router_decides_narrowly():
@@ -261,7 +260,7 @@ def save_or_load(words):
     """Save a fresh trainer, or the error of loading one."""
     try:
         trainer = make_trainer(words)
-        if trainer.args.save:
+        if trainer.config.checkpoints.save:
             trainer.save()
     except ValueError as error:
         return str(error)

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.launch.rollouts.agreement import tolerance
 from tests.launch.training.test_loop import run_training
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, LLAMA, flags
+from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
 
 RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
 # An entropy bonus moves the weights even where no response earns anything.
@@ -152,7 +151,7 @@ def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout,
     ],
 )
 def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
-    assert tolerance(parse_args(flags(tmp_path, *words))) == limit
+    assert tolerance(run_config(flags(tmp_path, *words))) == limit
 
 
 def test_the_tolerance_is_a_flag(ranks, tmp_path):

@@ -3,23 +3,22 @@
 The stand-in has the signatures of mbridge 0.15.1.
 """
 
-import argparse
 import importlib.util
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
-from megatron_rc.launch.weights.bridge import bridge_export, bridge_load, check_bridge
+from megatron_rc.launch.flags.checks.weights import check_bridge
+from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.parallel import ParallelGroups
-from tests.support.recorded_training import GPT2, LLAMA, flags
+from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
 
 BRIDGE = "--weights-bridge=mbridge"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -39,15 +38,12 @@ def installed(monkeypatch):
 
 
 def check(tmp_path, *more, model=LLAMA, engine=True, world_size=1):
-    args = parse_args(flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model))
-    validate_args(args, world_size, engine=engine)
-    return args
+    return run_config(flags(tmp_path, "--no-cpu", BRIDGE, *more, model=model), world_size, engine=engine)
 
 
 def test_on_a_cpu_it_has_nothing_to_convert(tmp_path):
-    args = parse_args(flags(tmp_path, BRIDGE))
     with pytest.raises(ConfigurationError, match=r"transformer_engine alone, got local: .*\[gpu\]"):
-        validate_args(args, 1)
+        run_config(flags(tmp_path, BRIDGE))
 
 
 @pytest.mark.parametrize(
@@ -85,13 +81,13 @@ PP2 = "--pipeline-model-parallel-size=2"
 )
 def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
     installed("transformer_engine", "mbridge")
-    assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).weights_bridge == "mbridge"
+    assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).checkpoints.weights_bridge == "mbridge"
 
 
 def test_nobody_is_asked_without_the_flag(tmp_path):
-    args = parse_args(flags(tmp_path))
-    check_bridge(args, engine=True)
-    assert args.weights_bridge is None
+    config = run_config(flags(tmp_path))
+    check_bridge(config, samples=True)
+    assert config.checkpoints.weights_bridge is None
 
 
 class Bridge:
@@ -121,40 +117,41 @@ class AutoBridge:
 
 
 @pytest.fixture
-def args(tmp_path, monkeypatch):
+def config(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mbridge", types.SimpleNamespace(AutoBridge=AutoBridge))
-    args = parse_args(flags(tmp_path, "--make-vocab-size-divisible-by=8"))
-    validate_args(args, 1)
-    return args
+    return run_config(flags(tmp_path, "--make-vocab-size-divisible-by=8"))
 
 
-def saved(args, folder):
-    model = transformers.AutoModelForCausalLM.from_config(find_family(args).hugging_face_config(args))
+def saved(config, folder):
+    model = transformers.AutoModelForCausalLM.from_config(find_family(config).hugging_face_config(config))
     model.save_pretrained(folder)
     return types.SimpleNamespace(named=checkpoint_tensors(model))
 
 
-def test_every_tensor_comes_once(args, tmp_path):
-    model = saved(args, tmp_path)
-    found = list(bridge_export([model], args, ParallelGroups()))
+def test_every_tensor_comes_once(config, tmp_path):
+    model = saved(config, tmp_path)
+    found = list(bridge_export([model], config, ParallelGroups()))
     assert [name for name, _ in found] == list(model.named)
     assert all(torch.equal(tensor, model.named[name]) for name, tensor in found)
     assert not any(tensor.requires_grad for _, tensor in found)
     assert found[0][1].data_ptr() != model.named[found[0][0]].data_ptr()
     assert Bridge.made == ("llama", torch.float32, 8)
-    assert (Bridge.last.vocab_size, Bridge.last.padded_vocab_size) == (args.vocab_size, args.padded_vocab_size)
+    assert (Bridge.last.vocab_size, Bridge.last.padded_vocab_size) == (
+        config.model.vocab_size,
+        config.model.padded_vocab_size,
+    )
 
 
-def test_a_directory_is_read_where_nothing_is_missing(args, tmp_path):
-    model = saved(args, tmp_path)
-    bridge_load([model], args, tmp_path)
+def test_a_directory_is_read_where_nothing_is_missing(config, tmp_path):
+    model = saved(config, tmp_path)
+    bridge_load([model], config, tmp_path)
     assert Bridge.last.loaded == str(tmp_path)
     Bridge.last.loaded = None
     for name, value, message in (
         ("num_layers", 8, r"holds no tensor model\.layers\.4\.input_layernorm\.weight"),
         ("ffn_hidden_size", 50, r"model\.layers\.0\.mlp\.down_proj\.weight \(32, 48\) is not the \(32, 50\)"),
     ):
-        other = argparse.Namespace(**{**vars(args), name: value})
+        other = replace(config, transformer=replace(config.transformer, **{name: value}))
         with pytest.raises(ValueError, match=message):
             bridge_load([model], other, tmp_path)
         assert Bridge.last.loaded is None

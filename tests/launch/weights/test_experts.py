@@ -11,14 +11,12 @@ from safetensors.torch import load_file
 from megatron_rc.launch.engines.model_directory import ModelDirectory
 from megatron_rc.launch.engines.rounding import Rounding, round_weight
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
 from tests.launch.test_check_engine import WIDE, findings
 from tests.launch.training.test_loop import LIVE, rows, run_broken, run_training
 from tests.support.ranks import Layout
-from tests.support.recorded_training import LLAMA, flags
+from tests.support.recorded_training import LLAMA, flags, run_config
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
 QWEN3_MOE = [*LLAMA, *EXPERTS, "--qk-layernorm", "--kv-channels=16"]
@@ -30,9 +28,9 @@ PAD, EOS = 0, 1
 
 
 def config_of(tmp_path, model, *more):
-    args = parse_args(flags(tmp_path, *more, model=model))
-    validate_args(args, 1)
-    return args.model_family, find_family(args).hugging_face_config(args)
+    config = run_config(flags(tmp_path, *more, model=model))
+    family = find_family(config)
+    return family.name, family.hugging_face_config(config)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

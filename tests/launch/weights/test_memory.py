@@ -84,16 +84,16 @@ def test_every_byte_is_counted_while_it_lives():
     assert most_alive(lambda: known.view(8, 8)) == 4 * 64
 
 
-def sizes(args):
+def sizes(config):
     """Bytes of the whole model, and of its largest layer without experts, expert, or part outside the layers."""
     from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
     from megatron_rc.launch.weights.families import find_family
     from megatron_rc.launch.weights.units import units_of
 
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(find_family(args).hugging_face_config(args))
+        model = transformers.AutoModelForCausalLM.from_config(find_family(config).hugging_face_config(config))
     tensors = {name: 4 * tensor.numel() for name, tensor in checkpoint_tensors(model).items()}
-    units = [sum(tensors[name] for rule in unit.rules for name in unit.names(rule)) for unit in units_of(args)]
+    units = [sum(tensors[name] for rule in unit.rules for name in unit.names(rule)) for unit in units_of(config)]
     return sum(tensors.values()), max(units)
 
 
@@ -105,7 +105,7 @@ def weigh(words):
     from megatron_rc.launch.weights.converter import export_model, load_model
 
     trainer = make_trainer(words)
-    model = (trainer.chunks, trainer.args, trainer.groups)
+    model = (trainer.chunks, trainer.config, trainer.groups)
     parameters = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
     read = load.WeightFiles.read
 
@@ -123,8 +123,8 @@ def weigh(words):
     kept = most_alive(lambda: dict(export_model(*model)), parameters)
     # What a file gives is mapped, and no allocation: here it counts as if it were one.
     with mock.patch.object(load.WeightFiles, "read", copy):
-        back = most_alive(lambda: load_model(*model, trainer.args.load_hf), parameters)
-    return *sizes(trainer.args), out, back, kept
+        back = most_alive(lambda: load_model(*model, trainer.config.checkpoints.load_hf), parameters)
+    return *sizes(trainer.config), out, back, kept
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.parser import parse_args
+from megatron_rc.launch.flags.configure import parse_args
 from megatron_rc.launch.weights import from_gguf
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.from_gguf import unpack
@@ -85,11 +85,11 @@ def load_and_export(words):
     trainer = make_trainer(words)
     groups = trainer.groups
     with torch.no_grad():
-        batch = cut_batch(recorded_batch(0, group_rank(groups.dp), group_size(groups.dp)), trainer.args, groups)
+        batch = cut_batch(recorded_batch(0, group_rank(groups.dp), group_size(groups.dp)), trainer.config, groups)
         logits = trainer._run(
             trainer.model, batch, batch.cuts[0], lambda _model, local, output, non_loss_data: output, forward_only=True
         )
-    weights = dict(export_model(trainer.chunks, trainer.args, groups))
+    weights = dict(export_model(trainer.chunks, trainer.config, groups))
     where = (group_rank(groups.dp), group_rank(groups.cp), group_rank(groups.tp))
     return torch.cat(logits) if logits else None, weights, batch.local.positions[0], where
 
@@ -214,9 +214,12 @@ def without_a_group(words):
     from megatron_rc.launch.weights.load import load_weights
 
     trainer = make_trainer(words)
-    model = (trainer.chunks, trainer.args, trainer.groups)
+    model = (trainer.chunks, trainer.config, trainer.groups)
     messages = []
-    for attempt in (lambda: list(export_weights(*model)), lambda: load_weights(*model, trainer.args.load_hf)):
+    for attempt in (
+        lambda: list(export_weights(*model)),
+        lambda: load_weights(*model, trainer.config.checkpoints.load_hf),
+    ):
         try:
             attempt()
         except ValueError as error:

@@ -3,24 +3,19 @@
 import importlib.util
 
 import pytest
-import torch
 
-from megatron_rc.launch.engines.factory import make_engine
+from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.checks import validate_args
-from megatron_rc.launch.flags.parser import parse_args
-from tests.support.recorded_training import flags
+from tests.support.recorded_training import flags, run_config
 
 TWO = "--rollout-url=http://one:8000,http://two:8000"
 
 
 def parse(folder, *words, world=1):
-    args = parse_args(flags(folder, *words))
-    validate_args(args, world)
-    return args
+    return run_config(flags(folder, *words), world)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +28,8 @@ def parse(folder, *words, world=1):
 )
 def test_each_replica_has_its_own(tmp_path, words, kind, url):
     shared = [] if url is None else [f"--rollout-weights-dir={tmp_path}/weights", "--rollout-attempts=2"]
-    args = parse(tmp_path, *words, *shared, world=2)
-    engine = make_engine(args, 1, 0, torch.device("cpu"), replica=1)
+    config = parse(tmp_path, *words, *shared, world=2)
+    engine = make_engine(config, 1, 0, replica=1)
     assert type(engine) is kind
     if url is not None:
         assert engine.client.url == url
@@ -48,12 +43,12 @@ def test_each_replica_has_its_own(tmp_path, words, kind, url):
         (["--rollout-engine=vllm-server", TWO], 2, "--rollout-engine vllm-server needs --rollout-weights-dir"),
         (["--rollout-engine=sglang-server", "--rollout-weights-dir=w"], 1, "sglang-server needs --rollout-url"),
         (["--rollout-engine=vllm-server", TWO, "--rollout-weights-dir=w"], 1, "names 2 servers for 1 data-parallel"),
-        ([TWO], 2, "does nothing with --rollout-engine transformers: name a server"),
-        (["--rollout-weights-dir=w"], 1, "does nothing with --rollout-engine transformers: drop it"),
+        ([TWO], 2, "does nothing with --rollout-engine transformers: drop it, or use vllm-server or sglang-server"),
+        (["--rollout-weights-dir=w"], 1, "does nothing with --rollout-engine transformers: drop it, or use vllm or"),
         (
             ["--rollout-engine=sglang-server", TWO, "--rollout-weights-dir=w", "--rollout-model=m"],
             2,
-            "--rollout-model m is for --rollout-engine vllm-server",
+            "--rollout-model m does nothing with --rollout-engine sglang-server: drop it, or use vllm-server",
         ),
         (["--rollout-concurrency=0"], 1, "--rollout-concurrency 0 must be positive"),
         (["--rollout-timeout=0"], 1, r"--rollout-timeout 0\.0 must be positive"),
@@ -85,7 +80,7 @@ def test_vllm_is_named_where_it_is_missing(tmp_path, monkeypatch):
 def test_vllm_reads_what_it_could_not_round_itself(tmp_path, monkeypatch, dtype, computed, read):
     right = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "vllm" else right(name, *a))
-    args = parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}")
-    engine = make_engine(args, 1, 0, torch.device("cpu"), 0)
+    config = parse(tmp_path, "--rollout-engine=vllm", f"--rollout-dtype={dtype}")
+    engine = make_engine(config, 1, 0, 0)
     assert engine._options["dtype"] == computed
     assert (engine.directory._rounded.dtype if engine.directory._rounded else None) == read

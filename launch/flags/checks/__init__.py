@@ -1,0 +1,46 @@
+"""Which runs work: checked in one process, before any process group is made.
+
+Everything here depends on the settings, the files they name and the number of processes alone, so every rank comes to
+the same verdict. An error is one sentence: the flag, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+from megatron_rc.launch.flags.checks.batches import check_batches
+from megatron_rc.launch.flags.checks.experts import check_experts
+from megatron_rc.launch.flags.checks.files import check_checkpoints, check_folders
+from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
+from megatron_rc.launch.flags.checks.parallel import check_parallelism
+from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_staleness
+from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts
+from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Task
+
+
+def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
+    """Check how settings go together.
+
+    Args:
+        config: the settings.
+        task: where prompts come from.
+        engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
+
+    Raises:
+        ConfigurationError: one sentence: the flag, its value and the remedy.
+    """
+    samples = engine and not config.rollouts.load_rollouts
+    check_parallelism(config)
+    check_model(config)
+    check_experts(config)
+    check_architecture(config, samples)
+    check_batches(config)
+    check_recorded(config)
+    check_staleness(config, samples)
+    check_engine(config)
+    check_optimizer(config)
+    check_checkpoints(config)
+    check_bridge(config, samples)
+    check_prompts(config, task)
+    check_evaluation(config, task)
+    check_folders(config)

@@ -1,0 +1,95 @@
+"""A mixture of experts, where there is one."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.errors import ConfigurationError, require, require_multiple
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron import ExpertSection
+
+
+def check_experts(config: RunConfig) -> None:
+    """The experts' split, their router, and its auxiliary losses."""
+    experts, ep = config.experts, config.parallel.expert_model_parallel_size
+    if experts is None:
+        if ep != 1:
+            raise ConfigurationError(
+                f"--expert-model-parallel-size {ep} does nothing without --num-experts: give both, or neither"
+            )
+        return
+    _check_parallelism(config, experts)
+    _check_router(experts)
+    _check_auxiliary_losses(config)
+    if not config.launch.on_cpu:
+        # Megatron's router multiplies with it.
+        require("transformer_engine", f"--num-experts {experts.num_moe_experts} on a GPU", "gpu")
+
+
+def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
+    """Megatron splits every expert over the TP ranks, and spreads the experts over data and CP ranks."""
+    parallel, number = config.parallel, experts.num_moe_experts
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    require_multiple("num_experts", number, "expert_model_parallel_size", ep)
+    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, "tensor_model_parallel_size", tp)
+    ranks = config.data_parallel_size * parallel.context_parallel_size
+    if ranks % ep:
+        raise ConfigurationError(
+            f"--expert-model-parallel-size {ep} must divide the {ranks} data · context parallel ranks of each stage"
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ConfigurationError(
+            f"--num-experts {number} with --tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron does "
+            "not train experts without it"
+        )
+    if tp > 1 and config.transformer.add_bias_linear:
+        raise ConfigurationError(
+            f"--num-experts {number} with --tensor-model-parallel-size {tp} needs --disable-bias-linear: Megatron has "
+            "no bias in experts that are split"
+        )
+    if experts.moe_token_dispatcher_type == "allgather" and ep > 1 and _has_uneven_ranks(config):
+        raise ConfigurationError(
+            "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
+            "--rl-use-sequence-packing does not give: use alltoall"
+        )
+
+
+def _check_router(experts: ExpertSection) -> None:
+    topk, number = experts.moe_router_topk, experts.num_moe_experts
+    fewest = 1 if experts.moe_router_pre_softmax else 2
+    if not fewest <= topk <= number:
+        reason = "" if fewest == 1 else "the weight of a single expert would always be 1, and "
+        raise ConfigurationError(
+            f"--moe-router-topk {topk} must lie in [{fewest}, {number}]: {reason}there are --num-experts {number}"
+        )
+    if experts.moe_router_load_balancing_type == "none" and experts.moe_aux_loss_coeff:
+        raise ConfigurationError(
+            f"--moe-aux-loss-coeff {experts.moe_aux_loss_coeff} does nothing with --moe-router-load-balancing-type "
+            "none: use aux_loss, or drop it"
+        )
+
+
+def _check_auxiliary_losses(config: RunConfig) -> None:
+    """They are added to the gradients, and Megatron divides those in its own way with a per-token loss."""
+    if not (config.compute.calculate_per_token_loss and config.has_auxiliary_losses):
+        return
+    if _has_uneven_ranks(config):
+        raise ConfigurationError(
+            "--calculate-per-token-loss weighs the experts' auxiliary losses by the tokens of each data-parallel rank, "
+            "which --rl-use-sequence-packing makes unequal: drop it, the gradients are otherwise the same"
+        )
+    shards = config.parallel.context_parallel_size * config.parallel.tensor_model_parallel_size
+    if shards > 1 and weakens_auxiliary_losses():
+        raise ConfigurationError(
+            f"--calculate-per-token-loss divides the experts' auxiliary losses by {shards}, the tensor · context "
+            "parallel ranks, in megatron-core before 0.19: drop it, the gradients are otherwise the same"
+        )
+
+
+def _has_uneven_ranks(config: RunConfig) -> bool:
+    return config.training.rl_use_sequence_packing and config.data_parallel_size > 1
+
+
+def weakens_auxiliary_losses() -> bool:
+    """Whether Megatron's router scales them by its own share of the tokens where the gradients are divided by all."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    return bool((MAJOR, MINOR) < (0, 19))

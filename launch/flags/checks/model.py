@@ -1,0 +1,75 @@
+"""The model without its experts, how it computes, and its optimizer."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.errors import ConfigurationError, flag, require, require_multiple
+from megatron_rc.launch.run_config import RunConfig
+
+
+def check_model(config: RunConfig) -> None:
+    """The shape of the layers, the vocabulary, recomputation, and what the layers are made of."""
+    _check_layers(config)
+    _check_vocabulary(config)
+    _check_recomputation(config)
+    if config.model.transformer_impl == "transformer_engine":
+        if config.launch.on_cpu:
+            raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
+        require("transformer_engine", "--transformer-impl transformer_engine", "gpu")
+
+
+def _check_layers(config: RunConfig) -> None:
+    layers, model, length = config.transformer, config.model, config.training.seq_length
+    heads, groups = layers.num_attention_heads, layers.num_query_groups
+    tp = ("tensor_model_parallel_size", config.parallel.tensor_model_parallel_size)
+    require_multiple("num_attention_heads", heads, *tp)
+    require_multiple("num_query_groups", groups, *tp)
+    require_multiple("num_attention_heads", heads, "num_query_groups", groups)
+    require_multiple("ffn_hidden_size", layers.ffn_hidden_size, *tp)
+    if model.position_embedding_type == "rope" and layers.kv_channels % 2:
+        raise ConfigurationError(f"rotary embeddings need an even head width, got {layers.kv_channels}: --kv-channels")
+    if length > model.max_position_embeddings:
+        raise ConfigurationError(
+            f"--seq-length {length} is longer than --max-position-embeddings {model.max_position_embeddings}"
+        )
+    if layers.add_qkv_bias and layers.add_bias_linear:
+        raise ConfigurationError("--add-qkv-bias does nothing without --disable-bias-linear: all layers have a bias")
+    for name, rate in (("attention_dropout", layers.attention_dropout), ("hidden_dropout", layers.hidden_dropout)):
+        if rate != 0:
+            raise ConfigurationError(f"{flag(name)} {rate} must be 0: π_old and π_θ would differ by noise")
+
+
+def _check_vocabulary(config: RunConfig) -> None:
+    padded, tp = config.model.padded_vocab_size, config.parallel.tensor_model_parallel_size
+    if padded % tp:
+        raise ConfigurationError(
+            f"--padded-vocab-size {padded} must be a multiple of --tensor-model-parallel-size {tp}"
+        )
+    if padded < config.model.vocab_size:
+        raise ConfigurationError(
+            f"--padded-vocab-size {padded} is smaller than the vocabulary of {config.model.vocab_size}"
+        )
+
+
+def _check_recomputation(config: RunConfig) -> None:
+    compute = config.compute
+    is_full = compute.recompute_granularity == "full"
+    if is_full and not (compute.recompute_method and compute.recompute_num_layers):
+        raise ConfigurationError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if not is_full and (compute.recompute_method or compute.recompute_num_layers):
+        raise ConfigurationError(
+            "--recompute-method and --recompute-num-layers do nothing without --recompute-granularity full"
+        )
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """The optimizer's numbers and the schedule of its learning rate."""
+    optimizer, schedule = config.optimizer, config.schedule
+    for name, beta in (("adam_beta1", optimizer.adam_beta1), ("adam_beta2", optimizer.adam_beta2)):
+        if not 0 <= beta < 1:
+            raise ConfigurationError(f"{flag(name)} {beta} must lie in [0, 1)")
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigurationError(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
+    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+        raise ConfigurationError(
+            f"--lr-warmup-iters {schedule.lr_warmup_iters} must be below --lr-decay-iters {schedule.lr_decay_iters}"
+        )

@@ -1,0 +1,49 @@
+"""The task, whose prompts and responses fit the model."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Task
+
+
+def check_prompts(config: RunConfig, task: Task) -> None:
+    """Whether the first rollout batch's prompts leave room for a response."""
+    length, response = config.training.seq_length, config.rollouts.max_response_length
+    if response >= length:
+        raise ConfigurationError(
+            f"--max-response-length {response} leaves no room for a prompt in --seq-length {length}"
+        )
+    problems = task.problems(0, config.rollouts.grpo_prompts_per_step)
+    longest = max(len(task.text.encode(problem)) for problem in problems)
+    if longest > length - response:
+        raise ConfigurationError(
+            f"--seq-length {length} is too short for --task {config.task.task}: a prompt of {longest} tokens and a "
+            f"response of up to {response} do not fit"
+        )
+
+
+def check_evaluation(config: RunConfig, task: Task) -> None:
+    """Whether there is an engine, and enough problems, at the steps where held-out problems are tried."""
+    interval, number, recorded = config.task.eval_interval, config.task.eval_problems, config.rollouts.load_rollouts
+    if interval is None:
+        return
+    if recorded:
+        raise ConfigurationError(
+            f"--eval-interval {interval} needs an engine, which --load-rollouts {recorded} has not: drop one of them"
+        )
+    unit = config.rollouts.rollout_staleness or config.updates_per_rollout
+    if interval % unit:
+        raise ConfigurationError(
+            f"--eval-interval {interval} must be a multiple of the {unit} optimizer steps after which the engine gets "
+            "new weights"
+        )
+    if number < config.data_parallel_size:
+        raise ConfigurationError(
+            f"--eval-problems {number} leaves some of the {config.data_parallel_size} data-parallel ranks without one: "
+            "give more"
+        )
+    longest = max(len(task.text.encode(problem)) for problem in task.problems(0, number, held_out=True))
+    length = config.training.seq_length
+    if longest > length - config.rollouts.max_response_length:
+        raise ConfigurationError(f"--seq-length {length} is too short for a held-out prompt of {longest} tokens")

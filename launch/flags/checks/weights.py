@@ -1,0 +1,46 @@
+"""Which architecture a model is to the engines and to Hugging Face's files."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.weights.bridge import FAMILIES
+
+
+def check_architecture(config: RunConfig, samples: bool) -> None:
+    """The rollout engine, and a directory of weights, need an architecture of Hugging Face's for this model."""
+    if find_family(config) or not (samples or config.checkpoints.load_hf):
+        return
+    raise ConfigurationError(
+        "no Hugging Face architecture has this combination of --normalization, --swiglu, "
+        "--position-embedding-type, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
+        "--num-experts and --moe-router-pre-softmax: use RMSNorm with --swiglu, rope and --disable-bias-linear (Llama; "
+        "with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts Mixtral, with both of the latter "
+        "Qwen3-MoE), or Megatron's defaults (GPT-2)"
+    )
+
+
+def check_bridge(config: RunConfig, samples: bool) -> None:
+    """Whether ``--weights-bridge`` can convert this model's weights, and has any to convert."""
+    if config.checkpoints.weights_bridge is None:
+        return
+    user, family = f"--weights-bridge {config.checkpoints.weights_bridge}", find_family(config)
+    if config.model.transformer_impl != "transformer_engine":
+        raise ConfigurationError(
+            f"{user} knows the layers of --transformer-impl transformer_engine alone, got "
+            f"{config.model.transformer_impl}: use them (pip install 'megatron-rc[gpu]'), or drop it"
+        )
+    require("mbridge", user, "bridge")
+    if not (samples or config.checkpoints.load_hf):
+        raise ConfigurationError(f"{user} does nothing without an engine or --load-hf: drop it")
+    if family is None or family.name not in FAMILIES:
+        raise ConfigurationError(
+            f"{user} converts {', '.join(FAMILIES)} as they are built here, not {family and family.name}: drop it"
+        )
+    tied = not config.model.untie_embeddings_and_output_weights
+    if family.name == "llama" and tied and config.parallel.pipeline_model_parallel_size > 1:
+        raise ConfigurationError(
+            f"{user} wants an output layer of a tied Llama's last stage: use --pipeline-model-parallel-size 1, or drop"
+            " it"
+        )

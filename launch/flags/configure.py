@@ -1,0 +1,61 @@
+"""The one way from the command line to a run's settings: words, flags, settings, checks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.checks import check
+from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
+from megatron_rc.launch.flags.parser import Parser, build_parser, unknown
+from megatron_rc.launch.flags.resolve import resolve
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Task
+
+
+def configure(argv: Sequence[str], world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
+    """The settings that these words describe, complete and checked, and the task.
+
+    Args:
+        argv: flags; ``--config FILE`` is their base, and under that what ``--load-hf DIR`` says of the model.
+        world_size: number of processes.
+        engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
+
+    Raises:
+        ConfigurationError: one sentence: the flag or key, its value and the remedy.
+    """
+    args = parse_args(argv)
+    for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
+        require(module, "training", "launch")
+    config, task = resolve(args, world_size, engine=engine)
+    check(config, task, engine=engine)
+    return config, task
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Flags and the launch file they name, as one namespace. Values are typed; nothing else is checked here.
+
+    Raises:
+        ConfigurationError: an unknown flag or key, a value of the wrong type, or a launch file that cannot be read.
+    """
+    parser = build_parser()
+    known, _ = _sources().parse_known_args(argv)
+    base = words_of_file(parser, known.config) if known.config else []
+    known, _ = _sources().parse_known_args([*base, *argv])
+    architecture = words_of_architecture(parser, known.load_hf) if known.load_hf else []
+    args, rest = parser.parse_known_args([*architecture, *base, *argv])
+    if rest:
+        raise ConfigurationError(unknown("flag", rest[0].split("=")[0], parser))
+    # The correction's flags override those of the launch file by rules of their own.
+    args.launch_file, args.command_line = parser.parse_args(base), parser.parse_args(argv)
+    check_architecture_words(parser, args, architecture)
+    return args
+
+
+def _sources() -> argparse.ArgumentParser:
+    """The two flags that name files with further flags."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=None)
+    parser.add_argument("--load-hf", default=None)
+    return parser

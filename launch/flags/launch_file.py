@@ -1,0 +1,107 @@
+"""Launch files and Hugging Face directories as the flags that they stand for.
+
+A launch file (``--config FILE``) is YAML: one ``name: value`` a line, the name of a flag without its dashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.parser import long_options, unknown
+from megatron_rc.launch.weights.architecture import read_architecture
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
+
+
+def find_config(name: str) -> Path:
+    """A launch file by path, or by the name of one that the package brings (``count_up``).
+
+    Raises:
+        ConfigurationError: there is no such file.
+    """
+    for path in (Path(name), CONFIGS / "launch" / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    brought = ", ".join(sorted(path.stem for path in (CONFIGS / "launch").glob("*.yaml")))
+    raise ConfigurationError(f"--config {name}: no such file; give a path, or one of the names {brought}")
+
+
+def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    """The launch file as the flags it stands for.
+
+    Raises:
+        ConfigurationError: it cannot be read, or has an unknown key or a value of the wrong kind.
+    """
+    path = find_config(name)
+    options = long_options(parser)
+    words: list[str] = []
+    for key, value in _read_mapping(path).items():
+        if key not in options or key in ("config", "help"):
+            raise ConfigurationError(f"{path}: {unknown('key', key, parser)}")
+        words += _as_flag(path, key, value, options[key])
+    return words
+
+
+def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[str]:
+    """The model of a Hugging Face directory as the flags it stands for.
+
+    Raises:
+        ConfigurationError: no ``config.json``, or of a model that is not known.
+    """
+    options, path = long_options(parser), Path(folder) / "config.json"
+    found = read_architecture(folder).items()
+    return [word for name, value in found for word in _as_flag(path, name, value, options[name])]
+
+
+def check_architecture_words(parser: argparse.ArgumentParser, args: argparse.Namespace, words: list[str]) -> None:
+    """Refuse flags that say something else of the model than the directory whose words these are."""
+    if not words:
+        return
+    wanted = vars(parser.parse_args(words))
+    described = [word[2:].split("=")[0].removeprefix("no-").replace("-", "_") for word in words]
+    # A directory that says nothing of experts has none.
+    for name in [*described, "num_experts"]:
+        if getattr(args, name) != wanted[name]:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} contradicts --load-hf {args.load_hf}, whose model "
+                f"has {wanted[name]}: drop the flag"
+            )
+
+
+def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[str]:
+    if action.nargs == 0:
+        if value not in ("true", "false"):
+            raise ConfigurationError(f"{path}: {key}: {value!r} must be true or false")
+        if value == "true":
+            return [f"--{key}"]
+        return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
+    if not isinstance(value, str) or value in ("", "null", "true", "false"):
+        raise ConfigurationError(f"{path}: {key}: {value!r} must be one number or one string")
+    return [f"--{key}={value}"]
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    require("yaml", "--config", "launch")
+    import yaml
+
+    class Loader(yaml.BaseLoader):
+        """Leaves values as they are written (the flags know their types), and refuses a key that is given twice."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise ConfigurationError(f"{path}: the key {key!r} is given twice; keep one")
+            return super().construct_mapping(node, deep)
+
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"--config {path}: cannot be read as YAML ({reason})") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"--config {path}: expected lines of `name: value`, got {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}

@@ -1,0 +1,90 @@
+"""Everything a run is started with, checked and typed: one frozen section a concern.
+
+A field is declared once, in its section, and named as its flag, or as Megatron's dataclass names it where it goes
+there. Flags become a RunConfig in ``flags/`` alone; everything else takes a RunConfig, or the section that it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import NoneType
+from typing import get_args, get_type_hints
+
+import torch
+
+from megatron_rc.launch.run_config.megatron import (
+    ComputeSection,
+    ExpertSection,
+    OptimizerSection,
+    ParallelSection,
+    TransformerSection,
+)
+from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
+from megatron_rc.launch.run_config.training import (
+    CheckpointSection,
+    LaunchSection,
+    LoggingSection,
+    ModelSection,
+    ScheduleSection,
+    TrainingSection,
+)
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run; ``flags.configure`` makes it, after all checks.
+
+    Attributes:
+        experts: None: a dense model.
+        correction: of the rollouts.
+        loss: the objective.
+    """
+
+    launch: LaunchSection
+    parallel: ParallelSection
+    transformer: TransformerSection
+    experts: ExpertSection | None
+    compute: ComputeSection
+    model: ModelSection
+    training: TrainingSection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection
+    checkpoints: CheckpointSection
+    logging: LoggingSection
+    task: TaskSection
+    rollouts: RolloutSection
+    engine: EngineSection
+    correction: RolloutCorrectionConfig
+    loss: PolicyLossConfig
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model."""
+        return self.launch.world_size // self.parallel.model_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps of a rollout batch."""
+        return self.rollouts.sequences // self.training.global_batch_size * self.rollouts.grpo_iterations
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that compute."""
+        return torch.bfloat16 if self.compute.bf16 else torch.float32
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether the experts' router adds losses of its own."""
+        return self.experts is not None and bool(self.experts.moe_aux_loss_coeff or self.experts.moe_z_loss_coeff)
+
+
+def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
+    """(name, class, whether it may be absent) of every section of the launcher's own, in their order."""
+    found = []
+    for name, hint in get_type_hints(config).items():
+        classes = [part for part in (get_args(hint) or (hint,)) if part is not NoneType]
+        if classes[0].__module__.startswith(__name__):
+            found.append((name, classes[0], len(classes) < len(get_args(hint))))
+    return found

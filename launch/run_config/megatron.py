@@ -1,0 +1,124 @@
+"""What goes unchanged into Megatron-Core's dataclasses, under the names of their fields.
+
+``TransformerConfig(**values_of(config.transformer), ...)``: a field that is added here has its flag, and is in
+Megatron's config, with no other line.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rc.launch.run_config.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How the model is cut over the ranks: fields of ``ModelParallelConfig``, the base of ``TransformerConfig``.
+
+    ``virtual_pipeline_model_parallel_size``: model chunks of each pipeline stage; None: one, in the plain schedule.
+    """
+
+    tensor_model_parallel_size: int = option("TP", default=1, positive=True)
+    pipeline_model_parallel_size: int = option("PP", default=1, positive=True)
+    context_parallel_size: int = option("CP", default=1, positive=True)
+    expert_model_parallel_size: int = option("EP, over the data and CP ranks", default=1, positive=True)
+    sequence_parallel: bool = option("split norms and residuals over the sequence inside the TP group", default=False)
+    virtual_pipeline_model_parallel_size: int | None
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def micro_batch_unit(self) -> int:
+        """What the number of micro-batches must be a multiple of: virtual stages take turns in rounds of PP."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
+
+    @property
+    def sequence_unit(self) -> int:
+        """What the length of a packed sequence must be a multiple of: two chunks for each CP rank."""
+        return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+
+    @property
+    def packing_unit(self) -> int:
+        """What the length of a packed micro-batch must be a multiple of: that, and whole slices under SP."""
+        slices = self.tensor_model_parallel_size * self.context_parallel_size if self.sequence_parallel else 1
+        return math.lcm(self.sequence_unit, slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSection:
+    """The shape of a layer, without its experts: fields of ``TransformerConfig``."""
+
+    num_layers: int = option("transformer layers", required=True, positive=True)
+    hidden_size: int = option("width of the residual stream", required=True, positive=True)
+    ffn_hidden_size: int = option("width of the MLP; default: Megatron-LM's 4·hidden-size", positive=True)
+    num_attention_heads: int = option("query heads", required=True, positive=True)
+    kv_channels: int = option("width of a head; default: hidden-size / heads", positive=True)
+    num_query_groups: int = option("key/value heads with --group-query-attention", default=1, positive=True)
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("kind of norm", default="LayerNorm")
+    layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5, positive=True)
+    gated_linear_unit: bool = option("gated MLP with SiLU instead of GELU", flag="swiglu", default=False)
+    add_bias_linear: bool = option("linear layers without a bias", flag="disable_bias_linear", inverted=True)
+    add_qkv_bias: bool = option("a bias in the query, key and value projection alone", default=False)
+    qk_layernorm: bool = option("norms on queries and keys", default=False)
+    init_method_std: float = option("std of the initial weights", default=0.02, positive=True)
+    attention_dropout: float = option("must be 0: the policy would be noisy", default=0.0)
+    hidden_dropout: float = option("must be 0: the policy would be noisy", default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSection:
+    """A mixture of experts in the place of each MLP: fields of ``TransformerConfig``.
+
+    A dense model has no such section: its flags are refused without ``--num-experts``, and have their defaults with it.
+    """
+
+    num_moe_experts: int = option(
+        "experts in the place of each MLP; default: a dense model", flag="num_experts", positive=True
+    )
+    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True)
+    moe_router_topk: int = option("experts of each token", default=2, positive=True)
+    moe_router_pre_softmax: bool = option(
+        "weigh a token's experts by their softmax over all experts, not over the chosen ones", default=False
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "none"] = option(
+        "how tokens are spread over the experts", default="aux_loss"
+    )
+    moe_aux_loss_coeff: float = option("weight of that loss", default=0.0, not_negative=True)
+    moe_z_loss_coeff: float | None = option("weight of the router's z-loss; default: none", not_negative=True)
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = option(
+        "how tokens reach experts of other ranks", default="allgather"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSection:
+    """In which numbers, what is kept and what is computed again: fields of ``TransformerConfig``."""
+
+    bf16: bool = option("bfloat16 weights with float32 master weights", default=False)
+    calculate_per_token_loss: bool = option(
+        "let Megatron normalise by tokens; the gradients are the same", default=False
+    )
+    recompute_granularity: Literal["full", "selective"] | None = option("recompute activations")
+    recompute_method: Literal["uniform", "block"] | None = option("which layers, for 'full'")
+    recompute_num_layers: int | None = option("layers of a recomputed unit, for 'full'", positive=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """Fields of ``OptimizerConfig``; ``use_distributed_optimizer`` is one of Megatron's DDP too."""
+
+    optimizer: Literal["adam", "sgd"] = option("Megatron-Core's optimizer", default="adam")
+    lr: float = option("highest learning rate", required=True, positive=True)
+    min_lr: float = option("lowest learning rate", default=0.0, not_negative=True)
+    weight_decay: float = option("decoupled weight decay", default=0.01, not_negative=True)
+    adam_beta1: float = option("decay of the first moment", default=0.9)
+    adam_beta2: float = option("decay of the second moment", default=0.999)
+    adam_eps: float = option("epsilon of Adam", default=1e-8, positive=True)
+    sgd_momentum: float = option("momentum of SGD", default=0.9, not_negative=True)
+    clip_grad: float = option("largest gradient norm; 0 turns clipping off", default=1.0, not_negative=True)
+    use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks", default=False)

@@ -1,0 +1,80 @@
+"""How a setting of the launcher is declared: once, as a field of a section, from which its flag follows.
+
+    num_layers: int = option("transformer layers", required=True, positive=True)
+
+makes ``--num-layers``: the type comes from the annotation, a ``Literal`` lists the choices, a ``bool`` is a switch.
+A field without ``option`` has no flag of its own: ``flags/resolve.py`` works it out from the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+_KEY = "option"
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The flag of a field.
+
+    Attributes:
+        help: what it sets, for ``--help``.
+        default: where it is not given; None: what is worked out, or nothing.
+        flag: its name with underscores, where it is not the field's: Megatron-LM's parser calls some otherwise.
+        inverted: the flag says the opposite of the field.
+        required: there is no default.
+        positive: must be a finite number above 0 where it is given.
+        not_negative: must be a finite number of at least 0 where it is given.
+        metavar: stands for the value in ``--help``.
+        field: name of the field.
+        kind: type of one value.
+        choices: all values, where there are few.
+    """
+
+    help: str
+    default: Any = None
+    flag: str = ""
+    inverted: bool = False
+    required: bool = False
+    positive: bool = False
+    not_negative: bool = False
+    metavar: str | None = None
+    field: str = ""
+    kind: type = str
+    choices: tuple[str, ...] = ()
+
+
+def option(help: str, **how: Any) -> Any:
+    """A field with a flag; see :class:`Option` for what may be said of it."""
+    return dataclasses.field(metadata={_KEY: Option(help=help, **how)})
+
+
+def options_of(section: type) -> list[Option]:
+    """The flags of a section, complete, in the order of its fields."""
+    hints = get_type_hints(section)
+    found = []
+    for field in dataclasses.fields(section):
+        declared = field.metadata.get(_KEY)
+        if declared is not None:
+            kind, choices = _kind_of(hints[field.name])
+            name = declared.flag or field.name
+            found.append(dataclasses.replace(declared, field=field.name, flag=name, kind=kind, choices=choices))
+    return found
+
+
+def values_of(section: Any) -> dict[str, Any]:
+    """The fields of a section by name: arguments for the dataclass of Megatron's that has these names."""
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+def _kind_of(hint: Any) -> tuple[type, tuple[str, ...]]:
+    """Type of one value, and all of them where they are listed: of ``int``, ``int | None``, ``Literal[...]``."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        return str, get_args(hint)
+    return hint, ()

@@ -1,0 +1,102 @@
+"""What the launcher itself needs to train: where, the model beside its layers, batches, schedule, files, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_rc.launch.run_config.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSection:
+    """The run and its processes.
+
+    ``on_cpu``: with gloo, without a GPU. ``world_size``: number of processes.
+    """
+
+    run_name: str = option("name of the folder in runs/; default: the launch file's name, else 'ppo'")
+    runs_dir: str = option("where run folders are written", default="runs", metavar="DIR")
+    distributed_timeout_minutes: int = option("limit for one collective", default=10, positive=True)
+    on_cpu: bool
+    world_size: int
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+        return torch.device("cpu") if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Megatron's GPTModel beside its layers."""
+
+    max_position_embeddings: int = option("longest sequence that the model can take", positive=True)
+    position_embedding_type: Literal["learned_absolute", "rope"] = option("positions", default="learned_absolute")
+    rotary_base: int = option("base of the rotary frequencies", default=10000, positive=True)
+    untie_embeddings_and_output_weights: bool = option("an output layer with weights of its own", default=False)
+    vocab_size: int = option("tokens of the model; default: the tokenizer's", positive=True)
+    make_vocab_size_divisible_by: int = option("pads the vocabulary, times TP", default=128, positive=True)
+    padded_vocab_size: int = option("rows of the embedding; default: the padded vocabulary", positive=True)
+    transformer_impl: Literal["local", "transformer_engine"] = option(
+        "layers; default: transformer_engine on a GPU where it is installed, else local"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSection:
+    """Steps and batches."""
+
+    seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True, positive=True)
+    micro_batch_size: int = option("sequences of one forward-backward", default=1, positive=True)
+    global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True, positive=True)
+    train_iters: int = option(
+        "optimizer steps in all, those before a checkpoint included", required=True, positive=True
+    )
+    fused_linear_log_probs: bool = option(
+        "log-probs from hidden states chunk by chunk, without any logits", default=False
+    )
+    rl_use_sequence_packing: bool = option(
+        "train on sequences one after the other, without the padding behind", default=False
+    )
+    rl_sequence_packing_bin_size: int = option(
+        "most tokens of a packed micro-batch; default: micro-batch-size · seq-length", positive=True
+    )
+    seed: int = option("of weights, prompts and sampling", default=1234, not_negative=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """The learning rate over the optimizer steps, up to ``--lr`` and down to ``--min-lr``."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = option("schedule", default="linear")
+    lr_decay_iters: int = option("steps of the decay; default: --train-iters", positive=True)
+    lr_warmup_iters: int = option("steps of linear warm-up", default=0, not_negative=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """What is read at the start and written on the way."""
+
+    save: str | None = option("write checkpoints here", metavar="DIR")
+    save_interval: int | None = option("optimizer steps between checkpoints; default: at the end", positive=True)
+    load: str | None = option("go on from the newest checkpoint here, if there is one", metavar="DIR")
+    load_hf: str | None = option("start from this Hugging Face directory, which describes the model too", metavar="DIR")
+    weights_bridge: Literal["mbridge"] | None = option(
+        "let this library convert weights to and from Hugging Face's; with Transformer Engine's layers"
+    )
+    finetune: bool = option("take the weights of --load alone and start at step 0", default=False)
+    no_save_optim: bool = option("leave the optimizer out of checkpoints", default=False)
+    no_load_optim: bool = option("leave the optimizer of --load alone", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingSection:
+    """Where metrics go besides the run's folder, and how often."""
+
+    log_interval: int = option("steps between two TensorBoard and W&B entries", default=1, positive=True)
+    tensorboard_dir: str | None = option("default: tensorboard/ in the run's folder", metavar="DIR")
+    wandb_project: str | None = option("also log to this Weights & Biases project")
+    wandb_exp_name: str | None = option("the run's name there; default: --run-name")

@@ -1,0 +1,91 @@
+"""A run's settings: declared once, typed, frozen, and under Megatron's names where they go into its dataclasses."""
+
+import dataclasses
+from collections import Counter
+from typing import Literal
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.run_config.megatron import (
+    ComputeSection,
+    ExpertSection,
+    OptimizerSection,
+    ParallelSection,
+    TransformerSection,
+)
+from megatron_rc.launch.run_config.options import option, options_of, values_of
+from tests.support.recorded_training import LLAMA, flags, run_config
+
+
+def test_no_flag_and_no_field_is_declared_twice():
+    options = [one for _, section, _ in sections_of(RunConfig) for one in options_of(section)]
+    assert max(Counter(one.flag for one in options).values()) == 1
+    fields = [field.name for _, section, _ in sections_of(RunConfig) for field in dataclasses.fields(section)]
+    assert max(Counter(fields).values()) == 1
+    assert all(one.help for one in options)
+
+
+def test_what_is_called_megatrons_is_there():
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    for section in (ParallelSection, TransformerSection, ExpertSection, ComputeSection):
+        assert {field.name for field in dataclasses.fields(section)} <= vars(TransformerConfig)[
+            "__dataclass_fields__"
+        ].keys()
+    assert {field.name for field in dataclasses.fields(OptimizerSection)} <= vars(OptimizerConfig)[
+        "__dataclass_fields__"
+    ].keys()
+
+
+def test_settings_reach_megatron_unchanged(tmp_path):
+    from megatron_rc.launch.training.model import build_transformer_config
+
+    words = ("--num-experts=4", "--moe-z-loss-coeff=0.1", "--norm-epsilon=1e-6", "--recompute-granularity=selective")
+    config = run_config(flags(tmp_path, *words, model=LLAMA), engine=False)
+    built = vars(build_transformer_config(config))
+    for section in (config.parallel, config.transformer, config.compute, config.experts):
+        assert {name: built[name] for name in values_of(section)} == values_of(section)
+
+
+def test_nothing_can_be_written_to_it(tmp_path):
+    config = run_config(flags(tmp_path))
+    for _, section in [(None, config), *[(name, getattr(config, name)) for name, *_ in sections_of(RunConfig)]]:
+        if section is not None:
+            name = dataclasses.fields(section)[0].name
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(section, name, getattr(section, name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """A section with one field of each kind."""
+
+    width: int = option("how wide", required=True, positive=True)
+    rate: float | None = option("how fast")
+    shape: Literal["round", "square"] = option("of what form", default="round", flag="form")
+    plain: bool = option("without decoration", flag="decorated", inverted=True)
+    follows: int
+
+
+def test_the_flag_follows_from_the_field():
+    width, rate, shape, plain = options_of(Example)
+    assert (width.flag, width.kind, width.required, width.positive) == ("width", int, True, True)
+    assert (rate.kind, rate.default, rate.choices) == (float, None, ())
+    assert (shape.flag, shape.field, shape.choices) == ("form", "shape", ("round", "square"))
+    assert (plain.kind, plain.inverted) == (bool, True)
+
+
+def test_a_switch_that_the_launch_file_set_can_be_taken_back(tmp_path):
+    (tmp_path / "a.yaml").write_text("finetune: true\nload: /nowhere\n")
+    words = flags(tmp_path, f"--config={tmp_path}/a.yaml", f"--load={tmp_path}")
+    assert run_config(words).checkpoints.finetune
+    assert not run_config([*words, "--no-finetune"]).checkpoints.finetune
+
+
+def test_every_section_is_checked_value_by_value(tmp_path):
+    for word in ("--num-layers-per-virtual-pipeline-stage=0", "--moe-router-topk=0", "--adam-eps=inf"):
+        with pytest.raises(ConfigurationError, match="must be positive"):
+            run_config(flags(tmp_path, word))
