@@ -17,7 +17,7 @@ def resolve_task(args: argparse.Namespace) -> Task:
         ConfigurationError: no such task or tokenizer, a vocabulary that is too small for it, or a flag that does
             nothing.
     """
-    task = make_task(args.task, args.seed, _text(args))
+    task = make_task(args.task, args.seed, _text(args), args.seq_length, args.max_response_length)
     args.max_response_length = args.max_response_length or task.max_response_length
     args.vocab_size = args.vocab_size or task.text.size
     if args.vocab_size < task.text.size:

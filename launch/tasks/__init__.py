@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -40,13 +41,21 @@ class Task(Protocol):
         ...
 
 
-def make_task(name: str, seed: int, text: Text | None = None) -> Task:
+def make_task(
+    name: str,
+    seed: int,
+    text: Text | None = None,
+    seq_length: int | None = None,
+    max_response_length: int | None = None,
+) -> Task:
     """The task of this name; a part after a colon is handed to it.
 
     Args:
         name: of the task.
         seed: of its problems.
         text: the tokenizer; default: one token for each character that the task needs.
+        seq_length: tokens of a prompt and a response together; a task with problems of many lengths keeps to it.
+        max_response_length: tokens of a response; default: what the task needs.
 
     Raises:
         ConfigurationError: no such task, or the library it comes from is not installed.
@@ -57,7 +66,7 @@ def make_task(name: str, seed: int, text: Text | None = None) -> Task:
 
     tasks: dict[str, Callable[[str, int, Text | None], Task]] = {
         "count_up": CountUp,
-        "reasoning_gym": ReasoningGym,
+        "reasoning_gym": partial(ReasoningGym, seq_length=seq_length, max_response_length=max_response_length),
         "sums": Sums,
     }
     kind, _, variant = name.partition(":")

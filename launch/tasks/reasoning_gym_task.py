@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 import zlib
 from typing import Any
@@ -14,12 +15,30 @@ _HELD_OUT = 5  # every which question is kept for evaluation
 _STRIDE, _ATTEMPTS = 9973, 200
 
 
+RESPONSE_LENGTH = 32
+
+
 class ReasoningGym:
-    """``reasoning_gym:<data set>``, spelled out in printable ASCII characters."""
+    """``reasoning_gym:<data set>``, spelled out in printable ASCII characters.
 
-    max_response_length = 32
+    Questions of a data set differ much in their lengths: those that leave no room for a response are passed over.
 
-    def __init__(self, variant: str, seed: int, text: Text | None = None) -> None:
+    Args:
+        variant: name of the data set.
+        seed: of its problems.
+        text: the tokenizer; default: a token for each character.
+        seq_length: tokens of a prompt and a response together; None: no limit.
+        max_response_length: tokens of a response; default: 32.
+    """
+
+    def __init__(
+        self,
+        variant: str,
+        seed: int,
+        text: Text | None = None,
+        seq_length: int | None = None,
+        max_response_length: int | None = None,
+    ) -> None:
         require("reasoning_gym", f"--task reasoning_gym:{variant}", "launch")
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -31,22 +50,33 @@ class ReasoningGym:
             )
         self.dataset = reasoning_gym.create_dataset(variant, seed=seed, size=SIZE)
         self.text = text or CharacterText(string.printable)
+        self.max_response_length = max_response_length or RESPONSE_LENGTH
+        self._longest_prompt = None if seq_length is None else seq_length - self.max_response_length
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """Entries of the data set, which is a function of the seed and the number."""
-        entries = [self._entry(number, held_out) for number in range(start, start + count)]
-        return [Problem(entry["question"] + "\n", entry) for entry in entries]
+        return [self._problem(number, held_out) for number in range(start, start + count)]
 
     def reward(self, problem: Problem, response: str) -> float:
         """The data set's own score."""
         return float(self.dataset.score_answer(response.strip(), problem.data))
 
-    def _entry(self, number: int, held_out: bool) -> Any:
-        """The first entry on the right side, of those that stand for this number; the question's text decides."""
+    def _problem(self, number: int, held_out: bool) -> Problem:
+        """The first that fits, of those that stand for this number; the question's text decides on which side it is."""
+        shortest = math.inf
         for attempt in range(_ATTEMPTS):
-            entry = self.dataset[(number + attempt * _STRIDE) % SIZE]
+            entry: Any = self.dataset[(number + attempt * _STRIDE) % SIZE]
             if (zlib.crc32(entry["question"].encode()) % _HELD_OUT == 0) == held_out:
-                return entry
+                problem = Problem(entry["question"] + "\n", entry)
+                length = 0 if self._longest_prompt is None else len(self.text.encode(problem))
+                if length <= (self._longest_prompt or 0):
+                    return problem
+                shortest = min(shortest, length)
+        if shortest == math.inf:
+            raise ConfigurationError(
+                f"the data set has too few problems {'to hold some out' if held_out else 'to train on'}"
+            )
         raise ConfigurationError(
-            f"the data set has too few problems {'to hold some out' if held_out else 'to train on'}"
+            f"--seq-length leaves {self._longest_prompt} tokens for a prompt, and the shortest of {_ATTEMPTS} problems "
+            f"has {shortest}: raise it, or lower --max-response-length {self.max_response_length}"
         )

@@ -50,6 +50,18 @@ def test_problems_are_numbered_and_repeatable(name):
         assert task.text.decode(ids) == prompt
 
 
+def test_questions_that_leave_no_room_are_passed_over():
+    free, kept = (make_task("reasoning_gym:chain_sum", 1, None, length) for length in (None, 32 + 90))
+    lengths = [[len(task.text.encode(problem)) for problem in task.problems(0, 200)] for task in (free, kept)]
+    assert max(lengths[0]) > 90 >= max(lengths[1])
+    short = [index for index, length in enumerate(lengths[0]) if length <= 90]
+    assert [lengths[1][index] for index in short] == [lengths[0][index] for index in short], "the others stay"
+    with pytest.raises(
+        ConfigurationError, match=r"leaves 40 tokens for a prompt, and the shortest of 200 problems has \d+"
+    ):
+        make_task("reasoning_gym:chain_sum", 1, None, 50, 10).problems(0, 1)
+
+
 def test_reasoning_gym_scores_its_own_answers():
     task = make_task("reasoning_gym:chain_sum", 1)
     for problem in task.problems(0, 5):

@@ -1,0 +1,46 @@
+"""README's table of things to try: each row works as it is written, on the launch file that it is written for."""
+
+import re
+
+import pytest
+
+from megatron_rc.launch.flags.configure import configure
+from tests.launch.training.test_loop import rows, run_training
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+
+TABLE = (ROOT / "README.md").read_text(encoding="utf-8").partition("| try | flags |")[2].partition("\n\n")[0]
+ROWS = dict(re.findall(r"^\| (.+) \| `(--.+)` \|$", TABLE, flags=re.MULTILINE))
+# One small step of the launch file on one process.
+SMALL = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel", "--cpu"]
+SMALL += [
+    "--train-iters=1",
+    "--grpo-iterations=1",
+    "--grpo-prompts-per-step=4",
+    "--grpo-group-size=2",
+    "--run-name=run",
+]
+SMALL += ["--global-batch-size=8", "--micro-batch-size=8"]
+
+
+def test_the_table_is_read():
+    assert len(ROWS) == TABLE.count("\n|") - 1 > 8
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_is_a_run_of_the_launch_file(tmp_path, row):
+    config, task = configure(["--config=count_up", f"--runs-dir={tmp_path}", "--cpu", *ROWS[row].split()], 4)
+    length = config.training.seq_length - config.rollouts.max_response_length
+    prompts = task.problems(0, 500 if config.task.task.startswith("reasoning_gym") else 50)
+    assert max(len(task.text.encode(problem)) for problem in prompts) <= length
+
+
+def test_the_task_of_another_library_is_learnt_from(ranks, tmp_path):
+    """Sampled, rewarded and trained on: its questions, its alphabet, its longest response."""
+    (words,) = (words for words in ROWS.values() if "reasoning_gym" in words)
+    assert ranks.run(
+        run_training, Layout(), ["--config=count_up", f"--runs-dir={tmp_path}", *words.split(), *SMALL]
+    ) == [None]
+    (row,) = rows(tmp_path)
+    assert 0 < row["rollout/response_length"] <= 32
+    assert row["rollout/tokens"] > 8
