@@ -63,8 +63,8 @@ IN_THE_LOSS = [
 
 @pytest.mark.parametrize("words", IN_THE_LOSS, ids=["bypass", "proximal"])
 def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_the_loss(tmp_path, words, caplog):
-    args = checked_alone(tmp_path, *words)
-    assert (args.loss.kl_coef, args.loss.entropy_coef) == (0.0, 0.0)
+    config = checked_alone(tmp_path, *words)
+    assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.0, 0.0)
     messages = [record.message for record in caplog.records]
     assert messages == ["--grpo-kl-beta is 0, not 0.001: --rollout-is-batch-normalize inside the loss excludes it"]
 
@@ -78,5 +78,5 @@ def test_given_penalties_are_refused_there(tmp_path, words, given):
 
 def test_penalties_have_megatrons_defaults_elsewhere(tmp_path):
     for words in ((), ("--rollout-is-batch-normalize",), ("--rollout-correction-preset=bypass_pg_is",)):
-        args = checked_alone(tmp_path, *words)
-        assert (args.loss.kl_coef, args.loss.entropy_coef) == (0.001, 0.0)
+        config = checked_alone(tmp_path, *words)
+        assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.001, 0.0)
