@@ -17,7 +17,8 @@ from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.aggregation import AGGREGATIONS
-from megatron_rc.loss.policy import ALGORITHMS, KL_ESTIMATORS
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.loss.policy import KL_ESTIMATORS
 from megatron_rc.settings.flags import add_rollout_correction_args
 
 # By section: the title in --help.
@@ -116,7 +117,7 @@ def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
 
 def _add_loss_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss")
-    group.add_argument("--policy-loss", choices=ALGORITHMS, help="objective; default: ppo_clip, or --loss-type")
+    group.add_argument("--policy-loss", choices=OBJECTIVES, help="objective; default: ppo_clip, or --loss-type")
     group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help="from tokens to one loss; default: token-mean")
     group.add_argument(
         "--loss-scale-factor", type=float, help="what token-sum and seq-mean-token-sum-norm divide by: they need it"

@@ -102,11 +102,11 @@ def denominator(mode: str, loss_scale_factor: float | None, tokens: Tensor, sequ
 def check_aggregation(mode: str, loss_scale_factor: float | None) -> None:
     """Raise ValueError for a mode that does not exist, or a scale factor that it does not fit."""
     if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation={mode!r} (--loss-aggregation) is unknown: use one of {', '.join(AGGREGATIONS)}")
+        raise ValueError(f"aggregation={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
     if (mode in _SCALED) != (loss_scale_factor is not None):
         raise ValueError(
-            f"loss_scale_factor={loss_scale_factor} (--loss-scale-factor) with aggregation={mode!r}: token-sum and "
+            f"loss_scale_factor={loss_scale_factor} with aggregation={mode!r}: token-sum and "
             "seq-mean-token-sum-norm need it, the others do not use it"
         )
     if loss_scale_factor is not None and not 0 < loss_scale_factor < torch.inf:
-        raise ValueError(f"loss_scale_factor={loss_scale_factor} (--loss-scale-factor) must be positive and finite")
+        raise ValueError(f"loss_scale_factor={loss_scale_factor} must be positive and finite")

@@ -1,8 +1,7 @@
-"""Policy objectives per token, the KL penalty, and what an objective is made of."""
+"""The policy loss of every token, the KL penalty, and their settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +9,12 @@ from torch import Tensor
 
 from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
+from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
+from megatron_rc.numerics import EXP_LIMIT
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 
-LOG_RATIO_LIMIT = 20.0
-ALGORITHMS = ("ppo_clip", "reinforce", "gspo", "cispo")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
@@ -52,24 +51,20 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         if self.algorithm is not None:
-            _check_algorithm(self.algorithm)
+            _check_dual_clip(objective_of(self.algorithm), self.dual_clip)
         check_aggregation(self.aggregation, self.loss_scale_factor)
         if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low={self.clip_low} (--grpo-clamp-eps-lower) must lie in [0, 1]")
+            raise ValueError(f"clip_low={self.clip_low} must lie in [0, 1]")
         if not 0 <= self.clip_high < torch.inf:
-            raise ValueError(f"clip_high={self.clip_high} (--grpo-clamp-eps-upper) must be 0 or more, and finite")
+            raise ValueError(f"clip_high={self.clip_high} must be 0 or more, and finite")
         if self.dual_clip is not None and not 1 < self.dual_clip < torch.inf:
-            raise ValueError(f"dual_clip={self.dual_clip} (--ppo-dual-clip) must be above 1; leave it out for no cap")
-        if self.dual_clip is not None and self.algorithm in ("reinforce", "cispo"):
-            raise ValueError(
-                f"dual_clip={self.dual_clip} (--ppo-dual-clip) does nothing with algorithm={self.algorithm!r}: drop it"
-            )
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1; leave it out for no cap")
         if not 0 <= self.kl_coef < torch.inf:
-            raise ValueError(f"kl_coef={self.kl_coef} (--grpo-kl-beta) must be 0 or more, and finite")
+            raise ValueError(f"kl_coef={self.kl_coef} must be 0 or more, and finite")
         if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl_estimator={self.kl_estimator!r} (--kl-estimator) is unknown: use k1, k2 or k3")
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use k1, k2 or k3")
         if not 0 <= self.entropy_coef < torch.inf:
-            raise ValueError(f"entropy_coef={self.entropy_coef} (--grpo-entropy-term-weight) must be 0 or more")
+            raise ValueError(f"entropy_coef={self.entropy_coef} must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -78,28 +73,6 @@ class PolicyLoss:
 
     per_token: Tensor
     statistics: LossStatistics
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """What an objective is made of, per token: everything is 0 where masked."""
-
-    log_probs: Tensor
-    log_ratio: Tensor
-    advantages: Tensor
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-
-
-@dataclass(frozen=True)
-class _Objective:
-    """The loss per token, and which tokens were clipped below, above and by dual clip."""
-
-    loss: Tensor
-    low: Tensor
-    high: Tensor
-    dual: Tensor
 
 
 def policy_loss(
@@ -147,9 +120,8 @@ def policy_loss(
     Raises:
         ValueError: an unknown algorithm, or shapes that do not fit.
     """
-    _check_algorithm(algorithm)
-    if dual_clip is not None and algorithm in ("reinforce", "cispo"):
-        raise ValueError(f"dual_clip={dual_clip} does nothing with algorithm={algorithm!r}: drop it")
+    objective = objective_of(algorithm)
+    _check_dual_clip(objective, dual_clip)
     for name, value in (("old_log_probs", old_log_probs), ("response_mask", response_mask), ("weights", weights)):
         if value is not None and value.shape != log_probs.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
@@ -158,16 +130,15 @@ def policy_loss(
     log_probs = torch.where(response_mask, log_probs, zero)
     log_ratio = log_probs - torch.where(response_mask, old_log_probs.detach(), zero)
     measured = log_ratio.detach()
-    if algorithm == "gspo":
+    if objective.by_sequence:
         mean = _sequence_mean(measured, response_mask, layout, groups, sequence_log_ratio)
         log_ratio = mean + (log_probs - log_probs.detach())
     advantages = torch.where(response_mask, _per_token(advantages, layout), zero)
-    terms = _Terms(log_probs, log_ratio, advantages, clip_low, clip_high, dual_clip)
-    objective = _OBJECTIVES[algorithm](terms)
-    loss = objective.loss
+    found = objective.loss(TokenTerms(log_probs, log_ratio, advantages, clip_low, clip_high, dual_clip))
+    loss = found.loss
     if weights is not None:
         loss = loss * torch.where(response_mask, weights.detach(), zero)
-    return PolicyLoss(torch.where(response_mask, loss, zero), _measure(measured, response_mask, objective))
+    return PolicyLoss(torch.where(response_mask, loss, zero), _measure(measured, response_mask, found))
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
@@ -189,51 +160,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        return torch.expm1((-difference).clamp(max=LOG_RATIO_LIMIT)) + difference
+        return torch.expm1((-difference).clamp(max=EXP_LIMIT)) + difference
     raise ValueError(f"estimator={estimator!r} is unknown: use k1, k2 or k3")
 
 
-def _check_algorithm(algorithm: str) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm={algorithm!r} (--policy-loss) is unknown: use one of {', '.join(ALGORITHMS)}")
-
-
-def _ppo_clip(terms: _Terms) -> _Objective:
-    ratio, clipped = _ratios(terms)
-    free_loss, clipped_loss = -terms.advantages * ratio, -terms.advantages * clipped
-    loss = torch.maximum(free_loss, clipped_loss)
-    is_clipped = clipped_loss > free_loss
-    dual = torch.zeros_like(is_clipped)
-    if terms.dual_clip is not None:
-        negative, cap = terms.advantages < 0, -terms.advantages * terms.dual_clip
-        dual = negative & (loss > cap)
-        loss = torch.where(negative, torch.minimum(loss, cap), loss)
-    return _Objective(loss, is_clipped & (ratio < clipped), is_clipped & (ratio > clipped), dual)
-
-
-def _cispo(terms: _Terms) -> _Objective:
-    ratio, clipped = _ratios(terms)
-    loss = -terms.advantages * clipped.detach() * terms.log_probs
-    return _Objective(loss, ratio < clipped, ratio > clipped, torch.zeros_like(ratio, dtype=torch.bool))
-
-
-def _reinforce(terms: _Terms) -> _Objective:
-    none = torch.zeros_like(terms.log_probs, dtype=torch.bool)
-    return _Objective(-terms.advantages * terms.log_probs, none, none, none)
-
-
-_OBJECTIVES: dict[str, Callable[[_Terms], _Objective]] = {
-    "ppo_clip": _ppo_clip,
-    "gspo": _ppo_clip,
-    "cispo": _cispo,
-    "reinforce": _reinforce,
-}
-
-
-def _ratios(terms: _Terms) -> tuple[Tensor, Tensor]:
-    """(r, clip(r)); the argument of exp is clamped, with no gradient outside."""
-    ratio = terms.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ratio, ratio.clamp(1 - terms.clip_low, 1 + terms.clip_high)
+def _check_dual_clip(objective: Objective, dual_clip: float | None) -> None:
+    if dual_clip is not None and not objective.takes_dual_clip:
+        raise ValueError(f"dual_clip={dual_clip} does nothing with algorithm={objective.name!r}: drop it")
 
 
 def _sequence_mean(
@@ -251,15 +184,14 @@ def _sequence_mean(
     return layout.expand(known.to(log_ratio.dtype))
 
 
-def _measure(log_ratio: Tensor, mask: Tensor, objective: _Objective) -> LossStatistics:
+def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistics:
     sums = {
         "tokens": mask.sum(),
         "log_ratio": log_ratio.double().sum(),
         "abs_log_ratio": log_ratio.abs().double().sum(),
-        "clipped_low": (mask & objective.low).sum(),
-        "clipped_high": (mask & objective.high).sum(),
-        "dual_clipped": (mask & objective.dual).sum(),
     }
+    flags = {"clipped_low": found.low, "clipped_high": found.high, "dual_clipped": found.dual}
+    sums |= {name: (mask & flag).sum() for name, flag in flags.items() if flag is not None}
     lowest = torch.full_like(log_ratio, -torch.inf)
     # A shard may be empty, and amax has no value for that.
     some = log_ratio.new_full((1,), -torch.inf)

@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rc.loss.policy import ALGORITHMS
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.bounds import one_of, ordered, positive, ratio_bounds
 from megatron_rc.settings.criteria import Criterion, Divergence, Need, parse_criteria
 from megatron_rc.settings.presets import PRESETS, RELEASES, Presets
@@ -25,7 +25,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rollout_is_batch_normalize_scope": ("all", "accepted"),
     "rejection_denominator": ("accepted", "original"),
     "bad_log_probs": ("error", "reject_token", "reject_sequence"),
-    "loss_type": ALGORITHMS,
 }
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _log = logging.getLogger("megatron_rc")
@@ -66,8 +65,8 @@ class RolloutCorrectionConfig(Presets):
             computed inside the loss, one mini-batch at a time. Exact in the first update after a rollout, and needs
             the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
-        loss_type: the objective in bypass mode: ``ppo_clip``, ``gspo`` or ``cispo`` (the ratio is the correction:
-            weights are measured, not applied), or ``reinforce``.
+        loss_type: the objective in bypass mode, one of :mod:`megatron_rc.loss.objectives`: ``ppo_clip``, ``gspo`` or
+            ``cispo`` (the ratio is the correction: weights are measured, not applied), or ``reinforce``.
         notes: what a foreign configuration was translated into, and what of it was dropped; no part of the config.
 
     Args:
@@ -94,7 +93,7 @@ class RolloutCorrectionConfig(Presets):
     metric_prefix: str = "rollout_corr/"
     proximal_interpolation: bool = False
     bypass_mode: bool = False
-    loss_type: Literal["ppo_clip", "reinforce", "gspo", "cispo"] = "ppo_clip"
+    loss_type: str = "ppo_clip"
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     use_policy_gradient: InitVar[bool | None] = None
     # Derived from the fields above, once.
@@ -108,6 +107,7 @@ class RolloutCorrectionConfig(Presets):
     def __post_init__(self, use_policy_gradient: bool | None) -> None:
         for name, allowed in _CHOICES.items():
             one_of(name, getattr(self, name), allowed)
+        one_of("loss_type", self.loss_type, tuple(OBJECTIVES))
         for name in ("rollout_is_apply", "rollout_is_batch_normalize", "proximal_interpolation", "bypass_mode"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
@@ -166,7 +166,7 @@ class RolloutCorrectionConfig(Presets):
     @property
     def applies_weights(self) -> bool:
         """True where the loss is multiplied by the weights: not in bypass ``ppo_clip``, whose ratio holds them."""
-        in_the_ratio = self.bypass_mode and self.loss_type != "reinforce"
+        in_the_ratio = self.bypass_mode and not OBJECTIVES[self.loss_type].weighed_in_bypass
         return self.rollout_is is not None and self.rollout_is_apply and not in_the_ratio
 
     def to_dict(self) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class RolloutCorrectionConfig(Presets):
             if self.rollout_is_batch_normalize:
                 raise ValueError(
                     f"rollout_is_batch_normalize=True does nothing with bypass_mode and loss_type={self.loss_type!r}, "
-                    "which applies no weights: drop it, or use loss_type='reinforce'"
+                    f"which applies no weights: drop it, or use {_weighed_objectives()}"
                 )
             if not self.rollout_is_apply:
                 return
@@ -336,6 +336,11 @@ class RolloutCorrectionConfig(Presets):
                 self.rollout_is,
                 self.loss_type,
             )
+
+
+def _weighed_objectives() -> str:
+    names = [repr(name) for name, objective in OBJECTIVES.items() if objective.weighed_in_bypass]
+    return f"loss_type={' or '.join(names)}"
 
 
 FIELDS = tuple(item.name for item in dataclasses.fields(RolloutCorrectionConfig) if item.init and item.name != "notes")

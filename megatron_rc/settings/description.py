@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import UNTRUNCATED
 
 if TYPE_CHECKING:
@@ -14,12 +15,6 @@ _WEIGHTS = {
     "token": "token weights w_t = ρ_t",
     "sequence": "sequence weights w = Π ρ_t",
     "geometric": "sequence weights w = (Π ρ_t)^(1/n), the geometric mean",
-}
-_LOSSES = {
-    "ppo_clip": "PPO clips ρ itself",
-    "gspo": "GSPO clips the geometric mean of a sequence's ρ",
-    "cispo": "CISPO weighs each token by its clipped ρ",
-    "reinforce": "REINFORCE, without clipping",
 }
 _BAD = {
     "error": "an error",
@@ -58,7 +53,7 @@ def _mode(config: RolloutCorrectionConfig) -> str:
         )
     if not config.bypass_mode:
         return "decoupled: π_old is computed, ρ = π_old / π_rollout, PPO's ratio is π_θ / π_old"
-    return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {_LOSSES[config.loss_type]}"
+    return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {OBJECTIVES[config.loss_type].words}"
 
 
 def _weights(config: RolloutCorrectionConfig) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
@@ -20,7 +22,7 @@ _HELP = {
     "rollout_is_apply": "multiply the loss by the weights, or only measure them; default: yes",
     "rollout_is_batch_normalize": "divide the weights by their mean over the global batch",
     "rollout_is_batch_normalize_scope": "that mean runs over all valid tokens (all) or the accepted ones (accepted)",
-    "rollout_rs": "comma list of rejection criteria, for example token_k1,seq_mean_k3; none: no rejection",
+    "rollout_rs": "comma list of rejection criteria, or none: {criteria}",
     "rollout_rs_threshold": "one bound, or a comma list with one for each criterion; lo_hi bounds the ratio of k1",
     "rollout_rs_threshold_lower": "lower bounds of the k1 criteria that were given one number",
     "rollout_token_veto_threshold": "reject a sequence with any token whose ratio is below this",
@@ -30,7 +32,7 @@ _HELP = {
     "metric_prefix": "in front of every metric's name",
     "proximal_interpolation": "no forward-only pass: log π_old between the rollout's and the current one, by version",
     "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
-    "loss_type": "objective in bypass mode: ppo_clip, reinforce, gspo or cispo",
+    "loss_type": "objective in bypass mode: {objectives}",
 }
 _SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_apply", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
@@ -41,6 +43,21 @@ _OF_WEIGHTS = (
     *("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply"),
     "rollout_is_batch_normalize",
 )
+
+
+# The flag of each field of the objective.
+_OF_THE_LOSS = {
+    "algorithm": "policy_loss",
+    "clip_low": "grpo_clamp_eps_lower",
+    "clip_high": "grpo_clamp_eps_upper",
+    "dual_clip": "ppo_dual_clip",
+    "aggregation": "loss_aggregation",
+    "loss_scale_factor": "loss_scale_factor",
+    "kl_coef": "grpo_kl_beta",
+    "kl_estimator": "kl_estimator",
+    "entropy_coef": "grpo_entropy_term_weight",
+}
+T = TypeVar("T")
 
 
 def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,9 +76,9 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     _add(parser, group, _DIALECT, metavar="NAME", help=text)
     for field in FIELDS:
         if field in _SWITCHES:
-            _add(parser, group, _flag(field), action=argparse.BooleanOptionalAction, help=_HELP[field])
+            _add(parser, group, _flag(field), action=argparse.BooleanOptionalAction, help=_help(field))
         else:
-            _add(parser, group, _flag(field), help=_HELP[field])
+            _add(parser, group, _flag(field), help=_help(field))
     text = "weigh each token by its ratio, as Megatron-LM does; short for --rollout-is token"
     _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
     _add(parser, group, _MEGATRON_LIMIT, type=float, help=f"truncate the weights of {_MEGATRON_SWITCH} at this")
@@ -106,19 +123,11 @@ def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
     Raises:
         ValueError: a value that the objective cannot have; the flag is named.
     """
-    fields = {
-        "algorithm": "policy_loss",
-        "clip_low": "grpo_clamp_eps_lower",
-        "clip_high": "grpo_clamp_eps_upper",
-        "dual_clip": "ppo_dual_clip",
-        "aggregation": "loss_aggregation",
-        "loss_scale_factor": "loss_scale_factor",
-        "kl_coef": "grpo_kl_beta",
-        "kl_estimator": "kl_estimator",
-        "entropy_coef": "grpo_entropy_term_weight",
-    }
-    given = {field: getattr(args, name, None) for field, name in fields.items()}
-    return PolicyLossConfig(**{field: value for field, value in given.items() if value is not None})
+    given = {field: getattr(args, name, None) for field, name in _OF_THE_LOSS.items()}
+    return _named(
+        lambda: PolicyLossConfig(**{field: value for field, value in given.items() if value is not None}),
+        lambda message: _flag(_OF_THE_LOSS[message.partition("=")[0]]),
+    )
 
 
 def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option: str, **how: Any) -> None:
@@ -129,6 +138,10 @@ def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option
 
 def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
+
+
+def _help(field: str) -> str:
+    return _HELP[field].format(criteria=", ".join(CRITERIA), objectives=", ".join(OBJECTIVES))
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -233,7 +246,7 @@ def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
         left.add("proximal_interpolation")
     if not now["bypass_mode"]:
         left.add("loss_type")
-    elif now["loss_type"] != "reinforce":
+    elif not (now["loss_type"] in OBJECTIVES and OBJECTIVES[now["loss_type"]].weighed_in_bypass):
         left.add("rollout_is_batch_normalize")
     if "rollout_is_batch_normalize" in left or not now["rollout_is_batch_normalize"]:
         left.add("rollout_is_batch_normalize_scope")
@@ -244,7 +257,7 @@ def _name(option: str) -> str:
     return option[2:].replace("-", "_")
 
 
-def _named(make: Callable[[], RolloutCorrectionConfig], flag: Callable[[str], str]) -> RolloutCorrectionConfig:
+def _named(make: Callable[[], T], flag: Callable[[str], str]) -> T:
     """The config, or its error with the flag in front that it is about."""
     try:
         return make()

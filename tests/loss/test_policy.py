@@ -9,7 +9,8 @@ from megatron_rc.correction.plans import LossScale
 from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
-from megatron_rc.loss.policy import ALGORITHMS, PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.schedule import schedule_return
 from tests.golden.load import cases
 
@@ -178,7 +179,7 @@ def test_gspo_takes_the_mean_that_is_known():
     assert loss.per_token.tolist() == [pytest.approx([-math.exp(0.1)] * 2)]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", OBJECTIVES)
 def test_masked_positions_change_no_bit(algorithm):
     mask = torch.tensor([[True, False, True], [False, False, False]])
     found = []
@@ -200,14 +201,14 @@ def test_masked_positions_change_no_bit(algorithm):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"algorithm": "ppo"}, "algorithm='ppo' .* is unknown: use one of ppo_clip, reinforce, gspo, cispo"),
+        ({"algorithm": "ppo"}, "algorithm='ppo' is unknown: use one of ppo_clip, reinforce, gspo, cispo"),
         ({"clip_low": 1.1}, "clip_low=1.1"),
         ({"clip_low": -0.1}, "clip_low=-0.1"),
         ({"clip_high": -0.1}, "clip_high=-0.1"),
         ({"clip_high": math.inf}, "clip_high=inf"),
         ({"dual_clip": 1.0}, "dual_clip=1.0"),
-        ({"dual_clip": 3.0, "algorithm": "reinforce"}, "dual_clip=3.0 .* does nothing with algorithm='reinforce'"),
-        ({"dual_clip": 3.0, "algorithm": "cispo"}, "dual_clip=3.0 .* does nothing with algorithm='cispo'"),
+        ({"dual_clip": 3.0, "algorithm": "reinforce"}, "dual_clip=3.0 does nothing with algorithm='reinforce'"),
+        ({"dual_clip": 3.0, "algorithm": "cispo"}, "dual_clip=3.0 does nothing with algorithm='cispo'"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
         ({"entropy_coef": math.inf}, "entropy_coef=inf"),
@@ -358,12 +359,12 @@ def test_aggregation_does_not_see_masked_positions(mode, filler):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "mean"}, "aggregation='mean' .* is unknown: use one of token-mean"),
-        ({"mode": "token-sum"}, "loss_scale_factor=None .* with aggregation='token-sum'"),
+        ({"mode": "mean"}, "aggregation='mean' is unknown: use one of token-mean"),
+        ({"mode": "token-sum"}, "loss_scale_factor=None with aggregation='token-sum'"),
         ({"mode": "seq-mean-token-sum-norm"}, "loss_scale_factor=None"),
-        ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0 .* with aggregation='token-mean'"),
-        ({"mode": "token-sum", "loss_scale_factor": 0.0}, "loss_scale_factor=0.0 .* must be positive"),
-        ({"mode": "token-sum", "loss_scale_factor": math.inf}, "loss_scale_factor=inf .* must be positive"),
+        ({"loss_scale_factor": 2.0}, "loss_scale_factor=2.0 with aggregation='token-mean'"),
+        ({"mode": "token-sum", "loss_scale_factor": 0.0}, "loss_scale_factor=0.0 must be positive"),
+        ({"mode": "token-sum", "loss_scale_factor": math.inf}, "loss_scale_factor=inf must be positive"),
         ({"mask": MASK[:2]}, r"^mask has shape \(2, 3\): expected \(3, 3\)"),
         ({"denominator_mask": MASK[:, :2]}, r"^denominator_mask has shape \(3, 2\): expected \(3, 3\)"),
         ({"per_token": torch.zeros(3), "mask": MASK[0]}, r"per_token has shape \(3,\): without a layout"),

@@ -728,3 +728,21 @@ def test_abbreviations_are_off():
     parser = add_rollout_correction_args(argparse.ArgumentParser())
     with pytest.raises(SystemExit):
         parser.parse_args(["--rollout-correction-pre", "disabled"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"grpo_clamp_eps_lower": 2.0}, "--grpo-clamp-eps-lower: clip_low=2.0 must lie in"),
+        ({"policy_loss": "ppo"}, "--policy-loss: algorithm='ppo' is unknown: use one of ppo_clip, reinforce"),
+        ({"ppo_dual_clip": 3.0, "policy_loss": "cispo"}, "--ppo-dual-clip: dual_clip=3.0 does nothing with"),
+        ({"loss_aggregation": "mean"}, "--loss-aggregation: aggregation='mean' is unknown"),
+        ({"loss_scale_factor": 0.0}, "--loss-scale-factor: loss_scale_factor=0.0"),
+        ({"grpo_kl_beta": -1.0}, "--grpo-kl-beta: kl_coef=-1.0 must be"),
+        ({"kl_estimator": "k9"}, "--kl-estimator: kl_estimator='k9' is unknown"),
+        ({"grpo_entropy_term_weight": -1.0}, "--grpo-entropy-term-weight: entropy_coef=-1.0 must be"),
+    ],
+)
+def test_an_objective_that_cannot_work_is_refused_by_its_flag(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        policy_loss_config_from_args(argparse.Namespace(**given))
