@@ -1,14 +1,28 @@
 """The correction that flags make of the launch file ``count_up``, which has a preset and a criterion of its own."""
 
+import re
+
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import PRESETS
+from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 
 WEIGHTS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 FILE = {**WEIGHTS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+
+
+# README's rows about the correction: the config of each, and what its description must say.
+ROWS = {
+    "--rollout-correction-preset disabled": (preset("disabled"), "the weights are measured, not applied"),
+    "--rollout-correction-preset bypass_ppo_clip": (preset("bypass_ppo_clip"), "no importance weights"),
+    "--proximal-interpolation": (
+        RolloutCorrectionConfig(**FILE, proximal_interpolation=True),
+        "rejects tokens whose ρ_t is outside [0.9, 1.1] (token_k1)",
+    ),
+}
 
 
 def checked_alone(tmp_path, *words):
@@ -19,6 +33,20 @@ def checked_alone(tmp_path, *words):
 def checked(tmp_path, *words):
     """A run of ``count_up`` with these flags."""
     return run_config(["--config=count_up", f"--runs-dir={tmp_path}", *words], 4)
+
+
+def test_the_rows_are_readmes():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| try | flags |")[2].partition("\n\n")[0]
+    about = re.findall(r"`(--(?:rollout-correction|rollout-is|rollout-rs|bypass|proximal)[^`]*)`", table)
+    assert sorted(about) == sorted(ROWS)
+
+
+@pytest.mark.parametrize("words", ROWS)
+def test_a_row_of_readme_means_what_it_says(tmp_path, words):
+    config, fact = ROWS[words]
+    found = checked(tmp_path, *words.split()).correction
+    assert found == config
+    assert fact in found.describe().splitlines()
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "decoupled_geo_rs@2025-11"])
@@ -36,7 +64,6 @@ def test_a_file_of_fields_by_flag_is_that_file(tmp_path):
     ("words", "fields"),
     [
         ("", FILE),
-        ("--proximal-interpolation", {**FILE, "proximal_interpolation": True}),
         ("--policy-loss cispo --rollout-rs none", WEIGHTS),
         ("--rollout-is none", {**FILE, "rollout_is": None, "rollout_is_threshold": None}),
         ("--no-rollout-is-apply", {**FILE, "rollout_is_apply": False}),

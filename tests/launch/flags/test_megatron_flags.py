@@ -1,0 +1,96 @@
+"""Flags that Megatron-LM has too mean the same here: its names, types and defaults, written out (August 2026)."""
+
+import argparse
+
+import pytest
+
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.settings.flags import add_rollout_correction_args
+from tests.support.paths import ROOT
+
+# (type, default): names. A switch has no type; what it is when it is not given is its default.
+MEGATRON = {
+    (int, None): "num-layers-per-virtual-pipeline-stage num-layers hidden-size ffn-hidden-size num-attention-heads "
+    "kv-channels seq-length max-position-embeddings vocab-size padded-vocab-size num-experts moe-ffn-hidden-size "
+    "micro-batch-size global-batch-size train-iters recompute-num-layers lr-decay-iters save-interval eval-interval",
+    (int, 0): "lr-warmup-iters",
+    (int, 1): "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+    "expert-model-parallel-size num-query-groups",
+    (int, 2): "moe-router-topk grpo-group-size grpo-iterations",
+    (int, 10): "distributed-timeout-minutes",
+    (int, 32): "grpo-prompts-per-step",
+    (int, 100): "log-interval",
+    (int, 128): "make-vocab-size-divisible-by",
+    (int, 1234): "seed",
+    (int, 10000): "rotary-base",
+    (float, None): "moe-z-loss-coeff lr rl-importance-sampling-truncation-coef",
+    (float, 0.0): "moe-aux-loss-coeff min-lr grpo-entropy-term-weight",
+    (float, 1e-8): "adam-eps",
+    (float, 1e-5): "norm-epsilon",
+    (float, 0.001): "grpo-kl-beta",
+    (float, 0.01): "weight-decay grpo-clamp-eps-lower grpo-clamp-eps-upper",
+    (float, 0.02): "init-method-std",
+    (float, 0.1): "attention-dropout hidden-dropout",
+    (float, 0.9): "adam-beta1 sgd-momentum",
+    (float, 0.999): "adam-beta2",
+    (float, 1.0): "clip-grad rl-default-temperature",
+    (str, None): "recompute-granularity recompute-method save load tensorboard-dir wandb-project wandb-exp-name "
+    "tokenizer-type tokenizer-model",
+    (str, "learned_absolute"): "position-embedding-type",
+    (str, "LayerNorm"): "normalization",
+    (str, "transformer_engine"): "transformer-impl",
+    (str, "aux_loss"): "moe-router-load-balancing-type",
+    (str, "allgather"): "moe-token-dispatcher-type",
+    (str, "adam"): "optimizer",
+    (str, "linear"): "lr-decay-style",
+    (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
+    "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 calculate-per-token-loss finetune "
+    "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim",
+}
+# README says so, with the reason.
+DIFFERENT = {
+    "attention-dropout": 0.0,
+    "hidden-dropout": 0.0,
+    "log-interval": 1,
+    "micro-batch-size": 1,
+    "transformer-impl": None,
+}
+# Not given, until the checks fill in Megatron-LM's default where the flag means something.
+FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
+moe-token-dispatcher-type grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction""".split()
+OURS = """config run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task apply-chat-template
+eval-problems max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
+rollout-timeout rollout-attempts save-rollouts load-rollouts rollout-staleness allow-truncated-sampling
+rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation loss-scale-factor
+ppo-dual-clip kl-estimator""".split()
+SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
+
+
+def options(parser):
+    """Name to action; ``--no-`` forms of a switch are not names of their own."""
+    return {action.option_strings[0].removeprefix("--"): action for action in parser._actions}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_flag_of_megatron_is_megatrons(name):
+    action, (kind, default) = options(build_parser())[name], SHARED[name]
+    assert (action.nargs == 0) == (kind is None)
+    assert action.type in (kind, None if kind is str else kind)
+    if name in FILLED_IN:
+        assert action.default is None
+    else:
+        assert action.default == DIFFERENT.get(name, default)
+        assert name not in DIFFERENT or DIFFERENT[name] != default
+    assert action.choices is None or default is None or default in action.choices
+
+
+def test_every_flag_is_megatrons_or_ours():
+    correction = options(add_rollout_correction_args(argparse.ArgumentParser()))
+    ours = set(options(build_parser())) - set(SHARED) - set(correction)
+    assert ours == set(OURS)
+
+
+def test_the_readme_names_what_is_different():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (sentence,) = [part for part in text.split("\n\n") if part.startswith("Flags have Megatron-LM's names")]
+    assert [name for name in DIFFERENT if name.replace("hidden-", "").replace("attention-", "") not in sentence] == []
