@@ -8,26 +8,26 @@ import importlib.util
 from torch import Tensor
 
 from megatron_rc.parallel import softmax as torch_kernels
-from megatron_rc.parallel.softmax import RowGradients, Softmax
+from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 
 
-def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
+def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
     """:func:`megatron_rc.parallel.softmax.row_statistics`, by whatever suits the device."""
     if uses_triton(logits):
         from megatron_rc.parallel import triton_kernels
 
-        return triton_kernels.row_statistics(logits, softmax)
-    return torch_kernels.row_statistics(logits, softmax)
+        return triton_kernels.row_statistics(logits, options)
+    return torch_kernels.row_statistics(logits, options)
 
 
-def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax: Softmax) -> None:
+def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
     """:func:`megatron_rc.parallel.softmax.write_gradient`, by whatever suits the device."""
     if uses_triton(logits):
         from megatron_rc.parallel import triton_kernels
 
-        triton_kernels.write_gradient(logits, out, gradients, softmax)
+        triton_kernels.write_gradient(logits, out, gradients, options)
     else:
-        torch_kernels.write_gradient(logits, out, gradients, softmax)
+        torch_kernels.write_gradient(logits, out, gradients, options)
 
 
 def uses_triton(logits: Tensor) -> bool:

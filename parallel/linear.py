@@ -218,13 +218,13 @@ class _LinearSoftmax(torch.autograd.Function):
         entropy, squares = (None if result is None else result.reshape(-1) for result in results)
         flat = [None if grad is None else grad.reshape(-1) for grad in grads]
         factors = row_gradients(flat, target, chosen, offset, entropy, squares, options.spec)
-        softmax = options.spec.without_chunk_size().softmax(weight.shape[0], ctx.holes)
+        reading = options.spec.without_chunk_size().softmax_options(weight.shape[0], ctx.holes)
         total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
         grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         for part in options.chunks(rows):
             gathered = options.gather(rows[part])
             logits = _logits(gathered, weight, bias)
-            write_gradient(logits, logits, factors.at(options.positions(part, rows)), softmax)
+            write_gradient(logits, logits, factors.at(options.positions(part, rows)), reading)
             total.add(logits, gathered)
             if grad_hidden is not None:
                 grad_hidden[part] = options.scatter(logits @ weight)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 # Elements of a chunk: what stays in a CPU's cache, what is worth a compiled call, what fills a GPU.
 _EAGER, _COMPILED, _GPU = 2**19, 2**22, 2**25
-_SMALLEST, _SMALLEST_SHARE = 1e-20, 1e-6  # of the entropy's factor, alone and beside the constant, for one product
 _LEAST_ROWS = 8  # of an eager chunk: threads share a reduction by rows
 LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
 
 
 @dataclass(frozen=True)
-class Softmax:
+class SoftmaxOptions:
     """How rows of logits are read.
 
     Attributes:
@@ -105,55 +104,52 @@ class RowGradients:
         return self.offset[part].unsqueeze(1), self.constant[part].unsqueeze(1), log_pi, pi
 
 
-def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
+def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
     """The mergeable statistics of each row over its local columns.
 
     Args:
         logits: [t, v/tp], any float dtype; read once.
-        softmax: what to compute.
+        options: what to compute.
 
     Returns:
         [2 to 4, t]: the maximum m of the logits; Σ exp(x - m) with x = logits / temperature and m likewise;
         Σ exp(x - m) (x - m) for the entropy; Σ exp(x - m)² for the squares. m is -inf where no column counts.
     """
-    count = 2 + softmax.entropy + softmax.squares
+    count = 2 + options.entropy + options.squares
     found = torch.zeros(count, len(logits), dtype=arithmetic(logits.dtype), device=logits.device)
-    if not softmax.columns or not len(logits):
+    if not options.columns or not len(logits):
         found[0] = -torch.inf
         return found
-    scratch = _Scratch(softmax, found.dtype)
-    for part, compiles in softmax.chunks(logits):
-        chunk = logits[part, : softmax.columns]
+    scratch = _Scratch(options, found.dtype)
+    for part, compiles in options.chunks(logits):
+        chunk = logits[part, : options.columns]
         if compiles:
-            options = (softmax.inverse_temperature, softmax.entropy, softmax.squares)
-            found[:, part] = _compiled(_chunk_statistics)(chunk, *options)
+            wanted = (options.inverse_temperature, options.entropy, options.squares)
+            found[:, part] = _compiled(_chunk_statistics)(chunk, *wanted)
         else:
-            _eager_statistics(chunk, softmax, scratch, found[:, part])
+            _eager_statistics(chunk, options, scratch, found[:, part])
     return found
 
 
-def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax: Softmax) -> None:
+def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
     """The gradient at the logits.
 
     Args:
         logits: [t, v/tp]; read once.
         out: of the same shape and dtype, may be the logits themselves; overwritten.
         gradients: the factors of each row.
-        softmax: as in the forward.
+        options: as in the forward.
     """
-    out[:, softmax.columns :] = 0
-    if not softmax.columns or not len(logits):
+    out[:, options.columns :] = 0
+    if not options.columns or not len(logits):
         return
-    scratch = _Scratch(softmax, gradients.offset.dtype)
-    product = None if logits.is_cuda or softmax.compile else _Product.of(gradients, softmax)
-    for part, compiles in softmax.chunks(logits):
-        chunk, written, factors = logits[part, : softmax.columns], out[part, : softmax.columns], gradients.factors(part)
+    scratch = _Scratch(options, gradients.offset.dtype)
+    for part, compiles in options.chunks(logits):
+        chunk, written, factors = logits[part, : options.columns], out[part, : options.columns], gradients.factors(part)
         if compiles:
-            _compiled(_chunk_gradient)(chunk, written, factors, softmax.inverse_temperature)
-        elif product is not None:
-            product.write(chunk, written, part, softmax, scratch)
+            _compiled(_chunk_gradient)(chunk, written, factors, options.inverse_temperature)
         else:
-            _eager_gradient(chunk, written, factors, softmax, scratch)
+            _eager_gradient(chunk, written, factors, options, scratch)
     _fill_rows(out, ~gradients.counted)
     # By index: scatter makes a float32 copy of all of a bfloat16 tensor.
     cells = (torch.arange(len(out), device=out.device), gradients.column)
@@ -168,8 +164,8 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
 class _Scratch:
     """Two buffers of a chunk's shape, made when first asked for."""
 
-    def __init__(self, softmax: Softmax, dtype: torch.dtype) -> None:
-        self._columns, self._dtype = softmax.columns, dtype
+    def __init__(self, options: SoftmaxOptions, dtype: torch.dtype) -> None:
+        self._columns, self._dtype = options.columns, dtype
         self._buffers: Tensor | None = None
 
     def of(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,34 +180,34 @@ def _as_arithmetic(chunk: Tensor, out: Tensor) -> Tensor:
     return chunk if chunk.dtype == out.dtype else out.copy_(chunk)
 
 
-def _log_pi(chunk: Tensor, offset: Tensor, softmax: Softmax, out: Tensor) -> Tensor:
+def _log_pi(chunk: Tensor, offset: Tensor, options: SoftmaxOptions, out: Tensor) -> Tensor:
     """(chunk - offset) / temperature."""
     torch.sub(chunk, offset, out=out)
-    if softmax.inverse_temperature != 1:
-        out.mul_(softmax.inverse_temperature)
+    if options.inverse_temperature != 1:
+        out.mul_(options.inverse_temperature)
     return out
 
 
-def _eager_statistics(chunk: Tensor, softmax: Softmax, scratch: _Scratch, out: Tensor) -> None:
+def _eager_statistics(chunk: Tensor, options: SoftmaxOptions, scratch: _Scratch, out: Tensor) -> None:
     one, two = scratch.of(chunk)
     chunk = _as_arithmetic(chunk, one)
     maximum = chunk.amax(1)
-    shifted = _log_pi(chunk, maximum.unsqueeze(1), softmax, one)
-    if softmax.holes:
+    shifted = _log_pi(chunk, maximum.unsqueeze(1), options, one)
+    if options.holes:
         shifted.clamp_(min=LOWEST_LOG_PI)
     exp = torch.exp(shifted, out=two)
     values = [maximum, exp.sum(1)]
-    if softmax.entropy:
+    if options.entropy:
         values.append(shifted.mul_(exp).sum(1))
-    if softmax.squares:
+    if options.squares:
         values.append(exp.square_().sum(1))
     torch.stack(values, out=out)
 
 
-def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, softmax: Softmax, scratch: _Scratch) -> None:
+def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, options: SoftmaxOptions, scratch: _Scratch) -> None:
     one, two = scratch.of(chunk)
     offset, factor, of_log_pi, of_pi = factors
-    log_pi = _log_pi(_as_arithmetic(chunk, one), offset, softmax, one)
+    log_pi = _log_pi(_as_arithmetic(chunk, one), offset, options, one)
     pi = torch.exp(log_pi, out=two)
     if of_log_pi is not None:
         factor = log_pi.clamp_(min=LOWEST_LOG_PI).mul_(of_log_pi).add_(factor)
@@ -229,52 +225,6 @@ def _fill_rows(values: Tensor, flags: Tensor) -> None:
         values.masked_fill_(flags.unsqueeze(1), 0)  # an index would be looked up on the host
     else:
         values.index_fill_(0, flags.nonzero().squeeze(1), 0)
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A gradient with an entropy part as one product, which takes a third of the passes over a chunk.
-
-        π (constant + log_pi · log π) = exp((x - base) / temperature) · (x - zero), negative where log_pi is
-
-    x are the logits, base = offset - temperature · log |f|, zero = offset - constant / f, f = log_pi / temperature.
-
-    Attributes:
-        base: [t].
-        zero: [t].
-        negative: the sign of all rows.
-    """
-
-    base: Tensor
-    zero: Tensor
-    negative: bool
-
-    @classmethod
-    def of(cls, gradients: RowGradients, softmax: Softmax) -> _Product | None:
-        """The product, None where there is none. Looks at the factors on the host."""
-        if gradients.log_pi is None or gradients.pi is not None or softmax.holes:
-            return None
-        factor = gradients.log_pi * softmax.inverse_temperature
-        size = factor.abs()
-        # A factor of 0 needs a gradient of 0; one that is far smaller than the constant would cost digits.
-        fits = (size > _SMALLEST) & (size >= _SMALLEST_SHARE * gradients.constant.abs())
-        fits |= (size == 0) & (gradients.constant == 0)
-        if not bool(fits.all()) or bool((factor > 0).any() & (factor < 0).any()):
-            return None
-        zero = gradients.offset - torch.where(size == 0, 0, gradients.constant / factor)
-        return cls(gradients.offset - size.log() / softmax.inverse_temperature, zero, bool((factor < 0).any()))
-
-    def write(self, chunk: Tensor, out: Tensor, part: slice, softmax: Softmax, scratch: _Scratch) -> None:
-        """The gradient of one chunk."""
-        one, two = scratch.of(chunk)
-        base, zero = self.base[part].unsqueeze(1), self.zero[part].unsqueeze(1)
-        chunk = _as_arithmetic(chunk, two)
-        exp = _log_pi(chunk, base, softmax, one).exp_()
-        factor = torch.sub(zero, chunk, out=two) if self.negative else torch.sub(chunk, zero, out=two)
-        if out.dtype == exp.dtype:
-            torch.mul(exp, factor, out=out)
-        else:
-            out.copy_(exp.mul_(factor))
 
 
 def _chunk_statistics(chunk: Tensor, inverse_temperature: float, entropy: bool, squares: bool) -> Tensor:

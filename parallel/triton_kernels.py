@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rc.parallel.softmax import RowGradients, Softmax
+from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 
 # Columns that a program works on at a time: many, to keep the memory busy, at no more than 64 registers a thread.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = 8192, 4096
@@ -20,46 +20,46 @@ _LN2 = tl.constexpr(math.log(2))
 _LOWEST = tl.constexpr(-1e4)  # its power of two is 0, and 0 times it too
 
 
-def row_statistics(logits: Tensor, softmax: Softmax) -> Tensor:
+def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
     """:func:`megatron_rc.parallel.softmax.row_statistics`; a logit of -inf adds nothing, even where all others are too.
 
     Args:
         logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous; the padding is not read.
-        softmax: what to compute; there are no chunks, nothing else to compile, and holes are always provided for.
+        options: what to compute; there are no chunks, nothing else to compile, and holes are always provided for.
 
     Returns:
         [2 to 4, t], float32. A NaN or inf among the logits makes all sums of its row NaN, the maximum need not be.
     """
-    count = 2 + softmax.entropy + softmax.squares
+    count = 2 + options.entropy + options.squares
     found = torch.zeros(count, len(logits), dtype=torch.float32, device=logits.device)
-    if not softmax.columns or not len(logits):
+    if not options.columns or not len(logits):
         found[0] = -torch.inf
         return found
-    block = _block(softmax.columns, _FORWARD_BLOCK)
+    block = _block(options.columns, _FORWARD_BLOCK)
     with torch.cuda.device_of(logits):
         _statistics_kernel[(len(logits),)](
             logits,
             found,
             logits.stride(0),
             len(logits),
-            softmax.columns,
-            softmax.inverse_temperature / math.log(2),
-            ENTROPY=softmax.entropy,
-            SQUARES=softmax.squares,
+            options.columns,
+            options.inverse_temperature / math.log(2),
+            ENTROPY=options.entropy,
+            SQUARES=options.squares,
             BLOCK=block,
             num_warps=_warps(block),
         )
     return found
 
 
-def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax: Softmax) -> None:
+def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
     """:func:`megatron_rc.parallel.softmax.write_gradient`; rows that do not count are not even read.
 
     Args:
         logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous.
         out: of the same shape and dtype, each row contiguous, may be the logits themselves; overwritten.
         gradients: the factors of each row.
-        softmax: as in the forward.
+        options: as in the forward.
     """
     if not out.numel():
         return
@@ -74,8 +74,8 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, softmax
             logits,
             out,
             *(logits.stride(0), out.stride(0), blocks, width),
-            softmax.columns,
-            softmax.inverse_temperature / math.log(2),
+            options.columns,
+            options.inverse_temperature / math.log(2),
             **factors,
             BLOCK=block,
             num_warps=_warps(block),

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
 from megatron_rc.parallel.kernels import row_statistics, write_gradient
-from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, Softmax
+from megatron_rc.parallel.softmax import LOWEST_LOG_PI, RowGradients, SoftmaxOptions
 
 IGNORED_LABEL = -100
 
@@ -108,13 +108,20 @@ class CallSpec:
     inplace_backward: bool
     compile: bool
 
-    def softmax(self, width: int, holes: bool) -> Softmax:
+    def softmax_options(self, width: int, holes: bool) -> SoftmaxOptions:
         """How a local shard of this width, with logits of -inf or without, is read."""
         columns = width
         if self.vocab_size is not None:
             columns = min(max(self.vocab_size - group_rank(self.tp_group) * width, 0), width)
-        options = (self.entropy, self.sum_squares, self.chunk_size, self.compile)
-        return Softmax(columns, 1 / self.temperature, *options, holes)
+        return SoftmaxOptions(
+            columns=columns,
+            inverse_temperature=1 / self.temperature,
+            entropy=self.entropy,
+            squares=self.sum_squares,
+            chunk_size=self.chunk_size,
+            compile=self.compile,
+            holes=holes,
+        )
 
     def without_chunk_size(self) -> CallSpec:
         """The same with chunks that suit the device."""
@@ -196,7 +203,7 @@ class _VocabSoftmax(torch.autograd.Function):
         counted = counted_tokens(labels, mask).permute(order).reshape(-1)
         target = Target.find(labels.permute(order).reshape(-1), counted, spec, logits.shape[-1])
         factors = row_gradients(flat, target, target.logits(rows), offset, entropy, squares, spec)
-        write_gradient(rows, written, factors, spec.softmax(logits.shape[-1], ctx.holes))
+        write_gradient(rows, written, factors, spec.softmax_options(logits.shape[-1], ctx.holes))
         if written.data_ptr() != out.data_ptr():
             out.permute(*order, -1).copy_(written.view(out.permute(*order, -1).shape))
         return out, None, None, None
@@ -205,10 +212,10 @@ class _VocabSoftmax(torch.autograd.Function):
 def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
     """(statistics of the rows, whether logits of -inf are provided for: where a counted row has any)."""
     # On a GPU nothing is looked up on the host: they always are.
-    statistics = row_statistics(rows, spec.softmax(rows.shape[1], holes=rows.is_cuda))
+    statistics = row_statistics(rows, spec.softmax_options(rows.shape[1], holes=rows.is_cuda))
     if rows.is_cuda or not spec.entropy or not bool((statistics[2].isnan() & counted).any()):
         return statistics, rows.is_cuda
-    return row_statistics(rows, spec.softmax(rows.shape[1], holes=True)), True
+    return row_statistics(rows, spec.softmax_options(rows.shape[1], holes=True)), True
 
 
 @dataclass(frozen=True)

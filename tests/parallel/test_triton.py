@@ -13,7 +13,7 @@ import torch
 
 from megatron_rc.parallel import kernels, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from megatron_rc.parallel import softmax as torch_kernels
-from megatron_rc.parallel.softmax import RowGradients, Softmax
+from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 from tests.support.paths import ROOT
 
 SMALL = {"_FORWARD_BLOCK": 128, "_BACKWARD_BLOCK": 128}  # the interpreter is slow, and blocks must be several
@@ -188,7 +188,7 @@ def test_a_row_without_any_probability_adds_nothing(interpreted):
 
 def whole(columns, entropy=True, squares=True):
     """How rows of so many columns are read."""
-    return Softmax(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
+    return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
 
 
 DIRECT = {
@@ -208,8 +208,8 @@ def direct(implementation, columns, entropy, squares, dtype, rows):
     """(statistics, gradient) of random rows, for random factors."""
     generator = torch.Generator().manual_seed(columns)
     logits = (4 * torch.randn(rows, columns + 7, generator=generator)).to(dtype)
-    softmax = whole(columns, entropy, squares)
-    statistics = implementation.row_statistics(logits, softmax)
+    options = whole(columns, entropy, squares)
+    statistics = implementation.row_statistics(logits, options)
     offset, constant, log_pi, pi, target = torch.randn(5, rows, generator=generator)
     gradients = RowGradients(
         offset=offset + 15,
@@ -222,7 +222,7 @@ def direct(implementation, columns, entropy, squares, dtype, rows):
         counted=torch.tensor([True, True, False])[:rows],
     )
     out = torch.full((rows, columns + 9), 7.0).to(dtype)[:, : columns + 7]
-    implementation.write_gradient(logits, out, gradients, softmax)
+    implementation.write_gradient(logits, out, gradients, options)
     return statistics, out
 
 
@@ -288,10 +288,10 @@ def test_the_kernels_compile_for_a_gpu(assembly):
     rows, factor = torch.ones(4, dtype=torch.bool), torch.zeros(4)
     for dtype, width, columns, all_terms in ((torch.bfloat16, 2048, 2001, True), (torch.float32, 1, 1, False)):
         logits, optional = torch.zeros(4, width, dtype=dtype), factor if all_terms else None
-        softmax = whole(columns, all_terms, all_terms)
-        triton_kernels.row_statistics(logits, softmax)
+        options = whole(columns, all_terms, all_terms)
+        triton_kernels.row_statistics(logits, options)
         gradients = RowGradients(factor, factor, optional, optional, rows.long(), rows, factor, rows)
-        triton_kernels.write_gradient(logits, logits, gradients, softmax)
+        triton_kernels.write_gradient(logits, logits, gradients, options)
     forward, backward, *single = assembly
     assert len(single) == 2
     # A vocabulary that is no multiple of anything is no reason to read logits one by one.
