@@ -27,7 +27,7 @@ LAUNCH = (
 )
 # To be mended; nothing is added here.
 KNOWN: set[str] = set()
-KNOWN_CIRCLES = {"settings.description"}
+KNOWN_CIRCLES: set[str] = set()
 
 
 @functools.cache

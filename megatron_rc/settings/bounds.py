@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Threshold = float | str | None
+DEFAULT_WEIGHT_THRESHOLD = 2.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,45 @@ def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
         return parts[0]
     ordered(field, value, *parts)
     return parts[0], parts[1]
+
+
+def weight_bounds(
+    threshold: float | str | None, mode: str | None, lower: float | None
+) -> tuple[str, tuple[float, float]]:
+    """(mode, (lower, upper)) of the weights; with ``truncate`` the lower bound, 1/u, is for metrics alone.
+
+    Args:
+        threshold: ``rollout_is_threshold``; 2.0 where it is not given.
+        mode: ``rollout_is_mode``.
+        lower: ``rollout_is_threshold_lower``.
+
+    Raises:
+        ValueError: names the field, the value and the remedy.
+    """
+    bounds = ratio_bounds("rollout_is_threshold", DEFAULT_WEIGHT_THRESHOLD if threshold is None else threshold)
+    if isinstance(bounds, tuple):
+        if mode == "truncate":
+            raise ValueError(
+                f"rollout_is_threshold={threshold!r} has a lower bound that rollout_is_mode='truncate' does not use: "
+                "give one number, or the mode mask or clamp"
+            )
+        if lower is not None:
+            raise ValueError(
+                f"rollout_is_threshold={threshold!r} has a lower bound already: drop rollout_is_threshold_lower="
+                f"{lower!r}"
+            )
+        return mode or "mask", bounds
+    if mode in (None, "truncate"):
+        if lower is not None:
+            raise ValueError(
+                f"rollout_is_threshold_lower={lower!r} does nothing with rollout_is_mode='truncate': set the mode to "
+                "mask or clamp, or drop it"
+            )
+        return "truncate", (min(1 / bounds, bounds), bounds)
+    low = 1 / bounds if lower is None else lower
+    positive("rollout_is_threshold_lower", low)
+    ordered("rollout_is_threshold", bounds, low, bounds)
+    return mode, (low, bounds)
 
 
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
 
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import UNTRUNCATED
-
-if TYPE_CHECKING:
-    from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.fields import CorrectionFields
 
 _WEIGHTS = {
     "token": "token weights w_t = ρ_t",
@@ -23,7 +20,7 @@ _BAD = {
 }
 
 
-def describe(config: RolloutCorrectionConfig) -> str:
+def describe(config: CorrectionFields) -> str:
     """The config in words, one fact a line; then the flags that make it, and what a translation did."""
     lines = [_mode(config), *_weights(config), *(f"rejects {criterion.describe()}" for criterion in config.criteria)]
     if config.rollout_token_veto_threshold is not None:
@@ -45,7 +42,7 @@ def describe(config: RolloutCorrectionConfig) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in config.notes)])
 
 
-def _mode(config: RolloutCorrectionConfig) -> str:
+def _mode(config: CorrectionFields) -> str:
     if config.proximal_interpolation:
         return (
             "decoupled without a forward-only pass: log π_old lies between log π_rollout and log π_θ by version, "
@@ -56,7 +53,7 @@ def _mode(config: RolloutCorrectionConfig) -> str:
     return f"bypass: π_old := π_rollout, ρ = π_θ / π_rollout; {OBJECTIVES[config.loss_type].words}"
 
 
-def _weights(config: RolloutCorrectionConfig) -> list[str]:
+def _weights(config: CorrectionFields) -> list[str]:
     if config.rollout_is is None:
         return ["no importance weights"]
     low, high = config.is_bounds
@@ -77,7 +74,7 @@ def _weights(config: RolloutCorrectionConfig) -> list[str]:
     return lines
 
 
-def _flags(config: RolloutCorrectionConfig) -> list[str]:
+def _flags(config: CorrectionFields) -> list[str]:
     """The flags without which this would be another config, ``--rollout-is`` always among them."""
     default = type(config)().to_dict()
     words: list[str] = []

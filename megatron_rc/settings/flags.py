@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.dialects import DIALECTS
+from megatron_rc.settings.fields import FIELDS
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
 _HELP = {

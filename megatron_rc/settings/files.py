@@ -1,0 +1,42 @@
+"""A YAML file of fields by name, with its numbers as they were written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a file.
+
+    Raises:
+        ValueError: the file holds no mapping.
+        OSError: the file cannot be read.
+    """
+    import yaml
+
+    text = path.read_text(encoding="utf-8")
+    try:
+        fields, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: expected lines of `field: value`, got {type(fields).__name__}")
+    return _as_written(fields, written)
+
+
+def _as_written(fields: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo what YAML 1.1 does to numbers at any depth: 0.5_2 and 1:0.8 are pairs, not 0.52 and 60.8, 1e-4 a number."""
+    for name, value in fields.items():
+        text = written.get(name)
+        if isinstance(value, dict) and isinstance(text, dict):
+            _as_written(value, text)
+        elif isinstance(value, (int, float)) and isinstance(text, str) and re.search("[_:]", text):
+            fields[name] = text
+        elif isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
+            fields[name] = float(value)
+    return fields
