@@ -41,6 +41,11 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
 
 
+def factor_error(log_ratio: Tensor) -> Tensor:
+    """exp|log ρ| - 1: the factor by which the two probabilities differ, less 1; |log ρ| clamped at 20."""
+    return torch.expm1(log_ratio.abs().clamp(max=EXP_LIMIT))
+
+
 def within(values: Tensor, lower: float, upper: float) -> Tensor:
     """Where lower <= values <= upper; False for NaN and infinities. One comparison, which on a CPU costs most."""
     return values - values.clamp(lower, upper) == 0

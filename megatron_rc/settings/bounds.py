@@ -175,6 +175,8 @@ RATIO = Bounds(
 )
 # One upper bound, in nats.
 UPPER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g} nats")
+# One upper bound, of a number without a unit.
+UPPER_NUMBER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g}")
 # δ >= 0 nats: log ρ may be as low as -δ.
 MARGIN = Bounds(_read_margin, lambda lower, upper: f"is above {0.0 - lower:.10g} nats")
 # Counts what must not occur.

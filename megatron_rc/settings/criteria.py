@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rc.numerics import k2, k3, within
-from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, Bounds, Threshold, aligned
+from megatron_rc.numerics import factor_error, k2, k3, within
+from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, UPPER_NUMBER, Bounds, Threshold, aligned
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,8 @@ def _max_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
 K1 = Divergence("k1", "log ρ", of=None, least=-math.inf)
 K2 = Divergence("k2", "k2 = ½(log ρ)²", of=k2, least=0.0)
 K3 = Divergence("k3", "k3 = ρ - 1 - log ρ", of=k3, least=0.0)
-_SUM = {x: (Need("sum", x),) for x in (K1, K2, K3)}
+ERROR = Divergence("error", "exp|log ρ| - 1", of=factor_error, least=0.0)
+_SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR)}
 _RESPONSES = "all responses of a prompt"
 
 # The table. k1 has bounds on ρ, k2 and k3 have one upper bound.
@@ -309,3 +310,6 @@ words = "sequences with A < 0 whose mean of -log ρ"
 define(Criterion("opsm", "sequence", words, MARGIN, _SUM[K1], _mean_of(K1), only_negative=True))
 words, lost = f"{_RESPONSES} of which one is rejected as a whole", lambda values: values.num_lost
 define(Criterion("group_any", "prompt", words, NONE_AT_ALL, (), lost, follows_others=True))
+# NeMo-RL's "multiplicative probability error" of a sequence, less 1.
+words = f"sequences whose mean {ERROR.words}"
+define(Criterion("seq_mean_error", "sequence", words, UPPER_NUMBER, _SUM[ERROR], _mean_of(ERROR)))

@@ -28,7 +28,7 @@ class CorrectionFields:
         rollout_rs: rejection criteria, a comma list of names from :mod:`megatron_rc.settings.criteria`; all must
             accept.
         rollout_rs_threshold: one bound for all criteria or a comma list with one for each that takes one. k1:
-            ``"lo_hi"`` bounds ρ, one number u means [1/u, u]; k2 and k3: one upper bound, in nats; ``opsm``: δ >= 0.
+            ``"lo_hi"`` bounds ρ, one number u means [1/u, u]; the others: one upper bound; ``opsm``: δ >= 0.
         rollout_rs_threshold_lower: lower bounds of the k1 criteria that were given one number: one, or one for each.
         rollout_token_veto_threshold: a sequence with any valid token of ρ below this is rejected.
         rollout_staleness_scale: bounds by staleness, ``"1:1.5,4:2"``: in nats, times 1.5 where the weights that sampled

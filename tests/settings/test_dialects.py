@@ -3,7 +3,9 @@
 import math
 
 import pytest
+import torch
 
+from megatron_rc import correct_rollouts
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.dialects import DIALECTS, translate
 from tests.golden.load import cases
@@ -546,9 +548,48 @@ def test_nemo_rl(given, expected, notes):
     reads("nemo-rl", nested, expected, *notes, "not read, no part of the correction: grpo, ratio_clip_min, use_cispo")
 
 
+ERROR = {"seq_logprob_error_threshold": 2}
+
+
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_nemo_rls_rejection_of_sequences(section):
+    note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|, seq_mean_error what is above 1 of it"
+    rejects = {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 1.0}
+    reads("nemo-rl", ERROR, {"rollout_is": None, **rejects}, note)
+    own = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}
+    nested = {"loss_fn": {**TIS, RATIO: 3.0}, section: {**ERROR, "num_prompts_per_step": 8}, "data": {}}
+    unread = f"not read, no part of the correction: {section}.num_prompts_per_step, data"
+    reads("nemo-rl", nested, own, note, unread)
+    reads("nemo-rl", {section: ERROR}, {"rollout_is": None, **rejects}, note)
+    off = {"loss_fn": {}, section: {"seq_logprob_error_threshold": None}}
+    reads("nemo-rl", off, {"rollout_is": None})
+
+
+def test_that_rejection_is_nemo_rls():
+    """Its own formula: the mean over a sequence's tokens of exp|log π_old - log π_rollout|, at most the threshold."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(64, 12, generator=generator) - 0.5
+    old = (rollout + 0.7 * torch.randn(64, 12, generator=generator)).clamp(max=0)
+    mask = torch.rand(64, 12, generator=generator) > 0.3
+    config = RolloutCorrectionConfig.from_dict({"seq_logprob_error_threshold": 1.7}, "nemo-rl")
+    error = ((old - rollout).abs().double().exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
+    kept = mask & (error <= 1.7).unsqueeze(1)
+    assert 0.2 < kept.sum() / mask.sum() < 0.8
+    result = correct_rollouts(old, rollout, mask, config)
+    assert torch.equal(result.mask, kept)
+    assert result.denominators[0, 2] == kept.sum()
+
+
 @pytest.mark.parametrize(
     ("dialect", "given", "message"),
     [
+        ("nemo-rl", {"grpo": {"seq_logprob_error_threshold": 1}}, "seq_logprob_error_threshold=1.0 must be above 1"),
+        ("nemo-rl", {"seq_logprob_error_threshold": "x"}, "seq_logprob_error_threshold='x' must be a number"),
+        (
+            "nemo-rl",
+            {"loss_fn": {**SEQ_MASK, RATIO: 1.1, RATIO_MIN: 0.9}, "grpo": ERROR},
+            "takes sequences out of the denominators and 'seq-mask-tis' leaves them in: keep one",
+        ),
         (
             "verl-2026",
             {},

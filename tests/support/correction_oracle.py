@@ -167,6 +167,8 @@ def deviation(values: Iterable[float], lost: int = 0) -> float:
 
 def divergence(kind: str, x: float) -> float:
     """k1 is log ρ here."""
+    if kind == "error":
+        return math.expm1(min(abs(x), EXP_LIMIT))
     return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - x}[kind]
 
 

@@ -183,9 +183,9 @@ CASES = {
         rejects=("token_k1",),
     ),
     "maxima and veto": Case(
-        {**NO_IS, "rollout_token_veto_threshold": 0.4, **rs("seq_max_k2", 0.46)},
-        {"veto": 0.4, "criteria": (("seq_max_k2", NONE, 0.46),)},
-        rejects=("seq_max_k2",),
+        {**NO_IS, "rollout_token_veto_threshold": 0.4, **rs("seq_max_k2,seq_mean_error", "0.46,0.6")},
+        {"veto": 0.4, "criteria": (("seq_max_k2", NONE, 0.46), ("seq_mean_error", NONE, 0.6))},
+        rejects=("seq_max_k2", "seq_mean_error"),
     ),
     "groups": Case(
         {"rollout_is": "token", **rs("group_any,seq_sum_k1,group_mean_k1,group_mean_k3", "0.05_9,0.85_1.2,0.2")},

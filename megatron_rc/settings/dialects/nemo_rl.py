@@ -20,12 +20,24 @@ _ERROR = "seq_logprob_error_threshold"
 
 
 def nemo_rl(settings: Settings) -> dict[str, Any]:
-    """The truncated, masked or plain weights of NeMo-RL's clipped loss."""
-    if settings[_ERROR] is not None:
+    """The weights of the clipped loss, and the sequences that the trainer leaves out before it."""
+    own = _weights(settings)
+    if settings[_ERROR] is None:
+        return own
+    if "rollout_rs" in own:
         raise ValueError(
-            f"{_ERROR}={settings[_ERROR]!r} rejects sequences by the mean of exp|log ρ|, which is no criterion here: "
-            "take it out, and name one that comes near in rollout_rs, for example seq_mean_k3"
+            f"{_ERROR}={settings[_ERROR]!r} takes sequences out of the denominators and 'seq-mask-tis' leaves them in: "
+            "keep one of the two"
         )
+    limit = settings.positive(_ERROR)
+    if limit <= 1:
+        raise ValueError(f"{_ERROR}={limit!r} must be above 1: that is the mean of exp|log ρ| of equal policies")
+    settings.notes.append(f"{_ERROR}={limit!r} bounds the mean of exp|log ρ|, seq_mean_error what is above 1 of it")
+    return {**own, **rejection([("seq_mean_error", repr(limit - 1))])}
+
+
+def _weights(settings: Settings) -> dict[str, Any]:
+    """The truncated, masked or plain weights of NeMo-RL's clipped loss."""
     kind = _type(settings)
     level = "sequence" if settings.boolean("sequence_level_importance_ratios") else "token"
     if not settings.boolean("use_importance_sampling_correction"):
