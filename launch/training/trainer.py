@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_rc.correction.api import RolloutCorrection
@@ -22,8 +19,7 @@ from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_rc.launch.training.local_layers import PackedTokens
-from megatron_rc.launch.training.micro_batches import Cut, LocalBatch, LocalTokens, cut_batch
+from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
     build_optimizer,
@@ -32,12 +28,9 @@ from megatron_rc.launch.training.model import (
     unwrap,
     wrap_chunks,
 )
+from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.weights.converter import load_model
-from megatron_rc.parallel import (
-    ParallelGroups,
-    linear_log_probs_and_entropy,
-    vocab_parallel_log_probs_and_entropy,
-)
+from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.schedule import masked_loss, wrap_finalize
 
@@ -64,6 +57,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.config, self.groups = config, groups
+        self.passes = ModelPasses(config, groups)
         transformer = build_transformer_config(config)
         chunks = build_chunks(config, transformer)
         if config.checkpoints.load_hf:
@@ -99,7 +93,7 @@ class Trainer:
 
         ``temperature``: of the distribution; default: the one that rollouts are sampled at.
         """
-        return self._log_probs(self.model, batch, temperature)
+        return self.passes.score(self.model, batch, temperature)
 
     def prepare(self, batch: RolloutBatch) -> PreparedBatch:
         """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
@@ -114,7 +108,7 @@ class Trainer:
         self._scored_at = self._steps
         in_loss = self.config.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
-        ref = self._log_probs(self.reference, cut) if self.reference else None
+        ref = self.passes.score(self.reference, cut) if self.reference else None
         plan = self.correction.plan(
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
@@ -184,7 +178,7 @@ class Trainer:
             local_tokens=math.prod(cuts[0].layout.shape),
             total_tokens=prepared.batch.total_tokens[mini_batch],
         )
-        self._run(self.model, prepared.batch, cuts, partial(self._loss, scale), forward_only=False)
+        self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale))
         if self.correction.step is not None:
             self.correction.step.check()
             if self.correction.step.denominators_on_host()[0][2] == 0:
@@ -253,106 +247,9 @@ class Trainer:
             absent.add("policy/reference_kl")
         return {name: value for name, value in metrics.items() if name not in absent}
 
-    def _log_probs(
-        self, model: Sequence[torch.nn.Module], batch: LocalBatch, temperature: float | None = None
-    ) -> Tensor | None:
-        """See :meth:`score`."""
-        cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
-        with torch.no_grad():
-            outputs = self._run(model, batch, cuts, partial(self._score, temperature), forward_only=True)
-        return torch.cat(outputs) if outputs else None
-
-    def _run(
-        self,
-        model: Sequence[torch.nn.Module],
-        batch: LocalBatch,
-        cuts: Sequence[Cut],
-        function: Any,
-        forward_only: bool,
-    ) -> list[Any]:
-        """Megatron's schedule over these micro-batches; what ``function`` returns for each of them."""
-        micro_batches = [batch.local.piece(cut) for cut in cuts]
-        schedule = get_forward_backward_func()
-        collected = schedule(
-            forward_step_func=partial(_forward_step, function),
-            data_iterator=[iter(micro_batches) for _ in model] if len(model) > 1 else iter(micro_batches),
-            model=list(model),
-            num_microbatches=len(micro_batches),
-            seq_length=batch.length_of_model,
-            micro_batch_size=batch.rows_of_model,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return list(collected) if self.groups.is_last_stage else []
-
-    def _policy(
-        self, model: torch.nn.Module, output: Tensor, local: LocalTokens, temperature: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs of the labels and entropy, like the tokens, from the model's logits or hidden states."""
-        rows = self._rows(local.labels), self._rows(local.response_mask)
-        temperature = self.config.rollouts.rl_default_temperature if temperature is None else temperature
-        if self.config.training.fused_linear_log_probs:
-            log_probs, entropy = self._from_hidden(unwrap(model), output, *rows, temperature)
-        else:
-            log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-                output,
-                rows[0],
-                self.groups.tp,
-                mask=rows[1],
-                vocab_size=self.config.model.vocab_size,
-                temperature=temperature,
-            )
-        return log_probs.reshape(local.layout.shape), entropy.reshape(local.layout.shape)
-
-    def _from_hidden(
-        self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """[b, s/cp] each, without logits."""
-        tied = chunk.share_embeddings_and_output_weights
-        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-        log_probs, entropy = linear_log_probs_and_entropy(
-            hidden.transpose(0, 1),
-            weight,
-            labels.t(),
-            self.groups.tp,
-            sequence_parallel=self.config.parallel.sequence_parallel,
-            gradient_accumulation=weight.requires_grad and chunk.config.gradient_accumulation_fusion,
-            mask=mask.t(),
-            vocab_size=self.config.model.vocab_size,
-            temperature=temperature,
-        )
-        return log_probs.t(), entropy.t()
-
-    @staticmethod
-    def _rows(values: Tensor) -> Tensor:
-        """As the model sees them: packed tokens are one row."""
-        return values if values.dim() == 2 else values.unsqueeze(0)
-
-    def _score(
-        self,
-        temperature: float | None,
-        model: torch.nn.Module,
-        local: LocalTokens,
-        output: Tensor,
-        non_loss_data: bool = True,
-    ) -> Tensor:
-        return self._policy(model, output, local, temperature)[0]
-
     def _loss(
         self, scale: LossScale, model: torch.nn.Module, local: LocalTokens, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
-        log_probs, entropy = self._policy(model, output, local)
+        log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
         return masked_loss(self.correction, local, log_probs, entropy, scale)
-
-
-def _forward_step(function: Any, data_iterator: Iterator[LocalTokens], model: torch.nn.Module) -> tuple[Tensor, Any]:
-    local = next(data_iterator)
-    # Float16Module, which the reference policy has not, would make a float32 copy of all logits.
-    keep: dict[str, Any] = {"fp32_output": False} if isinstance(getattr(model, "module", None), Float16Module) else {}
-    tokens, positions = local.tokens, local.positions
-    if tokens.dim() == 1:
-        tokens, positions = tokens.unsqueeze(0), positions.unsqueeze(0)
-        keep["packed_seq_params"] = PackedTokens.of(local.layout, tokens.device)
-    output = model(tokens, positions, None, **keep)
-    return output, partial(function, model, local)

@@ -32,7 +32,7 @@ def export(words):
     weights = dict(export_weights(trainer.chunks, trainer.config, trainer.groups))
     with torch.no_grad():
         batch = cut_batch(recorded_batch(0), trainer.config, trainer.groups)
-        logits = trainer._run(
+        logits = trainer.passes.run(
             trainer.model, batch, batch.cuts[0], lambda _model, _local, output, non_loss_data: output, forward_only=True
         )
     return weights, torch.cat(logits) if logits else None

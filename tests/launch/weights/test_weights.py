@@ -86,7 +86,7 @@ def load_and_export(words):
     groups = trainer.groups
     with torch.no_grad():
         batch = cut_batch(recorded_batch(0, group_rank(groups.dp), group_size(groups.dp)), trainer.config, groups)
-        logits = trainer._run(
+        logits = trainer.passes.run(
             trainer.model, batch, batch.cuts[0], lambda _model, local, output, non_loss_data: output, forward_only=True
         )
     weights = dict(export_model(trainer.chunks, trainer.config, groups))
