@@ -8,17 +8,17 @@ from typing import Protocol, TypeVar
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
 
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.engines.registry import make_engine
+from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.launch.weights.converter import export_model
-from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
 
@@ -66,6 +66,10 @@ class RolloutCollector:
         elif self.is_engine_rank:
             self.engine = engine or self._default_engine()
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
+        is_recorded = config.rollouts.load_rollouts is not None
+        self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
+        self._rows = config.rollouts.sequences // config.data_parallel_size
+        self._has_named_experts = False
         steps = 0 if config.rollouts.load_rollouts else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
         elsewhere = getattr(self.engine, "is_elsewhere", False)
@@ -140,7 +144,11 @@ class RolloutCollector:
         batch = self._on_engine_rank(
             lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}"
         )
-        return self._share(batch)
+        shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
+        if shared.routed_experts is not None and not self._has_named_experts:
+            _log.warning("the rollouts name the experts of each token: they are carried to all ranks, and not used yet")
+            self._has_named_experts = True
+        return shared
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """A few responses to the replica's first prompts, the same prompts each time, on all its ranks.
@@ -154,7 +162,7 @@ class RolloutCollector:
             AgreedError: on every rank, if an engine failed on any.
         """
         batch = self._on_engine_rank(lambda: self._probe(rows, longest, length), "the check of the rollout engine")
-        return self._share(batch, rows, length)
+        return self.broadcast.batch(batch, rows, length)
 
     def evaluate(self) -> dict[str, float]:
         """Mean reward, and share of right answers, of the most likely responses to ``--eval-problems`` held out.
@@ -170,7 +178,7 @@ class RolloutCollector:
         if rewards is not None:
             right = sum(reward == 1 for reward in rewards)
             sums = torch.tensor([len(rewards), sum(rewards), right], dtype=torch.float64)
-        count, total, right = all_reduce_sum(self._broadcast(sums), self.groups.dp).tolist()
+        count, total, right = all_reduce_sum(self.broadcast.tensor(sums), self.groups.dp).tolist()
         return {"eval/reward": total / count, "eval/exact_match": right / count}
 
     def _on_engine_rank(self, work: Callable[[], T], what: str) -> T | None:
@@ -290,40 +298,6 @@ class RolloutCollector:
             finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
             sampling=self.sampling,
         )
-
-    def _share(self, batch: RolloutBatch | None, rows: int | None = None, length: int | None = None) -> RolloutBatch:
-        """Broadcast from the first rank of the replica: over TP×CP on the first stage, then over PP."""
-        config = self.config
-        rows = rows or config.rollouts.sequences // config.data_parallel_size
-        length = length or config.training.seq_length
-        integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
-        floats = torch.zeros(rows, length + 1)
-        if batch is not None:
-            per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
-            # Records may be of other dtypes, and what the receivers wait for is not.
-            columns = [values.unsqueeze(1) for values in per_row]
-            whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
-            integers = torch.cat([values.long() for values in whole], dim=1)
-            floats = torch.cat([batch.rollout_log_probs.float(), batch.rewards.float().unsqueeze(1)], dim=1)
-        integers, floats = self._broadcast(integers), self._broadcast(floats)
-        tokens, mask, versions, rest = integers.split([length, length, length, 3], dim=1)
-        return RolloutBatch(
-            tokens=tokens,
-            response_mask=mask.bool(),
-            rollout_log_probs=floats[:, :-1],
-            policy_versions=versions.int(),
-            sample_ids=rest[:, 0],
-            group_ids=rest[:, 1],
-            rewards=floats[:, -1],
-            finish_reasons=rest[:, 2],
-            sampling=self.sampling,
-        )
-
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device)
-        if group_rank(self.groups.pp) == 0:
-            tensor = broadcast(tensor, 0, parallel_state.get_tensor_and_context_parallel_group())
-        return broadcast(tensor, 0, self.groups.pp)
 
     def _default_engine(self) -> RolloutEngine:
         return make_engine(self.config, self.task.text.eos, self.task.text.pad, self.replica)

@@ -24,7 +24,7 @@ from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.records.rollout import RolloutBatch
+from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
 
 _PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
 
@@ -39,11 +39,13 @@ class LocalTokens(MicroBatch):
         tokens: input tokens, of the layout's local shape, like the next two.
         positions: position of each token in its sequence.
         labels: the next token.
+        routed_experts: ``[..., layers, top_k]`` like the tokens, -1 where they are not known; None: no record has them.
     """
 
     tokens: Tensor
     positions: Tensor
     labels: Tensor
+    routed_experts: Tensor | None = None
 
     def piece(self, cut: Cut) -> LocalTokens:
         """The same of one micro-batch."""
@@ -118,6 +120,7 @@ def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
         response_mask=layout.cut(mask),
         rollout_log_probs=layout.cut(rollout_log_probs),
         policy_versions=layout.cut(batch.label_versions()),
+        routed_experts=None if batch.routed_experts is None else layout.cut(batch.routed_experts),
         advantages=group_advantages(batch.rewards, batch.group_ids).float(),
         sequence_ids=batch.sample_ids,
     )
@@ -248,8 +251,9 @@ def _lay_out(
     index = layout.cut(row.clamp(min=0) * batch.tokens.shape[1] + position).to(device)
     held = layout.cut(row >= 0).to(device)
 
-    def take(values: Tensor) -> Tensor:
-        return torch.where(held, values.flatten()[index], values.new_zeros(()))
+    def take(values: Tensor, filler: int = 0) -> Tensor:
+        taken = values.flatten(0, 1)[index]
+        return torch.where(held.view(-1, *[1] * (taken.dim() - 1)), taken, values.new_full((), filler))
 
     labels, mask, rollout_log_probs = batch.label_aligned()
     advantages = group_advantages(batch.rewards, batch.group_ids).float()
@@ -262,6 +266,8 @@ def _lay_out(
         response_mask=take(mask),
         rollout_log_probs=take(rollout_log_probs),
         policy_versions=take(batch.label_versions()),
+        # What read a token predicts its label: they stand in label positions as they are.
+        routed_experts=None if batch.routed_experts is None else take(batch.routed_experts, NO_EXPERT),
         advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )

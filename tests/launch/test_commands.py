@@ -115,10 +115,10 @@ def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
 @pytest.mark.processes
 def test_under_torchrun_rank_0_speaks_alone(tmp_path):
     begun = time.monotonic()
-    words = [*SMALL, *TWO, "--num-attention-heads=3", f"--runs-dir={tmp_path}"]
+    words = [*SMALL, *TWO, "--num-attention-heads=1", f"--runs-dir={tmp_path}"]
     code, _, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
     assert code == 1, "torchrun's own code"
-    assert errors.count("error: --num-attention-heads 3 must be a multiple of --tensor-model-parallel-size = 2") == 1
+    assert errors.count("error: --num-attention-heads 1 must be a multiple of --tensor-model-parallel-size = 2") == 1
     assert "exitcode  : 2" in errors
     assert 'File "' not in errors.split("ChildFailedError")[0].split("torch/distributed")[0]
     assert time.monotonic() - begun < 60

@@ -1,0 +1,75 @@
+"""A rollout batch from the first rank of a replica to all of its ranks, in a few tensors of fixed shapes."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rc.parallel.collectives import broadcast
+from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+
+
+class ReplicaBroadcast:
+    """From TP, CP and PP rank 0 to the rest of the replica: over TP×CP on the first stage, then over PP.
+
+    Args:
+        groups: of this rank.
+        device: that the collectives take.
+        sampling: of all batches.
+        may_name_experts: batches can have routed experts, whose number only the first rank knows.
+    """
+
+    def __init__(
+        self, groups: ParallelGroups, device: torch.device, sampling: SamplingParams, *, may_name_experts: bool
+    ) -> None:
+        self.groups, self.device, self.sampling = groups, device, sampling
+        self._may_name_experts = may_name_experts
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """The first rank's tensor, of the same shape and dtype everywhere."""
+        tensor = tensor.to(self.device)
+        if group_rank(self.groups.pp) == 0:
+            tensor = broadcast(tensor, 0, parallel_state.get_tensor_and_context_parallel_group())
+        return broadcast(tensor, 0, self.groups.pp)
+
+    def batch(self, batch: RolloutBatch | None, rows: int, length: int) -> RolloutBatch:
+        """The first rank's batch of so many rows and columns.
+
+        Collectives: two broadcasts over TP×CP, two over PP; where batches may have routed experts one more each, and
+        another one if they have.
+        """
+        integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
+        floats = torch.zeros(rows, length + 1)
+        if batch is not None:
+            per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
+            # Records may be of other dtypes, and what the receivers wait for is not.
+            columns = [values.unsqueeze(1) for values in per_row]
+            whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
+            integers = torch.cat([values.long() for values in whole], dim=1)
+            floats = torch.cat([batch.rollout_log_probs.float(), batch.rewards.float().unsqueeze(1)], dim=1)
+        integers, floats = self.tensor(integers), self.tensor(floats)
+        tokens, mask, versions, rest = integers.split([length, length, length, 3], dim=1)
+        return RolloutBatch(
+            tokens=tokens,
+            response_mask=mask.bool(),
+            rollout_log_probs=floats[:, :-1],
+            policy_versions=versions.int(),
+            sample_ids=rest[:, 0],
+            group_ids=rest[:, 1],
+            rewards=floats[:, -1],
+            finish_reasons=rest[:, 2],
+            sampling=self.sampling,
+            routed_experts=self._experts(batch, rows, length) if self._may_name_experts else None,
+        )
+
+    def _experts(self, batch: RolloutBatch | None, rows: int, length: int) -> Tensor | None:
+        """[rows, length, layers, top_k] int32, where the batch has them."""
+        given = None if batch is None else batch.routed_experts
+        shape = torch.tensor([0, 0] if given is None else given.shape[2:])
+        layers, top_k = self.tensor(shape).tolist()
+        if not layers:
+            return None
+        empty = torch.zeros(rows, length, layers, top_k, dtype=torch.int32)
+        return self.tensor(empty if given is None else given.int())
