@@ -1,11 +1,16 @@
 """The correction with all its metrics against a straightforward multi-pass one: time, peak memory, and both compiled.
 
-    python benchmarks/correction.py [--compile]
+    python benchmarks/correction.py [--compile] [--verl FOLDER]
 
 Token-level weights truncated at 2, one rejection criterion, every metric; the baseline is ``benchmarks/naive.py``,
-which computes the 44 metrics that verl has for the two, each by itself from full tensors. The contenders run in turns,
-in one process on an otherwise idle machine; medians are printed. Peak memory is what ``torch.profiler`` saw allocated
-at once, in tensors of the log-probs' size.
+which computes the 44 metrics that verl has for the two, each by itself from full tensors. ``expressions`` is our token
+pass without the buffers that a CPU takes else. The contenders run in turns, in one process on an otherwise idle
+machine; medians are printed. Peak memory is what ``torch.profiler`` saw allocated at once, in tensors of the log-probs'
+size.
+
+``--verl`` is a folder with the package verl and what its helper imports (``pip install --no-deps --target``). A second
+table then compares with that helper, on one thread, given the int64 mask that its trainer holds and a float one. All
+must find the same weights, masks and mean weight.
 
 Without the two settings of glibc's allocator below, most of what is measured are page faults.
 """
@@ -13,12 +18,15 @@ Without the two settings of glibc's allocator below, most of what is measured ar
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 SHAPES = ((512, 2048), (64, 32768), (673, 24929))  # the last: 2²⁴ + 1 tokens
@@ -35,6 +43,10 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks import naive  # noqa: E402
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts  # noqa: E402
+from megatron_rc.correction.token_pass import blocks  # noqa: E402
+
+Batch = tuple[Tensor, Tensor, Tensor]
+Result = tuple[dict[str, float], Tensor, Tensor]  # metrics, weights, mask
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2")
 
@@ -45,7 +57,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def make_batch(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(shape: tuple[int, int]) -> Batch:
     """(train, rollout, mask), three quarters of the tokens valid."""
     generator = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(shape, generator=generator) - 0.01
@@ -65,32 +77,59 @@ def peak(function: Callable[[], object]) -> int:
     return largest
 
 
-def measure(shape: tuple[int, int], compiled: bool) -> None:
-    """Print one row of the table."""
-    train, rollout, mask = make_batch(shape)
-    kept: dict[str, object] = {}
+def ours(batch: Batch, *, compile: bool = False, buffers: bool = True) -> Result:
+    """Our correction, in whatever form of the token pass."""
+    with mock.patch.object(blocks, "takes_buffers", return_value=buffers):
+        result = correct_rollouts(*batch, CONFIG, compile=compile)
+    result.check()
+    return result.metrics(), result.weights, result.mask
 
-    def ours(**more: bool) -> None:
-        result = correct_rollouts(train, rollout, mask, CONFIG, **more)
-        result.check()
-        kept["ours"] = result.metrics(), result.weights, result.mask
 
-    def theirs() -> None:
-        kept["theirs"] = naive.correct(train, rollout, mask)
+def baseline(batch: Batch) -> Result:
+    """The multi-pass correction."""
+    weights, mask, metrics = naive.correct(*batch)
+    return metrics, weights, mask
 
-    contenders: dict[str, Callable[[], None]] = {"baseline": theirs, "eager": ours}
-    if compiled:
-        contenders["compiled"] = lambda: ours(compile=True)
+
+def verl(batch: Batch) -> Result:
+    """The helper that verl's trainer calls."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        *batch,
+        rollout_is="token",
+        rollout_is_threshold=2.0,
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.5_2.0",
+    )
+    return metrics, weights.batch["rollout_is_weights"], mask
+
+
+def run_in_turns(contenders: dict[str, Callable[[], Result]]) -> dict[str, float]:
+    """The median time of each."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(ROUNDS + 1):
         for name, function in contenders.items():
             start = time.perf_counter()
-            function()
+            kept = function()  # results live until they have been timed
             if turn:
                 times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    kept.clear()
-    memory = {name: peak(function) / (4 * train.numel()) for name, function in contenders.items()}
+            del kept
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(shape: tuple[int, int], compiled: bool) -> None:
+    """Print one row of the table."""
+    batch = make_batch(shape)
+    contenders: dict[str, Callable[[], Result]] = {
+        "baseline": lambda: baseline(batch),
+        "eager": lambda: ours(batch),
+        "expressions": lambda: ours(batch, buffers=False),
+    }
+    if compiled:
+        contenders["compiled"] = lambda: ours(batch, compile=True)
+    medians = run_in_turns(contenders)
+    memory = {name: peak(function) / (4 * batch[0].numel()) for name, function in contenders.items()}
     cells = [
         f"{medians[name] * 1e3:.1f} ms ({medians['baseline'] / medians[name]:.2f}x), {memory[name]:.2f}"
         for name in medians
@@ -98,13 +137,54 @@ def measure(shape: tuple[int, int], compiled: bool) -> None:
     say(f"| {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |")
 
 
+def measure_verl(shape: tuple[int, int]) -> None:
+    """Print one row of the table beside verl, on one thread."""
+    train, rollout, mask = batch = make_batch(shape)
+    by_mask = {"verl, int64 mask": (train, rollout, mask.long()), "verl, float mask": (train, rollout, mask.float())}
+    contenders: dict[str, Callable[[], Result]] = {
+        name: functools.partial(verl, given) for name, given in by_mask.items()
+    }
+    contenders |= {"eager": lambda: ours(batch), "expressions": lambda: ours(batch, buffers=False)}
+    check_alike({name: function() for name, function in contenders.items()})
+    medians = run_in_turns(contenders)
+    cells = [f"{medians[name] * 1e3:.1f} ms" for name in by_mask]
+    for name in ("eager", "expressions"):
+        ratios = " and ".join(f"{medians[other] / medians[name]:.2f}x" for other in by_mask)
+        cells.append(f"{medians[name] * 1e3:.1f} ms ({ratios})")
+    say(f"| {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |")
+
+
+def check_alike(results: dict[str, Result]) -> None:
+    """Raise where the contenders differ."""
+    metrics, weights, mask = results["eager"]
+    name = "rollout_corr/rollout_is_mean"
+    for other_metrics, other_weights, other_mask in results.values():
+        torch.testing.assert_close(other_weights, weights)
+        torch.testing.assert_close(other_mask.bool(), mask)
+        if abs(other_metrics[name] - metrics[name]) > 1e-5:
+            raise AssertionError(f"{name} is {other_metrics[name]}, not {metrics[name]}")
+
+
+def print_header(names: list[str], note: str) -> None:
+    """The head of a table."""
+    say(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {note}")
+    say("| shape | " + " | ".join(names) + " |")
+    say("|" + "---|" * (len(names) + 1))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="also through torch.compile (needs a C++ compiler)")
+    parser.add_argument("--verl", metavar="FOLDER", help="also beside the verl in this folder, on one thread")
     arguments = parser.parse_args()
-    names = ["baseline", "eager", *["compiled"] * arguments.compile]
-    say(f"torch {torch.__version__}, {torch.get_num_threads()} threads; time (baseline / time), peak in tensors")
-    say("| shape | " + " | ".join(names) + " |")
-    say("|" + "---|" * (len(names) + 1))
+    names = ["baseline", "eager", "expressions", *["compiled"] * arguments.compile]
+    print_header(names, "time (baseline / time), peak in tensors")
     for each in SHAPES:
         measure(each, arguments.compile)
+    if arguments.verl:
+        warnings.simplefilter("ignore")  # of its imports
+        sys.path.append(arguments.verl)
+        torch.set_num_threads(1)
+        print_header(["verl, int64 mask", "verl, float mask", "eager", "expressions"], "time (verl / time)")
+        for each in SHAPES[:2]:
+            measure_verl(each)

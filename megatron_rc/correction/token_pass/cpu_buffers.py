@@ -50,8 +50,8 @@ class Buffers:
 class BufferedBlock:
     """One block of tokens: a :class:`~megatron_rc.correction.token_pass.terms.TokenBlock`.
 
-    ``ratio`` and every count write to ``two``; ``minus_one``, ``square`` and ``clamp`` to ``one``; exact sums,
-    ``extremes`` and ``codes`` to both. The tests compare all of it with the expressions.
+    ``ratio`` and every count write to ``two``; ``hold``, ``minus_one``, ``square`` and ``clamp`` to ``one``; exact
+    sums, ``extremes`` and ``codes`` to both. The tests compare all of it with the expressions.
 
     Args:
         tokens: of the block, [runs, run] each, or flat.
@@ -95,17 +95,22 @@ class BufferedBlock:
         """ρ."""
         return exp_ratio(self.log_ratio, self._buffers.two)
 
+    def hold(self, values: Tensor) -> Tensor:
+        """The values where valid, else 0."""
+        return self._hold(values, self._buffers.one)
+
     def minus_one(self, values: Tensor) -> Tensor:
-        """Values - 1 where valid, else 0: to 6e-8 · ρ in float32, where expm1 would cost six exponentials."""
-        return self._hold(torch.sub(values, 1, out=self._buffers.one), self._buffers.one)
+        """Values - 1."""
+        return torch.sub(values, 1, out=self._buffers.one)
 
     def square(self, values: Tensor) -> Tensor:
         """values²."""
         return torch.mul(values, values, out=self._buffers.one)
 
     def clamp(self, values: Tensor, lower: float, upper: float) -> Tensor:
-        """Values within the bounds where valid, else 0."""
-        return self._hold(torch.clamp(values, lower, upper, out=self._buffers.one), self._buffers.one)
+        """Values, 0 where invalid, within the bounds; 0 there still."""
+        clamped = torch.clamp(values, lower, upper, out=self._buffers.one)
+        return clamped if lower <= 0 <= upper else self.hold(clamped)
 
     def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
         """Valid tokens that clamping left alone."""

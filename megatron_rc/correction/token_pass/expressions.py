@@ -25,7 +25,7 @@ class ExpressionBlock:
     def __init__(self, tokens: BlockTokens, lengths: Tensor | None = None) -> None:
         self._lengths = lengths
         self.valid = tokens.mask & is_log_prob(tokens.train) & is_log_prob(tokens.rollout)
-        train, rollout = torch.where(self.valid, tokens.train, 0), torch.where(self.valid, tokens.rollout, 0)
+        train, rollout = self.hold(tokens.train), self.hold(tokens.rollout)
         self.log_ratio = train - rollout
         self.train_sum, self.rollout_sum = self.exact_sum(train), self.exact_sum(rollout)
         self.response = self.count(tokens.mask)
@@ -36,17 +36,22 @@ class ExpressionBlock:
         """ρ."""
         return exp_ratio(self.log_ratio)
 
+    def hold(self, values: Tensor) -> Tensor:
+        """The values where valid, else 0."""
+        return torch.where(self.valid, values, 0)
+
     def minus_one(self, values: Tensor) -> Tensor:
-        """Values - 1 where valid, else 0."""
-        return torch.where(self.valid, values - 1, 0)
+        """Values - 1."""
+        return values - 1
 
     def square(self, values: Tensor) -> Tensor:
         """values²."""
         return values.square()
 
     def clamp(self, values: Tensor, lower: float, upper: float) -> Tensor:
-        """Values within the bounds where valid, else 0."""
-        return torch.where(self.valid, values.clamp(lower, upper), 0)
+        """Values, 0 where invalid, within the bounds; 0 there still."""
+        clamped = values.clamp(lower, upper)
+        return clamped if lower <= 0 <= upper else self.hold(clamped)
 
     def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
         """Valid tokens that clamping left alone."""
@@ -54,7 +59,7 @@ class ExpressionBlock:
 
     def set_weights(self, values: Tensor) -> Tensor:
         """The weights: values where valid, else 0."""
-        self.weights = torch.where(self.valid, values, 0)
+        self.weights = self.hold(values)
         return self.weights
 
     def set_unit_weights(self) -> None:
@@ -91,10 +96,8 @@ class ExpressionBlock:
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """([runs], [runs]): the largest valid value and the largest negative of one; -inf without one."""
-        return (
-            self.max(torch.where(self.valid, values, -torch.inf)),
-            self.max(torch.where(self.valid, -values, -torch.inf)),
-        )
+        hole = torch.where(self.valid, 0.0, torch.inf).to(values.dtype)
+        return self.max(values - hole), self.max(-values - hole)
 
     def codes(self) -> Tensor:
         """int64: the histogram's code of log ρ."""

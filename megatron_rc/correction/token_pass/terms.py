@@ -119,14 +119,17 @@ class TokenBlock(Protocol):
     def ratio(self) -> Tensor:
         """ρ."""
 
+    def hold(self, values: Tensor) -> Tensor:
+        """The values where valid, else 0."""
+
     def minus_one(self, values: Tensor) -> Tensor:
-        """Values - 1 where valid, else 0."""
+        """Values - 1, to 6e-8 of the values in float32, where expm1 of their logarithms would cost six exponentials."""
 
     def square(self, values: Tensor) -> Tensor:
         """values²."""
 
     def clamp(self, values: Tensor, lower: float, upper: float) -> Tensor:
-        """Values within the bounds where valid, else 0."""
+        """Values, 0 where invalid, within the bounds; 0 there still."""
 
     def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
         """Valid tokens that clamping left alone."""
@@ -264,14 +267,16 @@ def _weight_terms(
 ) -> None:
     """Token-level weights; the bounds are compared in log space."""
     lower, upper = log_bounds(config)
-    weights = block.set_weights(apply_bounds(ratio, block.log_ratio, config, scale))
+    bounded = apply_bounds(ratio, block.log_ratio, config, scale)
+    excess = block.hold(block.minus_one(bounded))
+    out.batch["weight_excess_squared"] = block.sum(block.square(excess))
+    weights = block.set_weights(bounded)
     out.sequence["weight"] = block.sum(weights)
     if scale is not None or config.is_mode == "mask":
         # Else it follows from the largest ratio.
         out.batch_max["weight"] = block.max(weights)
     if scale is not None:
         out.batch_max["-weight"] = block.extremes(weights)[1]
-    out.batch["weight_excess_squared"] = block.sum(block.square(block.minus_one(weights)))
     tested = block.log_ratio if scale is None else block.log_ratio / scale
     outside = {"above": block.count_above(tested, upper), "below": block.count_below(tested, lower)}
     out.batch |= outside
