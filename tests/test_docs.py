@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import yaml
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.token_pass.histogram import QUANTILES
@@ -137,6 +138,27 @@ def missing_paths(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_paths_named_in_the_documents_exist(document):
     assert not list(missing_paths(document))
+
+
+MAKE = re.compile(r"\bmake ([a-z0-9-]+)")
+
+
+def test_every_target_that_is_named_exists():
+    """Of the Makefile, in documents, in the workflow and in what must pass before a change lands."""
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    habits = [ROOT / ".github" / "workflows" / "ci.yml", ROOT / ".ci" / "run"]
+    for path in (*DOCUMENTS, *habits):
+        commands = re.findall(
+            r"`[^`\n]+`|^[ -]*(?:run: )?make .*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+        assert {name for line in commands for name in MAKE.findall(line)} <= targets, path
+    for path in habits:
+        assert {"test", "lint"} <= set(MAKE.findall(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", [".pre-commit-config.yaml", ".github/workflows/ci.yml"])
+def test_files_of_services_are_yaml(name):
+    assert isinstance(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), dict)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,30 +1,29 @@
 """A pool of processes that stays up for the whole run and forms one process group after the other.
 
 Importing torch and Megatron costs seconds a process, so ranks are forked once from a server that has them loaded. They
-meet through a fresh file for every layout. Between two layouts all groups are destroyed, since Megatron's own clean-up
-leaves gloo's threads and descriptors behind.
+meet under a fresh name in one store. Groups of earlier layouts are kept until the ranks begin anew: closing one of
+gloo's connections waits for a thread that looks up every ten milliseconds, and a layout has dozens of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 COLLECTIVE_SECONDS = 60
 VICTIM_SECONDS = 3
-# Groups that something still holds keep their threads, which poll: now and then the ranks begin anew.
-RENEWED = 8
+# Groups of earlier layouts hold descriptors, about forty a layout of eight ranks: now and then the ranks begin anew.
+RENEWED = 16
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ class RankPool:
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.support.preloaded"])
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # Port 0: whichever is free.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers: list[tuple[Any, Connection]] = []
         self.meetings = 0
         self.layout: Layout | None = None
@@ -81,10 +81,10 @@ class RankPool:
         while len(self.workers) < layout.world:
             self._start()
         self.layout = layout
-        meeting = self.folder / f"meeting-{self.meetings}"
+        meeting = (self.store.port, f"meeting-{self.meetings}")
         connections = [connection for _, connection in self.workers[: layout.world]]
         for rank, connection in enumerate(connections):
-            connection.send((function, args, layout, rank, str(meeting)))
+            connection.send((function, args, layout, rank, meeting))
         return self._collect(connections, timeout)
 
     def close(self, seconds: float = 5) -> None:
@@ -143,6 +143,7 @@ def _serve(connection: Connection) -> None:
     import gc
     import importlib
     import logging
+    import os
     import warnings
 
     import torch
@@ -157,6 +158,7 @@ def _serve(connection: Connection) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     joined = None
+    _share_device()
     with cpu_backend(), contextlib.suppress(EOFError):
         while True:
             function, args, layout, rank, meeting = connection.recv()
@@ -167,20 +169,41 @@ def _serve(connection: Connection) -> None:
                 connection.send((True, function(*args), time.time()))
             except BaseException:
                 connection.send((False, traceback.format_exc(), time.time()))
+    os._exit(0)  # at once: nothing is worth closing its connections for
 
 
-def _join(layout: Layout, rank: int, meeting: str) -> None:
+def _share_device() -> None:
+    """Let all groups of gloo share one device, and so the one thread that polls; torch would make one for each."""
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    device = ProcessGroupGloo.create_default_device()
+
+    class Sharing(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 1, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Sharing
+
+
+_KEPT: list[Any] = []
+
+
+def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
     import gc
 
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
     if dist.is_initialized():
+        _KEPT.extend(dist.distributed_c10d._world.pg_map)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        # Models and trainers are cycles: while they live, so do their groups, each with a thread that polls.
+        # Models and trainers are cycles, which hold memory.
         gc.collect()
-    store = dist.FileStore(meeting, layout.world)
+    port, name = meeting
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port))
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
     parallel_state.initialize_model_parallel(
