@@ -14,6 +14,7 @@ from megatron_rc.correction.stages import (
     reduce_sequences,
     sequence_sums,
 )
+from megatron_rc.correction.step import StepError
 from megatron_rc.loss.aggregation import aggregate_loss
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl
@@ -40,6 +41,7 @@ __all__ = [
     "RolloutCorrection",
     "RolloutCorrectionConfig",
     "SamplingParams",
+    "StepError",
     "add_rollout_correction_args",
     "aggregate_loss",
     "batch_sums",

@@ -225,30 +225,39 @@ def test_readme_corrects_inside_megatron(monkeypatch):
     torch.testing.assert_close(result.weights, torch.ones(3, 8))
 
 
-def step_twice(words):
-    """The trainer's own step, and README's with the same plan, on this rank: gradients and metrics of both."""
+def steps_of_readme(words):
+    """README's two optimizer steps of one plan, the trainer's, and the gradients by the formula, on this rank."""
     trainer = make_trainer(words)
     prepared = trainer.prepare(recorded_batch(0))
-    trainer.accumulate(prepared, 0)
-    own, known = trainer.correction.loss_metrics(), gradients(trainer)
-    readme = run(2)
-    cuts = prepared.batch.cuts[0]
-    scale = prepared.plan.loss_scale(num_microbatches=len(cuts))
-    pieces = [prepared.batch.local.piece(cut) for cut in cuts]
-    batches = [(piece.tokens, piece.positions, piece.labels, piece) for piece in pieces]
-    for chunk in trainer.model:
-        chunk.zero_grad_buffer()
-    readme["set_up"](trainer.correction, trainer.chunks[0].config)
-    found = readme["step"](
-        trainer.correction,
-        scale,
-        trainer.model,
-        iter(batches),
-        num_microbatches=len(batches),
-        seq_length=16,
-        micro_batch_size=4,
-    )
-    return own, found, known, gradients(trainer)
+    readme, found = run(2), []
+    for index, cuts in enumerate(prepared.batch.cuts):
+        trainer.accumulate(prepared, index)
+        own, known = trainer.correction.loss_metrics(), gradients(trainer)
+        readme["set_up"](trainer.correction, trainer.chunks[0].config)
+        pieces = [prepared.batch.local.piece(cut) for cut in cuts]
+        batches = [(piece.tokens, piece.positions, piece.labels, piece) for piece in pieces]
+        arguments = (trainer.correction, prepared.plan, index, trainer.model, batches)
+        metrics = readme["step"](*arguments, seq_length=16, micro_batch_size=4)
+        found.append((own, metrics, known, gradients(trainer), by_the_formula(trainer, pieces)))
+    return found
+
+
+def by_the_formula(trainer, pieces):
+    """The gradients of Σ -w A log π_θ over the accepted tokens, divided by their number; π_θ is π_old here."""
+    losses, accepted = [], 0
+    (chunk,) = trainer.model
+    chunk.zero_grad_buffer()
+    for piece in pieces:
+        logits = chunk(piece.tokens, piece.positions, None)
+        log_probs = logits.double().log_softmax(-1).gather(-1, piece.labels.unsqueeze(-1)).squeeze(-1)
+        log_ratio = torch.where(piece.response_mask, log_probs.detach() - piece.rollout_log_probs, 0)
+        k3 = (log_ratio.expm1() - log_ratio).sum(1) / piece.response_mask.sum(1).clamp(min=1)
+        ratio = log_ratio.exp()
+        kept = piece.response_mask & (ratio >= 0.5) & (ratio <= 2.5) & (k3 <= 0.27).unsqueeze(1)
+        losses.append(-(ratio.clamp(max=1.5) * piece.advantages.unsqueeze(1) * log_probs)[kept].sum())
+        accepted += int(kept.sum())
+    (sum(losses) / accepted).backward()
+    return gradients(trainer)
 
 
 def gradients(trainer):
@@ -256,13 +265,18 @@ def gradients(trainer):
 
 
 @pytest.mark.parametrize("mode", [[], ["--bypass-mode", "--loss-type=reinforce"]], ids=["decoupled", "bypass"])
-def test_readme_takes_the_trainers_step(ranks, tmp_path, mode):
+def test_readme_takes_the_trainers_steps(ranks, tmp_path, mode):
     # The whole vocabulary is real, and neither penalty is on: README's loss asks for neither.
-    words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", *mode)
-    ((own, found, known, got),) = ranks.run(step_twice, Layout(), words)
-    assert found == own
-    assert all(torch.equal(one, other) for one, other in zip(known, got, strict=True))
-    assert any(gradient.any() for gradient in known)
+    words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *mode)
+    (steps,) = ranks.run(steps_of_readme, Layout(), words)
+    assert len(steps) == 2
+    for own, found, known, got, wanted in steps:
+        assert found == own
+        assert all(torch.equal(one, other) for one, other in zip(known, got, strict=True))
+        size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
+        assert size > 0.01
+        for gradient, other in zip(got, wanted, strict=True):
+            assert (gradient - other).norm() < 1e-5 * size
 
 
 def test_readme_reads_another_programs_settings(capsys):

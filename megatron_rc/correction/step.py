@@ -19,21 +19,21 @@ class StepError(ValueError, RuntimeError):
     """A call at a time when it would train wrongly: wrong of the caller, and because of what was called before."""
 
 
-NO_MICRO_BATCH, SCALED_BEFORE, OTHER_PLAN, MIXED, UNFINISHED = range(1, 6)
-_REMEDY = "zero the gradients and call reset_step() on every rank before the schedule is run again"
-# The higher ones win where several are found; 0 is none.
+NO_MICRO_BATCH, SCALED_BEFORE, UNFINISHED, OTHER_PLAN, MIXED = range(1, 6)
+_REMEDY = "zero the gradients and call reset_step() on every rank before a schedule is run again"
+# By these numbers, of which the highest that any rank found travels to all; 0 is none.
 MISUSES = (
     "",
     "finish_step() without a micro-batch: no loss of this step was run backward on some rank: make it with "
     "masked_loss() in a schedule that is not forward-only, or call in_loss()",
     "two schedules without an optimizer step and zeroed gradients in between: those of the one before were scaled "
     f"already; {_REMEDY}",
+    "a schedule started on sums that no step has finished (one failed, or finish_step() was not called): this step has "
+    f"another number of micro-batches than num_microbatches of its LossScale; {_REMEDY}, and end each step with "
+    "finish_step(), as wrap_finalize() does",
     "the losses of this step were given the scale of a plan whose max_staleness, or whether it has a current_version, "
     f"is not that of the newest plan: {_REMEDY}, with a scale of the newest plan",
     f"the losses of this step were given scales of several mini-batches or plans: {_REMEDY}, and end each step with "
-    "finish_step(), as wrap_finalize() does",
-    "a schedule started on sums that no step has finished (one failed, or finish_step() was not called): this step has "
-    f"another number of micro-batches than num_microbatches of its LossScale; {_REMEDY}, and end each step with "
     "finish_step(), as wrap_finalize() does",
 )
 
@@ -100,6 +100,11 @@ class StepResult(CorrectionResult):
     def factor(self) -> Tensor:
         """0-D float64: what the gradients were to be multiplied by; 0 where the step must be skipped."""
         return self.header[-1]
+
+    @property
+    def skips(self) -> bool:
+        """Whether the optimizer's step must not be made: no token is accepted."""
+        return self.denominators_on_host()[0][2] == 0
 
     def check_order(self) -> None:
         """Raise StepError on every rank if what was counted on any of them is not one whole step."""

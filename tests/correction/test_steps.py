@@ -1,0 +1,338 @@
+"""What one optimizer step counts, and that calls between two steps change no gradient or are refused."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rc import (
+    MicroBatch,
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    StepError,
+    masked_loss,
+    wrap_finalize,
+)
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+
+ROWS, WIDTH, PER_MICRO_BATCH = 8, 6, 2
+MINI_BATCHES = (range(0, 4), range(4, 8))
+BOUNDS = (0.8, 1.3)
+LIMIT = 1.1
+CONFIG = {
+    "rollout_is": "token",
+    "rollout_is_threshold": LIMIT,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": f"{BOUNDS[0]}_{BOUNDS[1]}",
+}
+MODES = {"decoupled": {}, "bypass": {"bypass_mode": True, "loss_type": "reinforce"}}
+
+
+class Model(torch.nn.Module):
+    """One number a token; its chunk of gradients is scaled and zeroed like that of Megatron's DDP."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.logits = torch.nn.Parameter(torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64))
+        self.logits.main_grad = torch.zeros_like(self.logits)
+        self.logits.register_post_accumulate_grad_hook(self._add_up)
+
+    @staticmethod
+    def _add_up(parameter):
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def forward(self, rows):
+        return torch.nn.functional.logsigmoid(self.logits[list(rows)])
+
+    def scale_gradients(self, factor):
+        self.logits.main_grad *= factor
+
+    def zero_grad_buffer(self):
+        self.logits.main_grad.zero_()
+
+    @property
+    def gradient(self):
+        return self.logits.main_grad.clone()
+
+
+class Training:
+    """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
+
+    def __init__(self, mode, **loss):
+        algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
+        config = RolloutCorrectionConfig(**CONFIG, **MODES[mode])
+        self.correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(**algorithm, **loss))
+        self.mode, self.model = mode, Model()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            self.old = self.model(range(ROWS))
+        noise = 0.2 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        self.rollout = (self.old + noise).clamp(max=-1e-3)
+        self.mask = torch.rand(ROWS, WIDTH, generator=generator) > torch.linspace(0.1, 0.6, ROWS).unsqueeze(1)
+        self.advantages = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+        self.finalize = wrap_finalize(self.correction, lambda model: None)
+
+    def planned(self):
+        """The plan of both mini-batches."""
+        old = None if self.mode == "bypass" else self.old
+        ids = torch.arange(ROWS) // 4
+        return self.correction.plan(
+            PlanInputs(old, self.rollout, self.mask, mini_batch_ids=ids), num_mini_batches=len(MINI_BATCHES)
+        )
+
+    def micro_batch(self, plan, rows):
+        layout = SequenceLayout.padded(len(rows), WIDTH)
+        given = {}
+        if self.mode == "decoupled":
+            given = {"weights": plan.weights, "mask": plan.mask, "lengths": plan.sequence_lengths}
+            given = {name: value[list(rows)] for name, value in given.items()} | {"old_log_probs": self.old[list(rows)]}
+        rollout, mask, advantages = (value[list(rows)] for value in (self.rollout, self.mask, self.advantages))
+        return MicroBatch(layout, mask, advantages, rollout, **given)
+
+    def scale(self, plan, mini_batch):
+        number = len(MINI_BATCHES[mini_batch]) // PER_MICRO_BATCH
+        return plan.loss_scale(mini_batch, num_microbatches=number)
+
+    def schedule(self, plan, mini_batch, scale=None, *, forward_only=False, fails_at=None, finalize=True):
+        """Forward and backward of every micro-batch, in place where Megatron works in place; then the end."""
+        scale = scale or self.scale(plan, mini_batch)
+        rows = list(MINI_BATCHES[mini_batch])
+        for index, start in enumerate(range(0, len(rows), PER_MICRO_BATCH)):
+            if index == fails_at:
+                raise OSError("out of memory")
+            piece = rows[start : start + PER_MICRO_BATCH]
+            loss, count, _ = masked_loss(self.correction, self.micro_batch(plan, piece), self.model(piece), None, scale)
+            loss /= count
+            loss /= scale.num_microbatches
+            if not forward_only:
+                loss.backward()
+        if finalize and not forward_only:
+            self.finalize([self.model])
+
+    def step(self, plan, mini_batch):
+        """(gradient, metrics) of a step that nothing disturbs."""
+        self.model.zero_grad_buffer()
+        self.schedule(plan, mini_batch)
+        if self.correction.step is not None:
+            self.correction.step.check()
+        return self.model.gradient, self.correction.loss_metrics()
+
+    def expected(self, mini_batch):
+        """The gradient by the formula -w A log π_θ over the accepted tokens, divided by their number."""
+        rows = list(MINI_BATCHES[mini_batch])
+        logits = self.model.logits.detach().clone().requires_grad_()
+        ratio = (self.old - self.rollout).exp()
+        accepted = (self.mask & (ratio >= BOUNDS[0]) & (ratio <= BOUNDS[1]))[rows]
+        loss = -(ratio.clamp(max=LIMIT) * self.advantages.unsqueeze(1) * torch.nn.functional.logsigmoid(logits))[rows]
+        (loss[accepted].sum() / accepted.sum()).backward()
+        return logits.grad
+
+
+@pytest.fixture(params=MODES)
+def training(request):
+    return Training(request.param)
+
+
+def test_each_step_has_the_gradient_of_the_formula(training):
+    plan = training.planned()
+    for mini_batch in range(2):
+        gradient, _ = training.step(plan, mini_batch)
+        torch.testing.assert_close(gradient, training.expected(mini_batch), rtol=1e-12, atol=1e-15)
+    assert not torch.allclose(training.expected(0).sum(), training.expected(1).sum())
+
+
+def test_the_steps_may_come_in_any_order(training):
+    plan = training.planned()
+    for mini_batch in (1, 0, 1):
+        gradient, _ = training.step(plan, mini_batch)
+        torch.testing.assert_close(gradient, training.expected(mini_batch), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("gradients", [contextlib.nullcontext, torch.no_grad], ids=["", "no_grad"])
+@pytest.mark.parametrize("own_plan", [False, True])
+def test_an_evaluation_between_two_steps_counts_nothing(training, gradients, own_plan):
+    known = [Training(training.mode).step(training.planned(), index) for index in range(2)]
+    plan = training.planned()
+    for mini_batch in range(2):
+        with gradients():
+            evaluated = training.planned() if own_plan else plan
+            training.schedule(evaluated, 1 - mini_batch, forward_only=True)
+        gradient, metrics = training.step(plan, mini_batch)
+        assert torch.equal(gradient, known[mini_batch][0])
+        assert metrics == known[mini_batch][1]
+
+
+def test_a_second_plan_before_the_step_changes_nothing(training):
+    plan = training.planned()
+    other = Training(training.mode)
+    other.mask &= torch.arange(WIDTH) % 2 == 0
+    inputs = PlanInputs(None if training.mode == "bypass" else other.old, other.rollout, other.mask)
+    training.correction.plan(inputs)
+    gradient, _ = training.step(plan, 1)
+    torch.testing.assert_close(gradient, training.expected(1), rtol=1e-12, atol=1e-15)
+
+
+def test_a_second_plan_between_schedule_and_finish_changes_nothing(training):
+    plan = training.planned()
+    training.schedule(plan, 1, finalize=False)
+    training.planned()
+    training.finalize([training.model])
+    torch.testing.assert_close(training.model.gradient, training.expected(1), rtol=1e-12, atol=1e-15)
+
+
+def test_a_schedule_that_failed_is_not_run_again_before_the_step_is_reset(training):
+    plan = training.planned()
+    with pytest.raises(OSError, match="out of memory"):
+        training.schedule(plan, 0, fails_at=1)
+    for _ in range(2):
+        training.model.zero_grad_buffer()
+        with pytest.raises(StepError, match=r"sums that no step has finished .* call reset_step\(\)"):
+            training.schedule(plan, 0)
+    training.correction.reset_step()
+    gradient, metrics = training.step(plan, 0)
+    known, known_metrics = Training(training.mode).step(Training(training.mode).planned(), 0)
+    assert torch.equal(gradient, known)
+    assert metrics == known_metrics
+
+
+def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
+    plan = training.planned()
+    with pytest.raises(OSError, match="out of memory"):
+        training.schedule(plan, 0, fails_at=1)
+    with pytest.raises(StepError, match="scales of several mini-batches or plans"):
+        training.schedule(plan, 1)
+
+
+def test_losses_of_half_a_step_are_not_a_step(training):
+    plan = training.planned()
+    half = plan.loss_scale(0, num_microbatches=4)
+    with pytest.raises(StepError, match="another number of micro-batches than num_microbatches"):
+        training.schedule(plan, 0, half)
+
+
+def test_two_schedules_before_one_optimizer_step_in_bypass():
+    training = Training("bypass")
+    plan = training.planned()
+    for _ in range(2):
+        training.step(plan, 0)
+    with pytest.raises(StepError, match="two schedules without an optimizer step"):
+        training.schedule(plan, 1)
+    # An evaluation before the gradients are zeroed is none of it.
+    training.correction.reset_step()
+    training.step(plan, 0)
+    training.schedule(plan, 1, forward_only=True)
+    gradient, _ = training.step(plan, 1)
+    torch.testing.assert_close(gradient, training.expected(1), rtol=1e-12, atol=1e-15)
+
+
+def test_two_schedules_add_up_where_nothing_is_scaled():
+    training = Training("decoupled")
+    plan = training.planned()
+    training.model.zero_grad_buffer()
+    for index in range(2):
+        training.schedule(plan, index)
+    wanted = training.expected(0) + training.expected(1)
+    torch.testing.assert_close(training.model.gradient, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_a_wrapped_function_is_not_wrapped_again(training):
+    with pytest.raises(ValueError, match="ends the steps of this correction already"):
+        wrap_finalize(training.correction, training.finalize)
+    hidden = wrap_finalize(training.correction, lambda model: training.finalize(model))
+    plan = training.planned()
+    training.schedule(plan, 0, finalize=False)
+    with pytest.raises(StepError, match=r"wrap_finalize\(\) inside another"):
+        hidden([training.model])
+    wrap_finalize(Training(training.mode).correction, training.finalize)
+
+
+def test_without_a_wrapped_function_nothing_can_be_read():
+    training = Training("bypass")
+    training.correction.is_wrapped = False
+    plan = training.planned()
+    training.schedule(plan, 0, finalize=False)
+    for read in (lambda: training.correction.step, training.correction.loss_metrics):
+        with pytest.raises(StepError, match=r"before finish_step\(\): end every step, as wrap_finalize"):
+            read()
+    with pytest.raises(StepError, match="sums that no step has finished"):
+        training.schedule(plan, 1, finalize=False)
+
+
+def test_a_step_of_nothing_is_refused_where_the_loss_corrects():
+    training = Training("bypass")
+    plan = training.planned()
+    with torch.no_grad():
+        training.schedule(plan, 0, forward_only=True)
+    with pytest.raises(StepError, match="without a micro-batch"):
+        training.finalize([training.model])
+    gradient, _ = training.step(plan, 0)
+    torch.testing.assert_close(gradient, training.expected(0), rtol=1e-12, atol=1e-15)
+
+
+def test_weights_that_the_config_applies_must_be_given():
+    training = Training("decoupled")
+    plan = training.planned()
+    whole, scale = training.micro_batch(plan, range(2)), training.scale(plan, 0)
+    without = dataclasses.replace(whole, weights=None)
+    with pytest.raises(ValueError, match=r"rollout_is='token' applies weights, and the micro-batch has none"):
+        masked_loss(training.correction, without, training.model(range(2)), None, scale)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_microbatches": 2}, "the plan has 2 mini-batches: say which"),
+        ({"mini_batch": 2, "num_microbatches": 2}, r"mini_batch=2 is not in \[0, 2\)"),
+        ({"mini_batch": -1, "num_microbatches": 2}, "mini_batch=-1 is not in"),
+        ({"mini_batch": 0, "num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
+        ({"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}, "local_tokens=0, total_tokens=0"),
+        (
+            {
+                **{"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True},
+                **{"local_tokens": 4, "total_tokens": 2**31},
+            },
+            "total_tokens=2147483648",
+        ),
+    ],
+)
+def test_scales_that_cannot_be_are_refused(training, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        training.planned().loss_scale(**arguments)
+
+
+def test_the_mini_batch_is_named_where_there_are_several():
+    training = Training("bypass")
+    training.planned()
+    found = training.rollout[:2], training.rollout[:2], training.mask[:2]
+    with pytest.raises(ValueError, match="the plan has 2 mini-batches: say which"):
+        training.correction.in_loss(*found)
+    with pytest.raises(ValueError, match=r"mini_batch=2 is not in \[0, 2\)"):
+        training.correction.in_loss(*found, mini_batch=2)
+    with torch.no_grad():
+        weights, mask, lengths = training.correction.in_loss(*found, mini_batch=1)
+    assert (weights.shape, mask.dtype, lengths.shape) == (mask.shape, torch.bool, (2,))
+    # Without gradients nothing was counted, and another step may begin.
+    training.correction.in_loss(*found, mini_batch=0)
+
+
+def test_a_scale_of_other_counts_is_refused():
+    """The header of a step is as long as the newest plan says, on the stages that see no scale too."""
+    training = Training("bypass")
+    plan = training.planned()
+    versions = torch.zeros(ROWS, dtype=torch.int64)
+    inputs = PlanInputs(None, training.rollout, training.mask, policy_versions=versions)
+    training.correction.plan(inputs, current_version=2, max_staleness=2)
+    with pytest.raises(StepError, match="is not that of the newest plan"):
+        training.schedule(plan, 0)
+
+
+def test_the_right_class_and_its_name():
+    for mode, kind in (("decoupled", "DecoupledCorrection"), ("bypass", "InLossCorrection")):
+        correction = Training(mode).correction
+        assert isinstance(correction, RolloutCorrection)
+        assert type(correction).__name__ == kind
