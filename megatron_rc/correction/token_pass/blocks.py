@@ -1,7 +1,8 @@
 """The pass over one block after the other: the one place that knows in which form each block is computed.
 
-A CPU that runs PyTorch as it stands takes ``cpu_buffers``, everything else ``expressions``; with ``compile`` the
-expressions go through ``torch.compile``, for even blocks of the first one's shape.
+A CPU that runs PyTorch as it stands takes ``cpu_buffers``, everything else ``expressions``. With ``compile`` the
+expressions go through ``torch.compile``, which makes a program for one shape: blocks of another one, and flat blocks,
+in which every time other sequences lie, run as they stand.
 """
 
 from __future__ import annotations

@@ -114,10 +114,8 @@ class BufferedBlock:
 
     def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
         """Valid tokens that clamping left alone."""
-        two, flags = self._buffers.two, self._buffers.flags
-        torch.eq(torch.sub(values, clamped, out=two), 0, out=two)
-        flags.copy_(two).logical_and_(self.valid)
-        return flags
+        flags = torch.eq(values, clamped, out=self._buffers.flags)
+        return torch.logical_and(flags, self.valid, out=flags)
 
     def _room_for_weights(self) -> Tensor:
         return torch.empty_like(self.log_ratio) if self.weights is None else self.weights
