@@ -26,7 +26,7 @@ ALIASES = {
     "pg_is": ("bypass_pg_is", "its name in release 2025-11"),
     "pure_is": ("bypass_pg_is", "its name in the first release that had presets"),
     "pg_rs": ("bypass_pg_geo_rs", "its name in release 2025-11"),
-    "pure_rs": ("bypass_pg_geo_rs", "named like `pure_is`, of which it is the rejection"),
+    "pure_rs": ("bypass_pg_geo_rs", "its name before release 2025-11"),
     "bypass_pg_rs": ("bypass_pg_geo_rs", "as verl spelt it at the end of 2025"),
     "pg_geo_rs_seq_tis": ("bypass_pg_geo_rs_seq_tis", "as verl spelt it at the end of 2025"),
 }

@@ -16,8 +16,8 @@ from megatron_rc.settings.dialects.reader import Dialect, Settings
 from megatron_rc.settings.dialects.slime import SLIME
 from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
 
-_DIALECTS = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL)}
-DIALECTS = tuple(_DIALECTS)
+BY_NAME = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL)}
+DIALECTS = tuple(BY_NAME)
 
 
 def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], list[str]]:
@@ -34,7 +34,7 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
         ValueError: an unknown dialect or setting, or a value that the program would refuse or that cannot work here.
     """
     one_of("dialect", dialect, DIALECTS)
-    program = _DIALECTS[dialect]
+    program = BY_NAME[dialect]
     given, unread = _inside(fields, program)
     settings = Settings({program.spelled(name): value for name, value in given.items()}, program.defaults)
     own = program.read(settings)

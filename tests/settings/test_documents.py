@@ -1,0 +1,63 @@
+"""What README and docs/presets.md say in tables: every row is run as it is written."""
+
+import re
+
+import pytest
+import yaml
+
+from megatron_rc.settings import dialects
+from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.criteria import CRITERIA
+from megatron_rc.settings.presets import PRESETS
+from tests.support.paths import ROOT
+
+
+def rows(document, head):
+    """The cells of each row of the table with this head."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    table = text.partition(f"| {head} |\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()[1:]]
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def row_name(cells):
+    return cells[0].strip("`")
+
+
+TABLE = rows("docs/presets.md", "name | aliases | what it does | fields | paper")
+DIALECTS = rows("docs/presets.md", "dialect | setting | becomes | dropped")
+
+
+@pytest.mark.parametrize("cells", TABLE, ids=row_name)
+def test_a_preset_has_the_fields_of_its_row(cells):
+    (name,), aliases, _, fields, _ = (quoted(cell) for cell in cells)
+    wanted = RolloutCorrectionConfig(**yaml.safe_load("\n".join(fields)))
+    assert {preset(one) for one in (name, *aliases)} == {wanted}
+
+
+def test_the_table_has_every_name_once():
+    assert sorted(name for cells in TABLE for name in quoted(cells[0]) + quoted(cells[1])) == sorted(PRESETS)
+
+
+def test_names_that_changed_their_numbers_are_those_of_the_table():
+    changed = [name for cells in rows("docs/presets.md", "names | 2026-08 | 2025-11") for name in quoted(cells[0])]
+    assert sorted(changed) == sorted(name for name in PRESETS if preset(name, "2025-11") != preset(name))
+
+
+def test_readme_names_presets_and_criteria_that_there_are():
+    named = [name for cells in rows("README.md", "paper | config | equation") for name in quoted(cells[1])]
+    assert set(named) <= set(PRESETS)
+    named = [name for cells in rows("README.md", "criterion | rejects | if") for name in quoted(cells[0])]
+    assert sorted(named) == sorted(CRITERIA)
+
+
+def test_the_table_of_dialects_names_every_known_setting():
+    words, dialect = {name: set() for name in dialects.BY_NAME}, ""
+    for cells in DIALECTS:
+        dialect = "".join(quoted(cells[0])) or dialect
+        words[dialect] |= set(re.findall(r"\w+", " ".join(cells[1:]).replace("-", "_")))
+    missing = {name: set(program.defaults) - words[name] for name, program in dialects.BY_NAME.items()}
+    assert not any(missing.values()), missing
