@@ -153,12 +153,14 @@ class BufferedBlock:
         return flags.sum(1, dtype=torch.int32).to(self.log_ratio.dtype)
 
     def count_above(self, values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values are above the bound."""
-        return self.sum(self._hold(torch.gt(values, bound, out=self._buffers.two), self._buffers.two))
+        """[runs]: how many values, 0 where invalid, are above the bound."""
+        above = torch.gt(values, bound, out=self._buffers.two)
+        return self.sum(above if bound >= 0 else self._hold(above, above))
 
     def count_below(self, values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values are below the bound."""
-        return self.sum(self._hold(torch.lt(values, bound, out=self._buffers.two), self._buffers.two))
+        """[runs]: how many values, 0 where invalid, are below the bound."""
+        below = torch.lt(values, bound, out=self._buffers.two)
+        return self.sum(below if bound <= 0 else self._hold(below, below))
 
     def max(self, values: Tensor) -> Tensor:
         """[runs]: the largest value of each."""

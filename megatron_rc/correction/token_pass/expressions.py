@@ -83,11 +83,11 @@ class ExpressionBlock:
         return self.sum(flags.to(self.log_ratio.dtype))
 
     def count_above(self, values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values are above the bound."""
+        """[runs]: how many values, 0 where invalid, are above the bound; invalid ones count nowhere."""
         return self.count(self.valid & (values > bound))
 
     def count_below(self, values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values are below the bound."""
+        """[runs]: likewise below the bound."""
         return self.count(self.valid & (values < bound))
 
     def max(self, values: Tensor) -> Tensor:

@@ -153,10 +153,10 @@ class TokenBlock(Protocol):
         """[runs]: how many flags are set."""
 
     def count_above(self, values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values are above the bound."""
+        """[runs]: how many values, 0 where invalid, are above the bound; invalid ones count nowhere."""
 
     def count_below(self, values: Tensor, bound: float) -> Tensor:
-        """[runs]: how many valid values are below the bound."""
+        """[runs]: likewise below the bound."""
 
     def max(self, values: Tensor) -> Tensor:
         """[runs]: the largest value of each."""
