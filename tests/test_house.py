@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import pkgutil
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -132,3 +133,20 @@ def test_the_gpu_path_never_imports_the_switch():
     assert loads <= {"launch.train_ppo"}
     entry = (ROOT / "launch" / "train_ppo.py").read_text()
     assert "with _cpu_backend() if config.launch.on_cpu else contextlib.nullcontext()" in entry
+
+
+def test_oracles_know_nothing_of_the_library():
+    for name in ("correction_oracle", "training_oracle"):
+        for imported in imports(ROOT / "tests" / "support" / f"{name}.py"):
+            assert not imported.startswith("megatron_rc"), name
+            assert not imported.startswith("tests.") or imported == "tests.support.correction_oracle", name
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "vllm").glob("*.py")], ids=lambda path: path.stem
+)
+def test_what_no_test_runs_imports_what_exists(path):
+    """Benchmarks, and the tests that need vLLM."""
+    for name in imports(path):
+        if name.startswith(("megatron_rc.", "tests.", "benchmarks.")):
+            assert pkgutil.resolve_name(name), name

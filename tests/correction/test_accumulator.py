@@ -8,7 +8,7 @@ from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shar
 from megatron_rc.correction.token_pass.accumulator import Accumulator
 from megatron_rc.correction.token_pass.terms import BlockValues
 from tests.correction.test_correction import correct, use_blocks
-from tests.support.corrections import CASES, clear_batch
+from tests.support.correction_cases import CASES, clear_batch
 
 CONFIG = RolloutCorrectionConfig(
     rollout_is="token", rollout_rs="token_k1,seq_max_k2,seq_mean_k3", rollout_rs_threshold="0.5_2,0.55,0.06"

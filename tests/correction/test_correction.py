@@ -12,7 +12,7 @@ from megatron_rc.correction import stages as pipeline
 from megatron_rc.correction.token_pass import blocks as block_pass
 from megatron_rc.parallel import SequenceLayout
 from tests.support import correction_oracle as oracle
-from tests.support.corrections import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
+from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
 
 SIGNS = {"positive": "reward_positive", "negative": "reward_negative", "zero": "reward_zero"}
 

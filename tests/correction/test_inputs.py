@@ -13,7 +13,7 @@ from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.token_pass import accumulator
 from megatron_rc.parallel import SequenceLayout
 from tests.correction.test_correction import config_of
-from tests.support.corrections import CASES, clear_batch, make_batch, sizes
+from tests.support.correction_cases import CASES, clear_batch, make_batch, sizes
 
 INTS = torch.zeros(12, dtype=torch.int64)
 NAMES = ("train_log_probs", "rollout_log_probs", "response_mask")

@@ -15,12 +15,11 @@ from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients, whole_gradients
 from tests.support import correction_oracle as oracle
-from tests.support import matrix
-from tests.support import training_reference as reference
-from tests.support.matrix import LENGTH, NEAREST, PER_MINI_BATCH, SEQUENCES
+from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
-from tests.support.training_reference import Data, Objective
+from tests.support.training_cases import LENGTH, NEAREST, PER_MINI_BATCH, SEQUENCES
+from tests.support.training_oracle import Data, Objective
 
 ALONE = ParallelGroups()
 
@@ -92,8 +91,8 @@ def make_data():
     """Tokens of 0 to 3 versions before the old weights; drawn until no objective decides anything narrowly."""
     generator = torch.Generator().manual_seed(5)
     shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
-    tokens = torch.randint(0, reference.VOCABULARY, shape, generator=generator)
-    new = reference.score({k: w.double() for k, w in matrix.weights()[1].items()}, tokens)[0]
+    tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
+    new = training_oracle.score({k: w.double() for k, w in training_cases.weights()[1].items()}, tokens)[0]
     ages, mask = torch.randint(0, 4, shape, generator=generator), torch.zeros(shape, dtype=torch.bool)
     rewards = torch.rand(SEQUENCES, generator=generator)
     data = Data(tokens, mask, new.clone(), rewards, ids // 4, ids // PER_MINI_BATCH, ages)
@@ -120,7 +119,7 @@ def narrowest(objective, data, row, new):
     one = dataclasses.replace(
         data, **{name: getattr(data, name)[row : row + 1] for name in ("mini_batch_ids", "ages", "rollout")}
     )
-    between = reference.proximal(one, new[row : row + 1])
+    between = training_oracle.proximal(one, new[row : row + 1])
     lists = (between.tolist(), one.rollout.tolist(), data.mask[row : row + 1].tolist())
     log_ratio = (new[row] - between[0])[data.mask[row]]
     log_ratio = log_ratio.mean(0, keepdim=True) if objective.algorithm == "gspo" else log_ratio
@@ -131,7 +130,7 @@ def narrowest(objective, data, row, new):
 
 @functools.cache
 def expected(name):
-    return reference.update(OBJECTIVES[name], make_data(), *matrix.weights())
+    return training_oracle.update(OBJECTIVES[name], make_data(), *training_cases.weights())
 
 
 def words_of(name, layout, folder, *more):
@@ -153,8 +152,8 @@ def words_of(name, layout, folder, *more):
 )
 def test_the_gradients_are_those_of_the_reference(ranks, tmp_path, name, layout, more):
     want, words = expected(name), words_of(name, layout, tmp_path, *more)
-    everywhere = ranks.run(matrix.run_case, layout, words, make_data(), *matrix.weights())
-    for index in range(matrix.MINI_BATCHES):
+    everywhere = ranks.run(training_cases.run_case, layout, words, make_data(), *training_cases.weights())
+    for index in range(training_cases.MINI_BATCHES):
         assert_gradients(whole_gradients(everywhere, index), want.gradients[index], TO_REFERENCE)
         for rank in everywhere:
             assert rank.metrics[index] == everywhere[0].metrics[index]

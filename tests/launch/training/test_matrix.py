@@ -10,12 +10,11 @@ import itertools
 import pytest
 import torch
 
-from tests.support import matrix
-from tests.support import training_reference as reference
-from tests.support.matrix import LAYOUTS, MINI_BATCHES, MODES, OBJECTIVES, SEQUENCES, Case
+from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
+from tests.support.training_cases import LAYOUTS, MINI_BATCHES, MODES, OBJECTIVES, SEQUENCES, Case
 
-CASES = matrix.make_cases()
+CASES = training_cases.make_cases()
 # A sequence ratio over CP in the loss, of one sequence at a time, and packed beside it.
 MORE = [
     Case(Layout(cp=2, dp=2), "decoupled", variant=1, size=1),
@@ -30,11 +29,11 @@ FACTORS = ("layout", "mode", "packed", "per_token_loss", "size")
 def run(ranks, tmp_path_factory):
     """What every rank of a case brings back."""
     folder = tmp_path_factory.mktemp("matrix")
-    old, new = matrix.weights()
+    old, new = training_cases.weights()
 
-    def run(case, function=matrix.run_case, *more):
+    def run(case, function=training_cases.run_case, *more):
         words = case.words(folder)
-        return ranks.run(function, case.layout, words, matrix.make_data(), old, new, *more, timeout=240)
+        return ranks.run(function, case.layout, words, training_cases.make_data(), old, new, *more, timeout=240)
 
     return run
 
@@ -64,7 +63,7 @@ def whole_gradients(everywhere, index):
                 assert all(torch.equal(ordered[0], other) for other in ordered), f"{name} differs over TP"
                 joined.append(ordered[0])
             else:
-                joined.append(matrix.join_weight(name, ordered, dimension))
+                joined.append(training_cases.join_weight(name, ordered, dimension))
         assert all(torch.equal(joined[0], other) for other in joined), f"{name} differs over DP and CP"
         whole[name] = joined[0].double()
     copy = whole.pop("output_layer.weight", None)
@@ -84,7 +83,7 @@ def assert_gradients(got, want, tolerance):
 
 def assert_tokens(everywhere, expected):
     """Weights, mask and n_i of every token, wherever it lies; each valid token lies on one rank of DP×CP."""
-    data = matrix.make_data()
+    data = training_cases.make_data()
     seen = torch.zeros(data.mask.shape, dtype=torch.int64)
     for rank in everywhere:
         if rank.places is None:
@@ -134,7 +133,7 @@ def assert_metrics(everywhere, expected, index):
 
 
 def assert_case(everywhere, case, alone):
-    expected = matrix.expected(case.objective)
+    expected = training_cases.expected(case.objective)
     assert_tokens(everywhere, unnormalized(case, expected))
     for index in range(MINI_BATCHES):
         assert_metrics(everywhere, expected, index)
@@ -150,9 +149,9 @@ def unnormalized(case, expected):
     if not (case.objective.bypass and case.objective.settings.batch_normalize):
         return expected
     factors = [metrics["rollout_is_batch_norm_factor"] for metrics in expected.metrics]
-    ids = matrix.make_data().mini_batch_ids.tolist()
+    ids = training_cases.make_data().mini_batch_ids.tolist()
     scaled = [[w * factors[ids[row]] for w in weights] for row, weights in enumerate(expected.weights)]
-    return reference.Expected(scaled, expected.mask, expected.lengths, expected.metrics)
+    return training_oracle.Expected(scaled, expected.mask, expected.lengths, expected.metrics)
 
 
 def wanted_calls(rank, case):
@@ -218,7 +217,7 @@ def test_every_pair_of_values_occurs():
 
 @pytest.mark.parametrize("objective", [*itertools.chain(*OBJECTIVES.values())])
 def test_the_data_are_not_vacuous(objective):
-    expected, data = matrix.expected(objective), matrix.make_data()
+    expected, data = training_cases.expected(objective), training_cases.make_data()
     policy = expected.policy[0]
     if objective.algorithm != "reinforce":
         assert min(policy["low"], policy["high"]) >= 0.1
@@ -228,9 +227,9 @@ def test_the_data_are_not_vacuous(objective):
         for name, _, _ in objective.settings.criteria:
             assert 0.1 <= metrics[f"rollout_rs_{name}_masked_fraction"] <= 0.9
     mask = torch.tensor(expected.mask)
-    assert not mask[list(matrix.REJECTED_ROWS)].any()
-    assert data.mask[list(matrix.REJECTED_ROWS)].any(dim=1).all()
-    assert not data.mask[list(matrix.EMPTY_ROWS)].any()
+    assert not mask[list(training_cases.REJECTED_ROWS)].any()
+    assert data.mask[list(training_cases.REJECTED_ROWS)].any(dim=1).all()
+    assert not data.mask[list(training_cases.EMPTY_ROWS)].any()
     accepted = [int(part.sum()) for part in mask.split(SEQUENCES // MINI_BATCHES)]
     assert min(accepted) > 10
     if objective.settings.level and expected.weights is not None:
@@ -240,7 +239,7 @@ def test_the_data_are_not_vacuous(objective):
 
 def test_parts_of_the_work_differ():
     """Tokens of micro-batches, of CP shards and of replicas, so that exchanging them would show."""
-    data = matrix.make_data()
+    data = training_cases.make_data()
     for size in (4, 8):
         counts = [int(part.sum()) for part in data.mask.split(size)][: 24 // size]
         assert len(set(counts)) == len(counts)
@@ -267,7 +266,7 @@ def run_wrongly(words, data, old, new, variant):
 
     schedule.schedule_return = wrong
     try:
-        return matrix.run_case(words, data, old, new)
+        return training_cases.run_case(words, data, old, new)
     finally:
         schedule.schedule_return = right
 
@@ -293,7 +292,7 @@ def run_with_mean_of_means(words, data, old, new):
 
     right, DecoupledPlan._denominator = DecoupledPlan._denominator, wrong
     try:
-        return matrix.run_case(words, data, old, new)
+        return training_cases.run_case(words, data, old, new)
     finally:
         DecoupledPlan._denominator = right
 

@@ -28,11 +28,10 @@ from tests.launch.training.test_matrix import (
     assert_metrics,
     whole_gradients,
 )
-from tests.support import matrix
-from tests.support import training_reference as reference
-from tests.support.matrix import MINI_BATCHES, PER_MINI_BATCH, Case
+from tests.support import training_cases, training_oracle
 from tests.support.ranks import Layout
 from tests.support.recorded_training import make_trainer, run_config
+from tests.support.training_cases import MINI_BATCHES, PER_MINI_BATCH, Case
 
 EXPERTS = 4
 NARROW = 1e-3
@@ -58,7 +57,7 @@ class MoeCase(Case):
         return replace(found, words=words, settings=replace(found.settings, denominator="original"))
 
     def words(self, folder):
-        experts = [f"--num-experts={EXPERTS}", f"--moe-ffn-hidden-size={reference.EXPERT_INNER}"]
+        experts = [f"--num-experts={EXPERTS}", f"--moe-ffn-hidden-size={training_oracle.EXPERT_INNER}"]
         experts += [f"--moe-token-dispatcher-type={self.dispatcher}"]
         return super().words(folder) + experts + [*AUXILIARY] * self.auxiliary
 
@@ -81,7 +80,7 @@ CASES = [
 
 
 def run_case(words, data, old, new):
-    """As ``matrix.run_case``; besides, the members of this rank's groups, and every D₀/G."""
+    """As ``training_cases.run_case``; besides, the members of this rank's groups, and every D₀/G."""
     right, factors = RolloutCorrection.finish_step, []
 
     def finish_step(self, device=None):
@@ -89,7 +88,7 @@ def run_case(words, data, old, new):
         return factors[-1]
 
     with mock.patch.object(RolloutCorrection, "finish_step", finish_step):
-        found = matrix.run_case(words, data, old, new)
+        found = training_cases.run_case(words, data, old, new)
     groups = ParallelGroups.from_megatron()
     members = {one.name: distributed.get_process_group_ranks(getattr(groups, one.name)) for one in fields(groups)}
     return found, members, [float(factor) for factor in factors]
@@ -102,8 +101,10 @@ def run(ranks, tmp_path_factory):
 
     def run(case):
         if case not in known:
-            weights = matrix.weights(EXPERTS)
-            known[case] = ranks.run(run_case, case.layout, case.words(folder), matrix.make_data(EXPERTS), *weights)
+            weights = training_cases.weights(EXPERTS)
+            known[case] = ranks.run(
+                run_case, case.layout, case.words(folder), training_cases.make_data(EXPERTS), *weights
+            )
         return known[case]
 
     return run
@@ -127,7 +128,7 @@ def wanted_members(layout, rank):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_layout_is_the_reference(run, gradients, case):
     everywhere = [found for found, _, _ in run(case)]
-    expected = matrix.expected(case.objective, EXPERTS)
+    expected = training_cases.expected(case.objective, EXPERTS)
     alone = MoeCase(Layout(), case.mode, case.variant)
     for index in range(MINI_BATCHES):
         assert_metrics(everywhere, expected, index)
@@ -149,7 +150,7 @@ def test_spreading_the_experts_changes_nothing_else(run, gradients, layout):
         assert one.plan_calls
         assert all(one.step_calls)
         held, held_when_spread = (set(found.gradients[0]) for found in (one, other))
-        assert len(held - held_when_spread) == reference.LAYERS * EXPERTS
+        assert len(held - held_when_spread) == training_oracle.LAYERS * EXPERTS
     for index in range(MINI_BATCHES):
         assert_gradients(gradients(spread, index), gradients(together, index), TO_SINGLE)
 
@@ -159,7 +160,7 @@ def test_gradients_averaged_over_the_experts_replicas_alone_fail(gradients):
     case = MoeCase(Layout(dp=2, ep=2), "decoupled")
     wrong = {name: g * (2 if "local_experts" in name else 1) for name, g in gradients(case, 0).items()}
     with pytest.raises(AssertionError, match=r"gradient of .*local_experts"):
-        assert_gradients(wrong, matrix.expected(case.objective, EXPERTS).gradients[0], TO_REFERENCE)
+        assert_gradients(wrong, training_cases.expected(case.objective, EXPERTS).gradients[0], TO_REFERENCE)
 
 
 @functools.cache
@@ -167,9 +168,9 @@ def with_auxiliary(objective, index):
     """The reference's gradients with those of the router losses, which no weight and no denominator touches."""
     first, size = index * PER_MINI_BATCH, MoeCase.size
     micro_batches = [[*range(start, start + size)] for start in range(first, first + PER_MINI_BATCH, size)]
-    tokens, new = matrix.make_data(EXPERTS).tokens, matrix.weights(EXPERTS)[1]
-    auxiliary = reference.auxiliary_gradients(new, tokens, micro_batches, BALANCING, Z)
-    gradients = matrix.expected(objective, EXPERTS).gradients[index]
+    tokens, new = training_cases.make_data(EXPERTS).tokens, training_cases.weights(EXPERTS)[1]
+    auxiliary = training_oracle.auxiliary_gradients(new, tokens, micro_batches, BALANCING, Z)
+    gradients = training_cases.expected(objective, EXPERTS).gradients[index]
     router = "decoder.layers.0.mlp.router.weight"
     assert auxiliary[router].norm() > 0.1 * gradients[router].norm(), "too small to be seen"
     return {name: gradient + auxiliary[name] for name, gradient in gradients.items()}
@@ -222,22 +223,24 @@ def test_the_model_knows_its_router_losses(tmp_path, coefficient):
 
 
 def test_no_router_decides_narrowly():
-    for weights in matrix.weights(EXPERTS):
+    for weights in training_cases.weights(EXPERTS):
         whole = {name: weight.double() for name, weight in weights.items()}
-        for router in reference.routers_of(whole, matrix.make_data(EXPERTS).tokens):
+        for router in training_oracle.routers_of(whole, training_cases.make_data(EXPERTS).tokens):
             ordered = router.sort(dim=-1, descending=True).values
-            last, next_one = (ordered[:, reference.EXPERTS_OF_A_TOKEN - 1 + more] for more in (0, 1))
+            last, next_one = (ordered[:, training_oracle.EXPERTS_OF_A_TOKEN - 1 + more] for more in (0, 1))
             assert float((last - next_one).min()) > NARROW
-            chosen = router.topk(reference.EXPERTS_OF_A_TOKEN, dim=-1).indices.flatten().bincount(minlength=EXPERTS)
+            chosen = (
+                router.topk(training_oracle.EXPERTS_OF_A_TOKEN, dim=-1).indices.flatten().bincount(minlength=EXPERTS)
+            )
             assert int(chosen.min()) > 0.05 * len(router), "an expert is idle"
 
 
 def take_steps(words, data, old):
     """Metrics of the optimizer steps of all mini-batches."""
     trainer = make_trainer(words)
-    matrix.load([*trainer.chunks, *trainer.reference], old)
+    training_cases.load([*trainer.chunks, *trainer.reference], old)
     dp = trainer.groups.dp
-    prepared = trainer.prepare(matrix.batch_of(data, group_rank(dp), group_size(dp))[0])
+    prepared = trainer.prepare(training_cases.batch_of(data, group_rank(dp), group_size(dp))[0])
     return [trainer.update(prepared, index) for index in range(MINI_BATCHES)]
 
 
@@ -247,7 +250,9 @@ def test_optimizer_steps_are_those_of_experts_together(ranks, tmp_path):
     for ep, more in ((1, []), (2, []), (2, ["--use-distributed-optimizer"])):
         case = MoeCase(Layout(dp=2, ep=ep), "decoupled")
         words = [*case.words(tmp_path), *more]
-        everywhere = ranks.run(take_steps, case.layout, words, matrix.make_data(EXPERTS), matrix.weights(EXPERTS)[0])
+        everywhere = ranks.run(
+            take_steps, case.layout, words, training_cases.make_data(EXPERTS), training_cases.weights(EXPERTS)[0]
+        )
         assert everywhere[0] == everywhere[1]
         found.append(everywhere[0])
     for name in ("loss/total", "grad_norm"):
@@ -277,7 +282,7 @@ def test_the_optimizer_of_other_experts_is_one_error(ranks, tmp_path):
 
 
 def initial_weights(words):
-    return dict(matrix.named(make_trainer(words).chunks))
+    return dict(training_cases.named(make_trainer(words).chunks))
 
 
 def test_experts_start_unlike_each_other(ranks, tmp_path):

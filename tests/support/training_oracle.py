@@ -2,7 +2,7 @@
 
 The model is a Llama in plain torch, one sequence at a time and without padding; with a mixture of experts in the place
 of each MLP where the weights have one. They carry the names and the shapes of Megatron-Core's unsharded GPTModel. The
-correction is ``oracle.py``; the objective is a loop over tokens.
+correction is ``correction_oracle.py``; the objective is a loop over tokens.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import torch
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 from tests.support import correction_oracle as oracle
-from tests.support import training_reference as reference
+from tests.support import training_oracle
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, make_trainer
-from tests.support.training_reference import Data, Objective
+from tests.support.training_oracle import Data, Objective
 
 SEQUENCES, LENGTH, MINI_BATCHES = 32, 16, 2
 PER_MINI_BATCH = SEQUENCES // MINI_BATCHES
@@ -184,10 +184,10 @@ def make_cases() -> list[Case]:
 
 
 @functools.cache
-def weights(experts: int = 0) -> tuple[reference.Weights, reference.Weights]:
+def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.Weights]:
     """Those that make log π_old and log π_ref, and those that train."""
-    old = reference.make_weights(1, experts=experts)
-    return old, reference.moved(old, 2, 0.03)
+    old = training_oracle.make_weights(1, experts=experts)
+    return old, training_oracle.moved(old, 2, 0.03)
 
 
 @functools.cache
@@ -199,8 +199,8 @@ def make_data(experts: int = 0) -> Data:
     # With 34 no router decides narrowly.
     generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)
-    tokens = torch.randint(0, reference.VOCABULARY, shape, generator=generator)
-    old, new = (reference.score({k: w.double() for k, w in each.items()}, tokens)[0] for each in weights(experts))
+    tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
+    old, new = (training_oracle.score({k: w.double() for k, w in each.items()}, tokens)[0] for each in weights(experts))
     rewards = torch.rand(SEQUENCES, generator=generator)
     ids = torch.arange(SEQUENCES)
     data = Data(tokens, torch.zeros(shape, dtype=torch.bool), old.clone(), rewards, ids // 4, ids // PER_MINI_BATCH)
@@ -222,16 +222,16 @@ def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator:
         noise = offset + 0.3 * torch.randn(LENGTH, generator=generator)
         # Rollouts are float32, and so are the reference's.
         data.rollout[row] = (old[row] + noise).clamp(max=-0.01).float().double()
-        near = (reference.nearest_bound(objective, data, row, new, old) for objective in objectives)
+        near = (training_oracle.nearest_bound(objective, data, row, new, old) for objective in objectives)
         if data.mask[row].any() and all(distance > NEAREST for distance in near):
             return
     raise AssertionError(f"no draw of sequence {row} is clear")
 
 
 @functools.cache
-def expected(objective: Objective, experts: int = 0) -> reference.Expected:
+def expected(objective: Objective, experts: int = 0) -> training_oracle.Expected:
     """The reference's update."""
-    return reference.update(objective, make_data(experts), *weights(experts))
+    return training_oracle.update(objective, make_data(experts), *weights(experts))
 
 
 def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, torch.Tensor]:
@@ -281,14 +281,14 @@ class Found:
     mask: torch.Tensor | None
     lengths: torch.Tensor | None
     metrics: list[dict[str, float]]
-    gradients: list[reference.Weights]
+    gradients: list[training_oracle.Weights]
     sharded: dict[str, int]
     plan_calls: list[tuple[str, int, int]]
     step_calls: list[list[tuple[str, int, int]]]
     sequences: list[list[int]]
 
 
-def run_case(words: list[str], data: Data, old: reference.Weights, new: reference.Weights) -> Found:
+def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
     """Plan at the old weights, then the gradients of each mini-batch at the new ones."""
     trainer = make_trainer(words)
     groups = trainer.groups
@@ -360,7 +360,7 @@ def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield ".".join(parts), parameter
 
 
-def load(chunks: Any, weights: reference.Weights) -> None:
+def load(chunks: Any, weights: training_oracle.Weights) -> None:
     """Copy the weights' TP shards into the model."""
     from megatron.core import parallel_state
 
