@@ -8,8 +8,6 @@ data-parallel ranks, and micro-batches without a sequence fill up where it is no
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +19,7 @@ from torch import Tensor
 from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.launch.training.packing import Packing, pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
@@ -141,28 +140,19 @@ def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> L
 
 
 def _packed(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
-    everywhere = _padded_lengths(batch, config, groups)
-    num_micro_batches = [_num_bins(lengths, config) for lengths in zip(*everywhere, strict=True)]
-    bins = [
-        [
-            fill_bins(lengths, number, config.training.rl_sequence_packing_bin_size)
-            for lengths, number in zip(rank, num_micro_batches, strict=True)
-        ]
-        for rank in everywhere
-    ]
-    widths = [_width(rank, lengths, config) for rank, lengths in zip(bins, everywhere, strict=True)]
-    here = group_rank(groups.dp)
+    ranks, here = _token_counts(batch, config, groups), group_rank(groups.dp)
+    packing = pack(ranks, here, config)
     micro_batches = []
-    for mini_batch, (some, lengths) in enumerate(zip(bins[here], everywhere[here], strict=True)):
-        first = mini_batch * len(lengths)
-        for one in some:
-            held = [(first + row, lengths[row]) for row in one]
-            missing = widths[here] - sum(lengths[row] for row in one)
+    for mini_batch, (bins, counts) in enumerate(zip(packing.bins, ranks[here], strict=True)):
+        first = mini_batch * len(counts)
+        for one in bins:
+            held = [(first + row, counts[row]) for row in one]
+            missing = packing.width - sum(counts[row] for row in one)
             micro_batches.append([*held, *_padding(missing, config.training.seq_length)])
-    return _lay_out(batch, micro_batches, num_micro_batches, sum(widths), config, groups)
+    return _lay_out(batch, micro_batches, packing, groups)
 
 
-def _padded_lengths(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
+def _token_counts(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> list[list[list[int]]]:
     """For each data-parallel rank and mini-batch the tokens of every row up to the last trained label, padded for CP.
 
     A row without any is 0. One host synchronisation.
@@ -170,61 +160,12 @@ def _padded_lengths(batch: RolloutBatch, config: RunConfig, groups: ParallelGrou
     rows, length = batch.tokens.shape
     mask = batch.label_aligned()[1]
     used = (mask * torch.arange(1, length + 1, device=mask.device)).amax(dim=1)
-    lengths = torch.zeros(group_size(groups.dp), rows, dtype=torch.int64, device=mask.device)
+    counts = torch.zeros(group_size(groups.dp), rows, dtype=torch.int64, device=mask.device)
     unit = config.parallel.sequence_unit
-    lengths[group_rank(groups.dp)] = (used + unit - 1) // unit * unit
+    counts[group_rank(groups.dp)] = (used + unit - 1) // unit * unit
     per_rank = config.training.global_batch_size // config.data_parallel_size
-    split: list[list[list[int]]] = all_reduce_sum(lengths, groups.dp).unflatten(1, (-1, per_rank)).tolist()
+    split: list[list[list[int]]] = all_reduce_sum(counts, groups.dp).unflatten(1, (-1, per_rank)).tolist()
     return split
-
-
-def _num_bins(ranks: Sequence[Sequence[int]], config: RunConfig) -> int:
-    """Micro-batches of one mini-batch: what the fullest rank needs, a multiple of pp under virtual stages."""
-    number = max(1, *(_fewest_bins(lengths, config.training.rl_sequence_packing_bin_size) for lengths in ranks))
-    multiple = config.parallel.micro_batch_unit
-    return math.ceil(number / multiple) * multiple
-
-
-def _fewest_bins(lengths: Sequence[int], capacity: int) -> int:
-    number = max(1, math.ceil(sum(lengths) / capacity))
-    while _fullest(balance(lengths, number), lengths) > capacity:
-        number += 1
-    return number
-
-
-def fill_bins(lengths: Sequence[int], number: int, capacity: int) -> list[list[int]]:
-    """``number`` bins of at most ``capacity`` tokens, balanced; at least as many as :func:`balance` needs for that."""
-    bins = balance(lengths, number)
-    if _fullest(bins, lengths) > capacity:
-        # More bins can fill one of them higher; then some stay empty.
-        bins = balance(lengths, _fewest_bins(lengths, capacity))
-        bins += [[] for _ in range(number - len(bins))]
-    return bins
-
-
-def balance(lengths: Sequence[int], number: int) -> list[list[int]]:
-    """Indices of the lengths above 0 in ``number`` bins: the longest first, each into the emptiest bin.
-
-    Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT): the fullest bin is at most 4/3 of the best one.
-    """
-    bins: list[list[int]] = [[] for _ in range(number)]
-    heap = [(0, index) for index in range(number)]
-    for item in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]):
-        filled, index = heapq.heappop(heap)
-        bins[index].append(item)
-        heapq.heappush(heap, (filled + lengths[item], index))
-    return bins
-
-
-def _fullest(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
-    return max(sum(lengths[item] for item in one) for one in bins)
-
-
-def _width(bins: Sequence[Sequence[Sequence[int]]], lengths: Sequence[Sequence[int]], config: RunConfig) -> int:
-    """Tokens of each of a rank's micro-batches: those of its fullest one."""
-    unit = config.parallel.packing_unit
-    fullest = max(_fullest(some, each) for some, each in zip(bins, lengths, strict=True))
-    return max(1, math.ceil(fullest / unit)) * unit
 
 
 def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
@@ -235,9 +176,7 @@ def _padding(tokens: int, longest: int) -> list[tuple[int, int]]:
 def _lay_out(
     batch: RolloutBatch,
     micro_batches: Sequence[Sequence[tuple[int, int]]],
-    num_micro_batches: Sequence[int],
-    tokens_of_ranks: int,
-    config: RunConfig,
+    packing: Packing,
     groups: ParallelGroups,
 ) -> LocalBatch:
     """The local tokens of micro-batches that are given as (row, length) of their sequences."""
@@ -271,14 +210,14 @@ def _lay_out(
         advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )
-    ids = [index for index, number in enumerate(num_micro_batches) for _ in range(number)]
+    ids = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
     counts = torch.tensor([len(one) for one in micro_batches])
     return LocalBatch(
         local=local,
         rows=rows,
         mini_batch_ids=torch.tensor(ids).repeat_interleave(counts).to(device),
-        cuts=_consecutive(layouts, num_micro_batches),
-        total_tokens=tuple(number * tokens_of_ranks for number in num_micro_batches),
+        cuts=_consecutive(layouts, packing.num_micro_batches),
+        total_tokens=tuple(number * packing.width_of_ranks for number in packing.num_micro_batches),
         rows_of_model=1,
         length_of_model=sum(layouts[0].full_lengths),
     )

@@ -1,0 +1,88 @@
+"""Which sequences make a packed micro-batch: the same arithmetic on every rank, from what all ranks hold."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rc.launch.run_config import RunConfig
+
+# Tokens of some sequences; 0: it has none that train, and is left out.
+TokenCounts = Sequence[int]
+# Indices of the sequences that lie in one micro-batch each.
+Bins = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The micro-batches of one data-parallel rank.
+
+    Attributes:
+        bins: by mini-batch.
+        num_micro_batches: by mini-batch; equal on all ranks.
+        width: tokens of each micro-batch here, padding included.
+        width_of_ranks: the same, summed over the ranks.
+    """
+
+    bins: list[Bins]
+    num_micro_batches: list[int]
+    width: int
+    width_of_ranks: int
+
+
+def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -> Packing:
+    """The micro-batches of ``rank``, from the tokens of all sequences by data-parallel rank and mini-batch."""
+    capacity = config.training.rl_sequence_packing_bin_size
+    numbers = [_num_bins(counts, capacity, config.parallel.micro_batch_unit) for counts in zip(*ranks, strict=True)]
+    bins = [[fill_bins(counts, number, capacity) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
+    widths = [_width(some, one, config.parallel.packing_unit) for some, one in zip(bins, ranks, strict=True)]
+    return Packing(bins[rank], numbers, widths[rank], sum(widths))
+
+
+def fill_bins(counts: TokenCounts, number: int, capacity: int) -> Bins:
+    """``number`` bins of at most ``capacity`` tokens, balanced; at least as many as :func:`balance` needs for that."""
+    bins = balance(counts, number)
+    if _fullest(bins, counts) > capacity:
+        # More bins can fill one of them higher; then some stay empty.
+        bins = balance(counts, _fewest_bins(counts, capacity))
+        bins += [[] for _ in range(number - len(bins))]
+    return bins
+
+
+def balance(counts: TokenCounts, number: int) -> Bins:
+    """Indices of the counts above 0 in ``number`` bins: the longest first, each into the emptiest bin.
+
+    Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT): the fullest bin is at most 4/3 of the best one.
+    """
+    bins: Bins = [[] for _ in range(number)]
+    heap = [(0, index) for index in range(number)]
+    for item in sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i]):
+        filled, index = heapq.heappop(heap)
+        bins[index].append(item)
+        heapq.heappush(heap, (filled + counts[item], index))
+    return bins
+
+
+def _num_bins(ranks: Sequence[TokenCounts], capacity: int, multiple: int) -> int:
+    """Micro-batches of one mini-batch: what the fullest rank needs, a multiple of pp under virtual stages."""
+    number = max(1, *(_fewest_bins(counts, capacity) for counts in ranks))
+    return math.ceil(number / multiple) * multiple
+
+
+def _fewest_bins(counts: TokenCounts, capacity: int) -> int:
+    number = max(1, math.ceil(sum(counts) / capacity))
+    while _fullest(balance(counts, number), counts) > capacity:
+        number += 1
+    return number
+
+
+def _fullest(bins: Bins, counts: TokenCounts) -> int:
+    return max(sum(counts[item] for item in one) for one in bins)
+
+
+def _width(bins: Sequence[Bins], counts: Sequence[TokenCounts], unit: int) -> int:
+    """Tokens of each of a rank's micro-batches: those of its fullest one."""
+    fullest = max(_fullest(some, each) for some, each in zip(bins, counts, strict=True))
+    return max(1, math.ceil(fullest / unit)) * unit
