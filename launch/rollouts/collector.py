@@ -10,17 +10,18 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_rc.launch.distributed import agree
-from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
+from megatron_rc.launch.rollouts.sampler import RolloutSampler
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.tasks import Problem, Task
+from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.weights.converter import export_model
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
-from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 T = TypeVar("T")
 _log = logging.getLogger("megatron_rc")
@@ -57,7 +58,7 @@ class RolloutCollector:
         self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-        self.engine, self.recorded = None, None
+        self.engine, self.recorded, self.sampler = None, None, None
         if self.is_engine_rank and config.rollouts.load_rollouts:
             rollouts, length = config.rollouts, config.training.seq_length
             self.recorded = RecordedRollouts(
@@ -65,6 +66,7 @@ class RolloutCollector:
             )
         elif self.is_engine_rank:
             self.engine = engine or self._default_engine()
+            self.sampler = RolloutSampler(config, task, self.engine, self.replica)
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
@@ -161,7 +163,8 @@ class RolloutCollector:
         Raises:
             AgreedError: on every rank, if an engine failed on any.
         """
-        batch = self._on_engine_rank(lambda: self._probe(rows, longest, length), "the check of the rollout engine")
+        what = "the check of the rollout engine"
+        batch = self._on_engine_rank(lambda: self._required_sampler().probe(rows, longest, length), what)
         return self.broadcast.batch(batch, rows, length)
 
     def evaluate(self) -> dict[str, float]:
@@ -173,7 +176,7 @@ class RolloutCollector:
         Raises:
             AgreedError: on every rank, if sampling or scoring failed on any.
         """
-        rewards = self._on_engine_rank(self._evaluate, "the evaluation")
+        rewards = self._on_engine_rank(lambda: self._required_sampler().evaluate(), "the evaluation")
         sums = torch.zeros(3, dtype=torch.float64)
         if rewards is not None:
             right = sum(reward == 1 for reward in rewards)
@@ -192,28 +195,6 @@ class RolloutCollector:
         agree(self.config, error)
         return result
 
-    def _probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
-        engine = self._required_engine()
-        problems = self.task.problems(self.replica * rows, rows)
-        seed = self.config.training.seed + self.replica
-        encoded, samples = self._answers(engine, problems, self.sampling, longest, seed)
-        batch = self._batch(encoded, samples, [0.0] * rows, engine.version, self.replica * rows)
-        return batch.at_length(length, self.task.text.pad)
-
-    def _evaluate(self) -> list[float]:
-        number, replicas = self.config.task.eval_problems, self.config.data_parallel_size
-        first, end = (number * rank // replicas for rank in (self.replica, self.replica + 1))
-        problems = self.task.problems(first, end - first, held_out=True)
-        greedy = SamplingParams(top_k=1)
-        longest, seed = self.config.rollouts.max_response_length, self.config.training.seed
-        _, samples = self._answers(self._required_engine(), problems, greedy, longest, seed)
-        return self._rewards(problems, samples)
-
-    def _required_engine(self) -> RolloutEngine:
-        if self.engine is None:
-            raise RuntimeError("an engine samples on the first rank of a replica only")
-        return self.engine
-
     def _checked(self, batch: RolloutBatch, step: int) -> RolloutBatch:
         """The records, if they can be trained on; written down where that is asked for."""
         rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
@@ -231,73 +212,20 @@ class RolloutCollector:
     def _obtain(self, step: int) -> RolloutBatch:
         """This replica's records, sampled or read; in the background on another thread."""
         config = self.config
-        if self.recorded is not None:
-            batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
-            if batch.sampling.temperature != self.sampling.temperature:
-                raise ValueError(
-                    f"the rollouts in {config.rollouts.load_rollouts} were sampled at temperature "
-                    f"{batch.sampling.temperature}, --rl-default-temperature is {self.sampling.temperature}: set it "
-                    "alike"
-                )
-        else:
-            batch = self._sample(self._required_engine(), step)
+        if self.recorded is None:
+            return self._required_sampler().sample(step)
+        batch = self.recorded.read(step // config.updates_per_rollout, self.replica, config.data_parallel_size)
+        if batch.sampling.temperature != self.sampling.temperature:
+            raise ValueError(
+                f"the rollouts in {config.rollouts.load_rollouts} were sampled at temperature "
+                f"{batch.sampling.temperature}, --rl-default-temperature is {self.sampling.temperature}: set it alike"
+            )
         return batch
 
-    def _sample(self, engine: RolloutEngine, step: int) -> RolloutBatch:
-        config, replica = self.config, self.replica
-        prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
-        first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
-        problems = self.task.problems(first, prompts)
-        repeated = [problem for problem in problems for _ in range(config.rollouts.grpo_group_size)]
-        seed = config.training.seed + 1_000_003 * step + replica
-        encoded, samples = self._answers(engine, repeated, self.sampling, config.rollouts.max_response_length, seed)
-        rewards = self._rewards(repeated, samples)
-        return self._batch(encoded, samples, rewards, engine.version, replica * prompts)
-
-    def _answers(
-        self, engine: RolloutEngine, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
-    ) -> tuple[list[list[int]], list[Sample]]:
-        """What the model was shown, and one response to each problem."""
-        encoded = [self.task.text.encode(problem) for problem in problems]
-        room = self.config.training.seq_length - self.config.rollouts.max_response_length
-        if max(map(len, encoded)) > room:
-            raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
-        return encoded, engine.sample(encoded, sampling, longest, seed)
-
-    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample]) -> list[float]:
-        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
-
-    def _batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        rewards: Sequence[float],
-        version: int,
-        first_group: int,
-    ) -> RolloutBatch:
-        rows, length = len(samples), self.config.training.seq_length
-        tokens = torch.full((rows, length), self.task.text.pad)
-        mask = torch.zeros(rows, length, dtype=torch.bool)
-        log_probs = torch.zeros(rows, length)
-        for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-            end = len(prompt) + len(sample.token_ids)
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-            tokens[row, len(prompt) : end] = torch.tensor(sample.token_ids)
-            mask[row, len(prompt) : end] = True
-            log_probs[row, len(prompt) : end] = torch.tensor(sample.log_probs)
-        group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_group
-        return RolloutBatch(
-            tokens=tokens,
-            response_mask=mask,
-            rollout_log_probs=log_probs,
-            policy_versions=torch.full((rows, length), version, dtype=torch.int32),
-            sample_ids=torch.arange(rows) + first_group * self.config.rollouts.grpo_group_size,
-            group_ids=group,
-            rewards=torch.tensor(rewards, dtype=torch.float32),
-            finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
-            sampling=self.sampling,
-        )
+    def _required_sampler(self) -> RolloutSampler:
+        if self.sampler is None:
+            raise RuntimeError("an engine samples on the first rank of a replica only")
+        return self.sampler
 
     def _default_engine(self) -> RolloutEngine:
         return make_engine(self.config, self.task.text.eos, self.task.text.pad, self.replica)

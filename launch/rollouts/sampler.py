@@ -1,0 +1,105 @@
+"""What the engine of one replica is asked, and what becomes of its answers: records, or rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Problem, Task
+from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+
+
+class RolloutSampler:
+    """Samples for one data-parallel replica, on its first rank. Nothing here is a collective.
+
+    Args:
+        config: of the run.
+        task: prompts and rewards.
+        engine: of this replica.
+        replica: data-parallel rank: which share of the prompts.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
+        self.config, self.task, self.engine, self.replica = config, task, engine, replica
+        self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
+
+    def sample(self, step: int) -> RolloutBatch:
+        """This replica's share of the rollout batch that starts at an optimizer step, rewarded."""
+        config, replica = self.config, self.replica
+        prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
+        first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
+        problems = self.task.problems(first, prompts)
+        repeated = [problem for problem in problems for _ in range(config.rollouts.grpo_group_size)]
+        seed = config.training.seed + 1_000_003 * step + replica
+        encoded, samples = self._answers(repeated, self.sampling, config.rollouts.max_response_length, seed)
+        return self._batch(encoded, samples, self._rewards(repeated, samples), replica * prompts)
+
+    def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
+        """Responses to the replica's first prompts, the same prompts each time, without rewards.
+
+        Args:
+            rows: responses.
+            longest: most tokens of each.
+            length: columns of the batch.
+        """
+        problems = self.task.problems(self.replica * rows, rows)
+        seed = self.config.training.seed + self.replica
+        encoded, samples = self._answers(problems, self.sampling, longest, seed)
+        batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
+        return batch.at_length(length, self.task.text.pad)
+
+    def evaluate(self) -> list[float]:
+        """Rewards of the most likely responses to this replica's share of the problems that are held out."""
+        number, replicas = self.config.task.eval_problems, self.config.data_parallel_size
+        first, end = (number * rank // replicas for rank in (self.replica, self.replica + 1))
+        problems = self.task.problems(first, end - first, held_out=True)
+        longest, seed = self.config.rollouts.max_response_length, self.config.training.seed
+        _, samples = self._answers(problems, SamplingParams(top_k=1), longest, seed)
+        return self._rewards(problems, samples)
+
+    def _answers(
+        self, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
+    ) -> tuple[list[list[int]], list[Sample]]:
+        """What the model was shown, and one response to each problem."""
+        encoded = [self.task.text.encode(problem) for problem in problems]
+        room = self.config.training.seq_length - self.config.rollouts.max_response_length
+        if max(map(len, encoded)) > room:
+            raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
+        return encoded, self.engine.sample(encoded, sampling, longest, seed)
+
+    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample]) -> list[float]:
+        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
+        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+
+    def _batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        rewards: Sequence[float],
+        first_prompt: int,
+    ) -> RolloutBatch:
+        rows, length = len(samples), self.config.training.seq_length
+        tokens = torch.full((rows, length), self.task.text.pad)
+        mask = torch.zeros(rows, length, dtype=torch.bool)
+        log_probs = torch.zeros(rows, length)
+        for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+            end = len(prompt) + len(sample.token_ids)
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+            tokens[row, len(prompt) : end] = torch.tensor(sample.token_ids)
+            mask[row, len(prompt) : end] = True
+            log_probs[row, len(prompt) : end] = torch.tensor(sample.log_probs)
+        group = torch.arange(rows) // self.config.rollouts.grpo_group_size + first_prompt
+        return RolloutBatch(
+            tokens=tokens,
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            policy_versions=torch.full((rows, length), self.engine.version, dtype=torch.int32),
+            sample_ids=torch.arange(rows) + first_prompt * self.config.rollouts.grpo_group_size,
+            group_ids=group,
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+            finish_reasons=torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples]),
+            sampling=self.sampling,
+        )
