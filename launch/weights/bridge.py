@@ -16,8 +16,6 @@ from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.launch.weights.units import units_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-
 
 def bridge_export(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups

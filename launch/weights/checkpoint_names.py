@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# model_type: what files call the block of experts, and the gate, up and down projections of one.
-_EXPERTS = {
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-}
+from megatron_rc.launch.weights.families import FAMILIES
+from megatron_rc.launch.weights.family import ExpertNames
 
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
@@ -23,10 +20,11 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
 
     Tied parameters come once.
     """
-    names = _EXPERTS.get(model.config.model_type)
+    family = FAMILIES.get(model.config.model_type)
+    names = None if family is None else family.expert_names
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors.update({name: parameter} if names is None else _of_experts(name, parameter, *names))
+        tensors.update({name: parameter} if names is None else _of_experts(name, parameter, names))
     return tensors
 
 
@@ -68,17 +66,15 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _of_experts(
-    name: str, parameter: Tensor, block: str, gate: str, up: str, down: str
-) -> Iterator[tuple[str, Tensor]]:
-    name = name.replace(".mlp.", f".{block}.")
+def _of_experts(name: str, parameter: Tensor, names: ExpertNames) -> Iterator[tuple[str, Tensor]]:
+    name = name.replace(".mlp.", f".{names.block}.")
     path, _, last = name.rpartition(".")
     if last == "gate_up_proj":
         for expert, both in enumerate(parameter):
-            for part, half in zip((gate, up), both.chunk(2), strict=True):
+            for part, half in zip((names.gate, names.up), both.chunk(2), strict=True):
                 yield f"{path}.{expert}.{part}.weight", half
     elif last == "down_proj":
         for expert, one in enumerate(parameter):
-            yield f"{path}.{expert}.{down}.weight", one
+            yield f"{path}.{expert}.{names.down}.weight", one
     else:
         yield name, parameter

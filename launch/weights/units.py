@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.families import Rule, experts_of, find_family
+from megatron_rc.launch.weights.families import find_family
+from megatron_rc.launch.weights.family import Rule, experts_of
 from megatron_rc.parallel.groups import Group, group_size
 
 

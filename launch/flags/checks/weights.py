@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights import find_family
-from megatron_rc.launch.weights.bridge import FAMILIES
+from megatron_rc.launch.weights.families import FAMILIES, find_family
 
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
@@ -34,9 +33,10 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     require("mbridge", user, "bridge")
     if not (samples or config.checkpoints.load_hf):
         raise ConfigurationError(f"{user} does nothing without an engine or --load-hf: drop it")
-    if family is None or family.name not in FAMILIES:
+    if family is None or not family.in_bridge:
+        known = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
         raise ConfigurationError(
-            f"{user} converts {', '.join(FAMILIES)} as they are built here, not {family and family.name}: drop it"
+            f"{user} converts {known} as they are built here, not {family and family.name}: drop it"
         )
     tied = not config.model.untie_embeddings_and_output_weights
     if family.name == "llama" and tied and config.parallel.pipeline_model_parallel_size > 1:

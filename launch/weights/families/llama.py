@@ -1,73 +1,94 @@
-"""Model families: how the parameters of a GPTModel are called and cut in Hugging Face's architectures.
-
-A family is a table of rules, one a Megatron parameter. Names are relative to a layer, or to an expert; ``{layer}`` and
-``{expert}`` in a Hugging Face name are the global numbers from 0. These names are those of files, which engines read;
-the modules of transformers may hold several of them in one parameter (``checkpoint_tensors``).
-"""
+"""Llama and its descendants: Qwen2, Qwen3, and with experts Mixtral and Qwen3-MoE."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron import ExpertSection
-from megatron_rc.launch.weights.conversions import (
-    COLUMNS,
-    GATE_AND_UP,
-    QUERY_KEY_VALUE,
-    ROWS,
-    STACKED_QUERY_KEY_VALUE,
-    VOCABULARY,
-    WHOLE,
-    Conversion,
-    transposed,
+from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, QUERY_KEY_VALUE, VOCABULARY, WHOLE
+from megatron_rc.launch.weights.family import (
+    ExpertNames,
+    Family,
+    Flags,
+    Rule,
+    UnknownFeatureError,
+    experts_of,
+    must_be,
 )
 
-
-@dataclass(frozen=True)
-class Rule:
-    """One Megatron parameter.
-
-    Attributes:
-        megatron: its names: that of the local modules first, then Transformer Engine's where they differ.
-        hugging_face: the tensors that it holds.
-        conversion: between the two.
-    """
-
-    megatron: tuple[str, ...]
-    hugging_face: tuple[str, ...]
-    conversion: Conversion
-
-
-@dataclass(frozen=True)
-class Family:
-    """The rules of one architecture, by where the parameters lie: first stage, every layer, expert, last stage."""
-
-    name: str
-    matches: Callable[[RunConfig], bool]
-    hugging_face_config: Callable[[RunConfig], Any]
-    embedding: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    head: tuple[Rule, ...]
-    untied_head: tuple[Rule, ...]
-    expert: tuple[Rule, ...] = ()
-
-
-def experts_of(config: RunConfig) -> ExpertSection:
-    """The experts of a model that has some."""
-    if config.experts is None:
-        raise RuntimeError("a dense model has no experts")
-    return config.experts
-
-
-def find_family(config: RunConfig) -> Family | None:
-    """The family whose architecture the flags describe, or None."""
-    return next((family for family in FAMILIES if family.matches(config)), None)
-
-
+Reader = Callable[[Mapping[str, Any]], Flags]
 Fields = Callable[[RunConfig], dict[str, Any]]
+
+
+def _read_gated(kind: str) -> Callable[[Mapping[str, Any]], Flags]:
+    """Llama and its descendants."""
+
+    def read(config: Mapping[str, Any]) -> Flags:
+        heads = config["num_attention_heads"]
+        must_be(config, "hidden_act", "silu")
+        for name in ("use_sliding_window", "mlp_bias", *(("attention_bias",) if kind != "qwen2" else ())):
+            must_be(config, name, False, default=False)
+        return {
+            "num-layers": str(config["num_hidden_layers"]),
+            "hidden-size": str(config["hidden_size"]),
+            "ffn-hidden-size": str(config["intermediate_size"]),
+            "num-attention-heads": str(heads),
+            "group-query-attention": "true",
+            "num-query-groups": str(config.get("num_key_value_heads") or heads),
+            "kv-channels": str(config.get("head_dim") or config["hidden_size"] // heads),
+            "max-position-embeddings": str(config["max_position_embeddings"]),
+            "position-embedding-type": "rope",
+            "rotary-base": str(_rotary_base(config)),
+            "normalization": "RMSNorm",
+            "norm-epsilon": str(config["rms_norm_eps"]),
+            "swiglu": "true",
+            "disable-bias-linear": "true",
+            "add-qkv-bias": "true" if kind == "qwen2" else "false",
+            "qk-layernorm": "true" if kind == "qwen3" else "false",
+            "untie-embeddings-and-output-weights": "false" if config.get("tie_word_embeddings") else "true",
+            "vocab-size": str(config["vocab_size"]),
+        }
+
+    return read
+
+
+def _read_mixtral(config: Mapping[str, Any]) -> Flags:
+    must_be(config, "sliding_window", None)
+    must_be(config, "router_jitter_noise", 0.0, default=0.0)
+    return _read_gated("mixtral")(config) | _read_experts(config, config["intermediate_size"], normalised=True)
+
+
+def _read_qwen3_moe(config: Mapping[str, Any]) -> Flags:
+    # Layers without experts, by period or by list.
+    must_be(config, "decoder_sparse_step", 1, default=1)
+    if config.get("mlp_only_layers"):
+        must_be(config, "mlp_only_layers", [])
+    normalised = config.get("norm_topk_prob", False)
+    return _read_gated("qwen3")(config) | _read_experts(config, config["moe_intermediate_size"], normalised)
+
+
+def _read_experts(config: Mapping[str, Any], width: int, normalised: bool) -> Flags:
+    experts = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    return {
+        "num-experts": str(experts),
+        "moe-ffn-hidden-size": str(width),
+        "moe-router-topk": str(config["num_experts_per_tok"]),
+        "moe-router-pre-softmax": "false" if normalised else "true",
+    }
+
+
+def _rotary_base(config: Mapping[str, Any]) -> int:
+    """Written by transformers 5 as ``rope_parameters``, before as ``rope_theta`` and ``rope_scaling``."""
+    parameters = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
+    scaling = config.get("rope_scaling") or parameters
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
+    base = float(parameters["rope_theta"])
+    if base != int(base):
+        raise UnknownFeatureError(f"rope_theta {base} is no whole number")
+    return int(base)
 
 
 def _dense_fields(config: RunConfig) -> dict[str, Any]:
@@ -120,26 +141,6 @@ def _gated_config(architecture: str, fields: Fields) -> Callable[[RunConfig], An
     return describe
 
 
-def _gpt2_config(config: RunConfig) -> Any:
-    from transformers import GPT2Config
-
-    layers, model = config.transformer, config.model
-    return GPT2Config(
-        vocab_size=model.vocab_size,
-        n_embd=layers.hidden_size,
-        n_inner=layers.ffn_hidden_size,
-        n_layer=layers.num_layers,
-        n_head=layers.num_attention_heads,
-        n_positions=model.max_position_embeddings,
-        layer_norm_epsilon=layers.layernorm_epsilon,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-    )
-
-
 def _is_gated(config: RunConfig) -> bool:
     layers = config.transformer
     return (
@@ -147,20 +148,6 @@ def _is_gated(config: RunConfig) -> bool:
         and layers.gated_linear_unit
         and config.model.position_embedding_type == "rope"
         and not layers.add_bias_linear
-    )
-
-
-def _is_gpt2(config: RunConfig) -> bool:
-    layers = config.transformer
-    return (
-        layers.normalization == "LayerNorm"
-        and not layers.gated_linear_unit
-        and config.model.position_embedding_type == "learned_absolute"
-        and layers.add_bias_linear
-        and not layers.qk_layernorm
-        and config.experts is None
-        and layers.num_query_groups == layers.num_attention_heads
-        and layers.kv_channels * layers.num_attention_heads == layers.hidden_size
     )
 
 
@@ -207,16 +194,20 @@ _QK_NORMS = tuple(
 def _gated_family(
     name: str,
     architecture: str,
+    read: Reader,
     fields: Fields = _dense_fields,
     qkv_bias: bool = False,
     qk_norms: bool = False,
     mlp: tuple[Rule, ...] = _GATED_MLP,
     expert: tuple[Rule, ...] = (),
+    expert_names: ExpertNames | None = None,
     pre_softmax: bool = False,
+    in_bridge: bool = False,
 ) -> Family:
     """``pre_softmax``: its router may also leave the weights of the chosen experts as they are among all experts'."""
     return Family(
         name=name,
+        read=read,
         matches=lambda config: (
             _is_gated(config)
             and (config.transformer.add_qkv_bias, config.transformer.qk_layernorm) == (qkv_bias, qk_norms)
@@ -227,6 +218,8 @@ def _gated_family(
         embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
         layer=(*_GATED_ATTENTION, *[_QKV_BIAS] * qkv_bias, *_QK_NORMS * qk_norms, *mlp),
         expert=expert,
+        expert_names=expert_names,
+        in_bridge=in_bridge,
         head=(Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),),
         untied_head=(Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),),
     )
@@ -236,63 +229,30 @@ def _router(hugging_face: str) -> tuple[Rule, ...]:
     return (Rule(("mlp.router.weight",), (f"model.layers.{{layer}}.{hugging_face}.gate.weight",), WHOLE),)
 
 
-_LLAMA = _gated_family("llama", "LlamaConfig")
-_QWEN2 = _gated_family("qwen2", "Qwen2Config", qkv_bias=True)
-_QWEN3 = _gated_family("qwen3", "Qwen3Config", qk_norms=True)
+_LLAMA = _gated_family("llama", "LlamaConfig", _read_gated("llama"), in_bridge=True)
+_QWEN2 = _gated_family("qwen2", "Qwen2Config", _read_gated("qwen2"), qkv_bias=True, in_bridge=True)
+_QWEN3 = _gated_family("qwen3", "Qwen3Config", _read_gated("qwen3"), qk_norms=True, in_bridge=True)
 _QWEN3_MOE = _gated_family(
     "qwen3_moe",
     "Qwen3MoeConfig",
+    _read_qwen3_moe,
     _qwen3_moe_fields,
     qk_norms=True,
     mlp=_router("mlp"),
     expert=_gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *_QWEN_NAMES),
+    expert_names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
     pre_softmax=True,
 )
 _MIXTRAL = _gated_family(
     "mixtral",
     "MixtralConfig",
+    _read_mixtral,
     _mixtral_fields,
     mlp=_router("block_sparse_moe"),
     expert=_gated_mlp(
         "", "model.layers.{layer}.block_sparse_moe.experts.{expert}.", "w1.weight", "w3.weight", "w2.weight"
     ),
+    expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
 )
 
-
-def _gpt2_norm(local: str, engine: str, name: str) -> tuple[Rule, ...]:
-    return tuple(
-        Rule((f"{local}.{kind}", f"{engine}_{kind}"), (f"transformer.h.{{layer}}.{name}.{kind}",), WHOLE)
-        for kind in ("weight", "bias")
-    )
-
-
-def _gpt2_linear(megatron: str, name: str, weight: Conversion, bias: Conversion) -> tuple[Rule, ...]:
-    return (
-        Rule((f"{megatron}.weight",), (f"transformer.h.{{layer}}.{name}.weight",), transposed(weight)),
-        Rule((f"{megatron}.bias",), (f"transformer.h.{{layer}}.{name}.bias",), bias),
-    )
-
-
-_GPT2 = Family(
-    name="gpt2",
-    matches=_is_gpt2,
-    hugging_face_config=_gpt2_config,
-    embedding=(
-        Rule(("embedding.word_embeddings.weight",), ("transformer.wte.weight",), VOCABULARY),
-        Rule(("embedding.position_embeddings.weight",), ("transformer.wpe.weight",), WHOLE),
-    ),
-    layer=(
-        *_gpt2_norm("input_layernorm", "self_attention.linear_qkv.layer_norm", "ln_1"),
-        *_gpt2_linear("self_attention.linear_qkv", "attn.c_attn", STACKED_QUERY_KEY_VALUE, STACKED_QUERY_KEY_VALUE),
-        *_gpt2_linear("self_attention.linear_proj", "attn.c_proj", COLUMNS, WHOLE),
-        *_gpt2_norm("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm", "ln_2"),
-        *_gpt2_linear("mlp.linear_fc1", "mlp.c_fc", ROWS, ROWS),
-        *_gpt2_linear("mlp.linear_fc2", "mlp.c_proj", COLUMNS, WHOLE),
-    ),
-    head=tuple(
-        Rule((f"decoder.final_layernorm.{kind}",), (f"transformer.ln_f.{kind}",), WHOLE) for kind in ("weight", "bias")
-    ),
-    untied_head=(Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),),
-)
-
-FAMILIES = (_LLAMA, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL, _GPT2)
+LLAMA_FAMILIES = (_LLAMA, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL)

@@ -1,0 +1,15 @@
+"""The table of model families."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights.families.gpt2 import GPT2
+from megatron_rc.launch.weights.families.llama import LLAMA_FAMILIES
+from megatron_rc.launch.weights.family import Family
+
+FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, GPT2)}
+
+
+def find_family(config: RunConfig) -> Family | None:
+    """The family of a run's model, or None."""
+    return next((family for family in FAMILIES.values() if family.matches(config)), None)
