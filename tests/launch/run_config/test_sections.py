@@ -16,6 +16,7 @@ from megatron_rc.launch.run_config.megatron import (
     TransformerSection,
 )
 from megatron_rc.launch.run_config.options import option, options_of, values_of
+from tests.support.paths import ROOT
 from tests.support.recorded_training import LLAMA, flags, run_config
 
 
@@ -89,3 +90,10 @@ def test_every_section_is_checked_value_by_value(tmp_path):
     for word in ("--num-layers-per-virtual-pipeline-stage=0", "--moe-router-topk=0", "--adam-eps=inf"):
         with pytest.raises(ConfigurationError, match="must be positive"):
             run_config(flags(tmp_path, word))
+
+
+def test_only_the_flags_know_of_the_command_line():
+    """Everything else takes settings that are typed; the commands hand words on."""
+    knowing = {path for path in (ROOT / "launch").rglob("*.py") if "argparse" in path.read_text(encoding="utf-8")}
+    folders = {path.relative_to(ROOT / "launch").parts[0] for path in knowing}
+    assert folders == {"flags", "__main__.py"}
