@@ -296,9 +296,9 @@ def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more)
 
 def count_passes(words):
     """How often the pipeline is run through before the first step, and in it."""
-    from megatron_rc.launch.training import trainer as module
+    from megatron_rc.launch.training import passes as model_passes
 
-    passes, right = [], module.get_forward_backward_func
+    passes, right = [], model_passes.get_forward_backward_func
 
     def counted():
         schedule = right()
@@ -309,14 +309,14 @@ def count_passes(words):
 
         return run
 
-    module.get_forward_backward_func = counted
+    model_passes.get_forward_backward_func = counted
     try:
         trainer = make_trainer(words)
         prepared = trainer.prepare(recorded_batch(0))
         before = list(passes)
         trainer.update(prepared, 0)
     finally:
-        module.get_forward_backward_func = right
+        model_passes.get_forward_backward_func = right
     return before, passes[len(before) :]
 
 
