@@ -74,7 +74,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, upper: float
 
 
 def weight_metrics(log_weight: Tensor, weights: Tensor, mask: Tensor, level: str, upper: float) -> Metrics:
-    """Of the weights over tokens; extremes and shares over sequences at the sequence level."""
+    """Metrics of the weights over tokens; at the sequence level extremes and shares are over sequences."""
     metrics = {"rollout_is_mean": masked_mean(weights, mask).item()}
     high, low = math.log(upper), -math.log(upper)
     if level == "token":
@@ -96,7 +96,7 @@ def weight_metrics(log_weight: Tensor, weights: Tensor, mask: Tensor, level: str
 
 
 def sequence_weight_metrics(raw: Tensor, weights: Tensor, mask: Tensor, upper: float) -> Metrics:
-    """Of each sequence's mean weight."""
+    """Metrics of each sequence's mean weight."""
     valid = mask.any(-1)
     means, untruncated = masked_mean(weights, mask, -1)[valid], masked_mean(raw, mask, -1)[valid]
     return {
@@ -139,7 +139,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rs: str, lower: float, upper
 def statistic_metrics(
     prefix: str, statistic: Tensor, sequences: Tensor, mask: Tensor, low: float, high: float
 ) -> Metrics:
-    """Of the statistic over tokens and over sequences."""
+    """Metrics of a criterion's statistic, over tokens and over sequences."""
     units, counted = (statistic, mask) if "token" in prefix else (sequences, mask.any(-1))
     sequences = sequences[mask.any(-1)]
     clamped = statistic.clamp(low, high)

@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     def size(self, group: str) -> int:
@@ -379,7 +379,7 @@ class Formula(NamedTuple):
     factors: tuple[int, ...]
 
     def elements(self, batch: Batch) -> int:
-        """For a batch."""
+        """How many numbers it carries for a batch."""
         return sum(factor * count for factor, count in zip(self.factors, batch.counts().values(), strict=True))
 
     def __str__(self) -> str:
@@ -509,7 +509,7 @@ def check_large(formulas: dict[str, list[Formula]], layout: Layout = LAYOUTS[-2]
 
 
 def amount(number: float) -> str:
-    """Bytes for people."""
+    """A number of bytes as a person writes it."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

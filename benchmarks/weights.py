@@ -30,7 +30,7 @@ CASES = [
 
 
 def configs(hidden: int, layers: int) -> dict[str, Any]:
-    """Of both models: three and a half times as wide in the middle, as Llama 3 is."""
+    """The configs of both models; the MLP is three and a half times as wide as the model, as in Llama 3."""
     common = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -48,7 +48,7 @@ def configs(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def seconds(words: list[str]) -> tuple[float, float]:
-    """Of an export and of an import, the best of three each, on this rank of the pool."""
+    """Seconds of an export and of an import, the best of three each, on this rank of the pool."""
     from megatron_rc.launch.weights.converter import export_model, load_model
 
     trainer = make_trainer(words)

@@ -1,4 +1,7 @@
-"""The list of public names, which ``megatron_rc`` hands out: what a user imports from it, and nothing else."""
+"""The list of public names, which ``megatron_rc`` hands out: what a user imports from it, and nothing else.
+
+``docs/design.md`` begins with the words and symbols that their docstrings use.
+"""
 
 from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards

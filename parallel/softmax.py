@@ -85,7 +85,7 @@ class RowGradients:
     counted: Tensor
 
     def at(self, index: slice | Tensor) -> RowGradients:
-        """Those of some rows."""
+        """The gradients of some of the rows."""
         return RowGradients(
             offset=self.offset[index],
             constant=self.constant[index],
@@ -157,7 +157,7 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64."""
+    """The dtype of arithmetic on values of ``dtype``: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -169,7 +169,7 @@ class _Scratch:
         self._buffers: Tensor | None = None
 
     def of(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the first chunk's size, cut to this one's."""
+        """Two buffers with as many rows as the chunk, which is no larger than the first one."""
         if self._buffers is None:
             self._buffers = torch.empty(2, len(chunk), self._columns, dtype=self._dtype, device=chunk.device)
         return self._buffers[0, : len(chunk)], self._buffers[1, : len(chunk)]
@@ -220,7 +220,7 @@ def _eager_gradient(chunk: Tensor, out: Tensor, factors: Factors, options: Softm
 
 
 def _fill_rows(values: Tensor, flags: Tensor) -> None:
-    """0 in the flagged rows."""
+    """Write 0 to the flagged rows."""
     if values.is_cuda:
         values.masked_fill_(flags.unsqueeze(1), 0)  # an index would be looked up on the host
     else:

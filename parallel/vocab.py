@@ -124,7 +124,7 @@ class CallSpec:
         )
 
     def without_chunk_size(self) -> CallSpec:
-        """The same with chunks that suit the device."""
+        """These settings with chunks that suit the device."""
         return replace(self, chunk_size=None)
 
 
@@ -243,7 +243,7 @@ class Target:
         return cls(torch.where(here, column, 0).long(), here, known, counted)
 
     def at(self, index: slice | Tensor) -> Target:
-        """Those of some tokens."""
+        """The labels of some of the tokens."""
         return Target(self.column[index], self.here[index], self.known[index], self.counted[index])
 
     def logits(self, rows: Tensor) -> Tensor:

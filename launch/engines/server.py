@@ -104,7 +104,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def _sample_one(self, ask: Ask) -> Sample:
-        """Ask for one response, and check it."""
+        """Ask the server for one response, and check it."""
 
     def _field(self, answer: Any, *keys: str | int) -> Any:
         """``answer[keys[0]][keys[1]]...``, or an error that says which of them is absent."""

@@ -59,7 +59,7 @@ class SglangServerEngine(ServerEngine):
                 )
 
     def _check_version(self) -> None:
-        """Every answer names it."""
+        """Nothing is asked: every answer names the version of its weights, and is checked by itself."""
 
     def _likeliest(self, ask: Ask, temperature: float) -> float:
         """Log-prob of the likeliest first token, in nats: the same token at every temperature."""

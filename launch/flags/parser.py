@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose errors are raised instead of printed."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise it.
+        """Raise the parser's message instead of ending the process.
 
         Raises:
             ConfigurationError: always.

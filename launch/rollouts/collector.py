@@ -32,11 +32,11 @@ class WeightSync(Protocol):
 
     @property
     def is_wanted(self) -> bool:
-        """Even where nothing is to be sampled from them: an evaluation is due."""
+        """Whether the engines need the weights although no rollout is due: an evaluation is."""
         ...
 
     def __call__(self, lap: Callable[[str], None]) -> None:
-        """Now; ``lap`` is told what ends."""
+        """Send the weights now; ``lap`` is called with the name of each phase when it ends."""
         ...
 
 

@@ -61,17 +61,17 @@ class RunConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the model."""
+        """Number of replicas of the model."""
         return self.launch.world_size // self.parallel.model_size
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer steps of a rollout batch."""
+        """Number of optimizer steps that use one rollout batch."""
         return self.rollouts.sequences // self.training.global_batch_size * self.rollouts.grpo_iterations
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that compute."""
+        """The dtype that the model computes in."""
         return torch.bfloat16 if self.compute.bf16 else torch.float32
 
     @property

@@ -53,7 +53,7 @@ class RolloutSection:
 
     @property
     def sequences(self) -> int:
-        """Of a whole rollout batch, over all ranks."""
+        """Number of sequences of a rollout batch, over all ranks."""
         return self.grpo_prompts_per_step * self.grpo_group_size
 
 

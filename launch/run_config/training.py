@@ -25,7 +25,7 @@ class LaunchSection:
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """The device that this rank trains on."""
         return torch.device("cpu") if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -29,7 +29,7 @@ class Problem:
 
 
 class Text(Protocol):
-    """Between text and tokens.
+    """How text becomes tokens, and tokens text.
 
     Attributes:
         eos: id of the token that ends a response.

@@ -141,10 +141,11 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """What is imported in this block keeps its functions as they are written, whatever compiles them where they stand.
+    """Inside this block ``torch.compile`` leaves functions as they are written.
 
-    Megatron-Core does that to its fusions, none of which has work to do on a CPU, and keeps them so for the life of the
-    process. Loading the compiler for them takes longer than anything else that a rank does to start.
+    Megatron-Core compiles its fusions where it defines them, and none of them has work to do on a CPU. Imported here
+    they stay uncompiled for the life of the process, which saves loading the compiler: the longest part of a rank's
+    start.
     """
 
     def as_written(function: Any = None, **_: Any) -> Any:

@@ -31,7 +31,7 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]
 
     @classmethod
     def of(cls, layout: SequenceLayout, device: torch.device) -> PackedTokens:
-        """Of a packed layout; padding inside a sequence counts as its tokens, which a causal mask makes harmless."""
+        """From a packed layout. Padding inside a sequence counts as its tokens: a causal mask makes it harmless."""
         bounds = torch.tensor([0, *accumulate(layout.full_lengths)], dtype=torch.int32, device=device)
         # Megatron takes rotary positions to run over all sequences at once if this were the length of them all.
         longest = max(layout.full_lengths)
@@ -98,7 +98,7 @@ class LocalAttention(torch.nn.Module):
         packed_seq_params: PackedTokens | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attend.
+        """The attention of this rank's queries over the keys and values of all CP ranks.
 
         Args:
             query: [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d].

@@ -47,7 +47,7 @@ class LocalTokens(MicroBatch):
     routed_experts: Tensor | None = None
 
     def piece(self, cut: Cut) -> LocalTokens:
-        """The same of one micro-batch."""
+        """The tokens of one micro-batch."""
         present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         pieces: dict[str, Any] = {
             name: value[cut.sequences if name in _PER_SEQUENCE else cut.tokens]

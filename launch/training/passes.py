@@ -84,7 +84,7 @@ class ModelPasses:
     def log_probs_and_entropy(
         self, chunk: torch.nn.Module, output: Tensor, local: LocalTokens, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of the labels, like the tokens, from a chunk's output: its logits, or its hidden states.
+        """(log-probs of the labels, entropies), shaped like the tokens, from a chunk's output: logits or hidden states.
 
         ``temperature``: of the distribution; default: the one that rollouts are sampled at.
         """
@@ -106,7 +106,7 @@ class ModelPasses:
     def _from_hidden(
         self, chunk: GPTModel, hidden: Tensor, labels: Tensor, mask: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """[b, s/cp] each, without logits."""
+        """The same, [b, s/cp] each, from hidden states, without making the logits."""
         tied = chunk.share_embeddings_and_output_weights
         weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         log_probs, entropy = linear_log_probs_and_entropy(

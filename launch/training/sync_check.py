@@ -53,7 +53,7 @@ class SyncCheck:
         self._cut_config = dataclasses.replace(config, training=training)
 
     def __call__(self) -> dict[str, float]:
-        """Check now.
+        """Compare a few log-probs of the engines with the trainer's.
 
         Returns:
             ``rollout/sync_error``: mean |Δ log-prob| in nats, of the first replica on its ranks; equal in a replica.

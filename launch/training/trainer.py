@@ -193,12 +193,12 @@ class Trainer:
 
     @property
     def version(self) -> int | None:
-        """Of the weights, which rollouts are compared with; None where theirs count other steps."""
+        """Version of the weights that train; None where the versions of the rollouts count the steps of another run."""
         return self.iteration if self.config.rollouts.knows_versions else None
 
     @property
     def _steps(self) -> int:
-        """Steps that changed the weights."""
+        """Number of steps that changed the weights."""
         return self.iteration - self.skipped
 
     def _learning_rate(self) -> float:

@@ -109,7 +109,7 @@ STACKED_QUERY_KEY_VALUE = Conversion(_join_stacked, _cut_stacked)
 
 
 def transposed(conversion: Conversion) -> Conversion:
-    """The same for Hugging Face tensors that are stored as [in, out]."""
+    """The conversion for Hugging Face tensors that are stored as [in, out]."""
 
     def join(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
         for tensor in conversion.join(shards, config):

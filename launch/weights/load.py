@@ -26,7 +26,7 @@ class WeightFiles:
         self.folder, self.files = folder, files
 
     def read(self, name: str) -> Tensor:
-        """One tensor.
+        """Read one tensor of the directory.
 
         Raises:
             ValueError: it is not there.

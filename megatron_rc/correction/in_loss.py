@@ -173,5 +173,5 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
 
 
 def _of_one_step(counts: AgreedCounts) -> AgreedCounts:
-    """Those of a single mini-batch, without prompts."""
+    """The counts of a single mini-batch, without prompts."""
     return dataclasses.replace(counts, num_mini_batches=1, num_groups=None)

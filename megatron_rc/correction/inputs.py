@@ -118,7 +118,7 @@ class Shards:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all micro-batches."""
+        """Number of local sequences, over all micro-batches."""
         return len(self.sequence_ids)
 
     @property
@@ -127,7 +127,7 @@ class Shards:
         return self.parts[0].layout.cp_rank == 0
 
     def checked(self, device: torch.device) -> Shards:
-        """The same on a device, with ids clamped into their range, and flags where that or a NaN was found."""
+        """These shards on a device, with ids clamped into their range, and flags where one was not or was NaN."""
         limits: tuple[tuple[str, str, int | None, int | None], ...] = (
             ("sequence_ids", "sequence_ids", 0, MAX_SEQUENCE_ID - 1),
             ("mini_batch_ids", "mini_batch_ids", 0, self.counts.num_mini_batches - 1),
@@ -151,7 +151,7 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens are."""
+        """The device that the tokens are on."""
         return self.parts[0].mask.device
 
 
@@ -238,7 +238,7 @@ def _check_pairs(inputs: PlanInputs, counts: AgreedCounts) -> None:
 
 
 def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:
-    """The values of all micro-batches."""
+    """One value for each micro-batch, given as a list or, for a single one, as it is."""
     if is_list != isinstance(value, (list, tuple)):
         raise ValueError(
             f"{name} is a {type(value).__name__}: give one tensor for everything, or a list with one a micro-batch for "

@@ -46,19 +46,19 @@ class SequenceSums:
 
     @property
     def num_lost(self) -> Tensor:
-        """Of prompts: the responses of which the other criteria reject every token."""
+        """For prompts: how many responses lose every token to the other criteria."""
         return self.named["lost"]
 
     def sum(self, divergence: Divergence) -> Tensor:
-        """Over the valid tokens."""
+        """The sum of x over the valid tokens."""
         return self.named[Need("sum", divergence).name]
 
     def max(self, divergence: Divergence) -> Tensor:
-        """-inf without a valid token, or 0 where that is the least value."""
+        """The largest x of a valid token; without one -inf, or 0 where x cannot be less."""
         return self.named[Need("max", divergence).name]
 
     def min(self, divergence: Divergence) -> Tensor:
-        """+inf without a valid token."""
+        """The smallest x of a valid token; +inf without one."""
         return -self.named[Need("min", divergence).name]
 
 

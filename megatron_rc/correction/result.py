@@ -35,7 +35,7 @@ class HeaderShape:
 
     @classmethod
     def of(cls, sums: Columns, maxima: Columns) -> HeaderShape:
-        """Of a header in which these follow each other."""
+        """The shape of a header that has these sums, then these maxima."""
         entries, extremes = (
             [
                 (name, () if isinstance(key, tuple) else tuple(value.shape))
@@ -55,13 +55,13 @@ class HeaderShape:
         return len(self) - len(self.maxima)
 
     def unpack(self, header: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(sums, maxima) by name, as views."""
+        """(sums, maxima) by name, as views of the header."""
         pieces = header[: self.num_sums].split([math.prod(shape) for _, shape in self.sums])
         sums = {name: piece.view(shape) for (name, shape), piece in zip(self.sums, pieces, strict=True)}
         return sums, dict(zip(self.maxima, header[self.num_sums :].unbind(), strict=True))
 
     def read(self, values: list[float]) -> Statistics:
-        """The same of a header that is on the host."""
+        """Sums, tables and maxima by name, from a header on the host."""
         numbers: dict[str, float] = {}
         tables: dict[str, Any] = {}
         start = 0

@@ -106,7 +106,7 @@ class BatchSums:
 
     @property
     def shape(self) -> HeaderShape:
-        """What lies where in the pair."""
+        """The names and shapes of the pair's numbers, in order."""
         return HeaderShape.of(self.sums, self.maxima)
 
     @property

@@ -39,12 +39,12 @@ class LossStatistics:
 
     @classmethod
     def nothing(cls, device: torch.device | None = None) -> LossStatistics:
-        """Of no token."""
+        """The statistics where there is no token: sums of 0, maxima of -inf."""
         zeros = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         return cls(zeros, torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device))
 
     def plus(self, **sums: Tensor) -> LossStatistics:
-        """The same with more sums, 0-D by name.
+        """These statistics with 0-D numbers added to their sums, by name.
 
         Raises:
             ValueError: a name that is not in ``SUMS``.
@@ -59,7 +59,7 @@ class LossStatistics:
         )
 
     def merge(self, other: LossStatistics) -> LossStatistics:
-        """Of the tokens of both."""
+        """The statistics of the tokens of both."""
         return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
 

@@ -20,7 +20,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """What the objective is.
+    """The objective that is trained on, and how its tokens become one loss.
 
     Attributes:
         algorithm: ``ppo_clip``, ``reinforce``, ``gspo`` or ``cispo`` (see :func:`policy_loss`); None: ``ppo_clip``, or

@@ -28,7 +28,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Of the fields by name, none missing.
+        """The parameters from a mapping that has each field once.
 
         Raises:
             ValueError: an unknown or a missing name.
@@ -42,7 +42,7 @@ class SamplingParams:
         return cls(**values)
 
     def check(self, allow_truncated_sampling: bool = False) -> None:
-        """The parameters, each and together.
+        """Check the parameters, each and together.
 
         Args:
             allow_truncated_sampling: accept top_p < 1 and top_k > 0.

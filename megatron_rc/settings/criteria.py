@@ -36,7 +36,7 @@ class Divergence:
     least: float
 
     def __call__(self, log_ratio: Tensor) -> Tensor:
-        """X of each token."""
+        """The number x of each token."""
         return log_ratio if self.of is None else self.of(log_ratio)
 
 
@@ -48,7 +48,7 @@ class Need(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the sum or extreme: ``sum_k3``; that of log ρ itself, which every batch has, is ``log_ratio``."""
+        """Name of the sum or extreme: ``sum_k3``. The sum of log ρ, which every batch has, is ``log_ratio``."""
         return "log_ratio" if self == ("sum", K1) else f"{self.how}_{self.divergence.name}"
 
 
@@ -61,7 +61,7 @@ class SequenceValues(Protocol):
 
     @property
     def num_lost(self) -> Tensor:
-        """Of prompts: the responses of which the other criteria reject every token."""
+        """For prompts: how many responses lose every token to the other criteria."""
 
     def sum(self, divergence: Divergence) -> Tensor:
         """The sum of x over the valid tokens."""
@@ -119,7 +119,7 @@ class Criterion:
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """All that it looks at in a token."""
+        """All numbers of a token that it looks at."""
         tested = () if self.tested is None else (self.tested,)
         return (*tested, *(need.divergence for need in self.needs))
 

@@ -33,7 +33,7 @@ class StalenessScale:
         return torch.bucketize(staleness, torch.tensor(self.steps, device=staleness.device), right=True)
 
     def of(self, levels: Tensor, dtype: torch.dtype) -> Tensor:
-        """The factors of levels."""
+        """The factor of each level."""
         return torch.tensor(self.factors, dtype=dtype, device=levels.device)[levels]
 
 

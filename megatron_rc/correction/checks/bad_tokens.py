@@ -50,7 +50,7 @@ def _first_of_sequence(part: Part, sequence: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _first_of_piece(part: Part, sequence: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """The same of its local tokens from ``start`` to ``stop``."""
+    """The lowest key among the local tokens ``start`` to ``stop`` of one sequence."""
     mask, train, rollout = _piece(part, sequence, start, stop)
     bad = unusable(torch.stack([train, rollout]).to(dtype))
     # The first flag is the one that is furthest from the end. Floats: on a CPU bools take several times as long.

@@ -65,7 +65,7 @@ class BlockTokens:
     level: Tensor | None = None
 
     def in_runs(self, run: int) -> BlockTokens:
-        """The same tokens, [runs, run]; every row is a multiple of the run."""
+        """The same tokens as [runs, run]; the length of every row is a multiple of ``run``."""
         return BlockTokens(
             train=self.train.reshape(-1, run),
             rollout=self.rollout.reshape(-1, run),
@@ -88,7 +88,7 @@ class TokenResults:
     kept: Tensor
 
     def in_runs(self, run: int) -> TokenResults:
-        """The same memory, [runs, run]."""
+        """The same memory as [runs, run]."""
         return TokenResults(None if self.weights is None else self.weights.view(-1, run), self.kept.view(-1, run))
 
 
@@ -195,7 +195,7 @@ class BlockTerms:
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """Those of each kind, which all blocks share."""
+        """The names of the terms of each kind, equal for all blocks."""
         return tuple(tuple(kind) for kind in self.kinds)
 
     def unnamed(self) -> BlockValues:

@@ -39,7 +39,7 @@ class Settings:
         return self._values[name]
 
     def boolean(self, name: str) -> bool:
-        """A switch.
+        """The value of a setting that is true or false.
 
         Raises:
             ValueError: another value than true or false.
@@ -50,7 +50,7 @@ class Settings:
         return value
 
     def choice(self, name: str, allowed: tuple[str | None, ...]) -> str | None:
-        """One of several words.
+        """The value of a setting that is one of several words.
 
         Raises:
             ValueError: another word.
@@ -60,7 +60,7 @@ class Settings:
         return value
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None; a text that spells one is one.
+        """The value of a setting that is a finite number or None; text that spells a number is one.
 
         Raises:
             ValueError: something else.
@@ -69,7 +69,7 @@ class Settings:
         return None if value is None else finite(name, value)
 
     def positive(self, name: str) -> float:
-        """A finite number above 0.
+        """The value of a setting that is a finite number above 0.
 
         Raises:
             ValueError: something else, or nothing.
