@@ -6,7 +6,7 @@ import logging
 
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.bounds import one_of, positive
-from megatron_rc.settings.fields import CorrectionFields
+from megatron_rc.settings.fields import SWITCHES, CorrectionFields
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rollout_is": (None, "token", "sequence", "geometric"),
@@ -15,7 +15,6 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "rejection_denominator": ("accepted", "original"),
     "bad_log_probs": ("error", "reject_token", "reject_sequence"),
 }
-_SWITCHES = ("rollout_is_apply", "rollout_is_batch_normalize", "proximal_interpolation", "bypass_mode")
 _log = logging.getLogger("megatron_rc")
 
 
@@ -24,7 +23,7 @@ def check_values(config: CorrectionFields) -> None:
     for name, allowed in _CHOICES.items():
         one_of(name, getattr(config, name), allowed)
     one_of("loss_type", config.loss_type, tuple(OBJECTIVES))
-    for name in _SWITCHES:
+    for name in SWITCHES:
         if not isinstance(getattr(config, name), bool):
             raise ValueError(f"{name}={getattr(config, name)!r} must be true or false")
     if not isinstance(config.metric_prefix, str):

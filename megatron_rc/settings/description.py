@@ -6,7 +6,7 @@ import shlex
 
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.fields import CorrectionFields
+from megatron_rc.settings.fields import DEFAULTS, CorrectionFields
 
 _WEIGHTS = {
     "token": "token weights w_t = ρ_t",
@@ -76,10 +76,9 @@ def _weights(config: CorrectionFields) -> list[str]:
 
 def _flags(config: CorrectionFields) -> list[str]:
     """The flags without which this would be another config, ``--rollout-is`` always among them."""
-    default = type(config)().to_dict()
     words: list[str] = []
     for name, value in config.to_dict().items():
-        if value == default[name] and name != "rollout_is":
+        if value == DEFAULTS[name] and name != "rollout_is":
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):

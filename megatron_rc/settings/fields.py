@@ -118,3 +118,5 @@ class CorrectionFields:
 
 
 FIELDS = tuple(item.name for item in dataclasses.fields(CorrectionFields) if item.init and item.name != "notes")
+DEFAULTS = {item.name: item.default for item in dataclasses.fields(CorrectionFields) if item.name in FIELDS}
+SWITCHES = tuple(name for name, value in DEFAULTS.items() if isinstance(value, bool))

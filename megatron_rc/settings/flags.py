@@ -12,7 +12,8 @@ from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.dialects import DIALECTS
-from megatron_rc.settings.fields import FIELDS
+from megatron_rc.settings.fields import FIELDS, SWITCHES
+from megatron_rc.settings.overrides import overridden
 from megatron_rc.settings.presets import PRESETS, RELEASES
 
 _HELP = {
@@ -35,17 +36,18 @@ _HELP = {
     "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
     "loss_type": "objective in bypass mode: {objectives}",
 }
-_SWITCHES = ("bypass_mode", "proximal_interpolation", "rollout_is_apply", "rollout_is_batch_normalize")
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
 _DIALECT = "--rollout-correction-dialect"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
-_BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
-_OF_WEIGHTS = (
-    *("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply"),
-    "rollout_is_batch_normalize",
+# What the switch says of the weights itself.
+_OF_MEGATRONS_SWITCH = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_threshold_lower",
+    "rollout_is_mode",
+    "rollout_is_apply",
 )
-
-
+_BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
 # The flag of each field of the objective.
 _OF_THE_LOSS = {
     "algorithm": "policy_loss",
@@ -76,7 +78,7 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     text = f"whose fields the file has: {', '.join(DIALECTS)}; default: megatron_rc"
     _add(parser, group, _DIALECT, metavar="NAME", help=text)
     for field in FIELDS:
-        if field in _SWITCHES:
+        if field in SWITCHES:
             _add(parser, group, _flag(field), action=argparse.BooleanOptionalAction, help=_help(field))
         else:
             _add(parser, group, _flag(field), help=_help(field))
@@ -112,7 +114,7 @@ def rollout_correction_config_from_args(
     base = _base({**below, **flags})
     fields = base.to_dict()
     for given in (below, flags):
-        fields = _overridden(fields, {name: value for name, value in given.items() if name in FIELDS})
+        fields = overridden(fields, {name: value for name, value in given.items() if name in FIELDS})
     if fields == base.to_dict():
         return base
     return _named(lambda: RolloutCorrectionConfig(**fields, notes=base.notes), _flag_of_error)
@@ -173,7 +175,7 @@ def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
     weights = _megatron_weights(given)
     if weights is not None:
         others = [_PRESET] * (name is not None) + [_FILE] * (path is not None)
-        others += [_flag(field) for field in ("rollout_is", *_OF_WEIGHTS[:4]) if field in given]
+        others += [_flag(field) for field in _OF_MEGATRONS_SWITCH if field in given]
         if others:
             raise ValueError(f"{_MEGATRON_SWITCH} and {others[0]} contradict: give one of them")
         return weights
@@ -211,47 +213,6 @@ def _megatron_weights(given: dict[str, Any]) -> RolloutCorrectionConfig | None:
     bound = UNTRUNCATED if limit is None else limit
     make = RolloutCorrectionConfig.decoupled_token_is
     return _named(lambda: make(bound), lambda _: f"{_MEGATRON_LIMIT} {limit}")
-
-
-def _overridden(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The fields with what was given; what was of use before it and is no longer goes back to its default."""
-    now = {**fields, **given}
-    was_masked = fields["rollout_is_mode"] == "mask" or (
-        fields["rollout_is_mode"] is None and "_" in str(fields["rollout_is_threshold"])
-    )
-    if isinstance(given.get("rollout_is_threshold"), float) and now["rollout_is"] and was_masked:
-        # IcePop with another bound stays IcePop, though only the pair before it said so.
-        now["rollout_is_mode"] = given.get("rollout_is_mode", "mask")
-    default = RolloutCorrectionConfig().to_dict()
-    for name in _leftovers(fields, now) - _leftovers(fields, fields) - given.keys():
-        now[name] = default[name]
-    return now
-
-
-def _leftovers(base: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Settings that mean nothing among the others of now; of the base, where no flag has asked for them."""
-    left: set[str] = set()
-    if now["rollout_is"] is None:
-        left.update(_OF_WEIGHTS)
-    if not now["rollout_is_apply"]:
-        left.add("rollout_is_batch_normalize")
-    if now["rollout_is_mode"] in (None, "truncate") or "_" in str(now["rollout_is_threshold"]):
-        left.add("rollout_is_threshold_lower")
-    if now["rollout_rs"] != base["rollout_rs"]:
-        left.update(("rollout_rs_threshold", "rollout_rs_threshold_lower"))
-    if now["rollout_is"] is None and not now["rollout_rs"]:
-        left.add("rollout_staleness_scale")
-    if "_" in str(now["rollout_rs_threshold"]):
-        left.add("rollout_rs_threshold_lower")
-    if now["bypass_mode"]:
-        left.add("proximal_interpolation")
-    if not now["bypass_mode"]:
-        left.add("loss_type")
-    elif not (now["loss_type"] in OBJECTIVES and OBJECTIVES[now["loss_type"]].weighed_in_bypass):
-        left.add("rollout_is_batch_normalize")
-    if "rollout_is_batch_normalize" in left or not now["rollout_is_batch_normalize"]:
-        left.add("rollout_is_batch_normalize_scope")
-    return left
 
 
 def _name(option: str) -> str:

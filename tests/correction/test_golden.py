@@ -129,3 +129,20 @@ def test_metrics(generation):
     assert not wrong, f"{len(wrong)} differ: {wrong[:6]}"
     assert reasons.pop(None, 0) == compared == COMPARED[generation]
     assert reasons == LEFT_OUT[generation]
+
+
+def test_october_2025_measures_what_it_does_not_apply():
+    """With ``rollout_is`` off, verl computed the same weights, reported the same metrics, and used none of them."""
+    for case, config, applied in golden("gen1"):
+        measured = RolloutCorrectionConfig.from_dict({**case["config"], "rollout_is": False}, dialect="verl-2025-10")
+        arrays = {name: torch.from_numpy(value) for name, value in case["arrays"].items()}
+        inputs = (arrays[name] for name in ("old_log_prob", "rollout_log_prob", "response_mask"))
+        result = correct_rollouts(*inputs, measured)
+        assert result.weights is None
+        assert torch.equal(result.mask, arrays["response_mask"])
+        got, want = result.metrics(), applied.metrics()
+        # The veto is the one rejection of that release.
+        names = [name for name in want if "rollout_rs" not in name and "veto" not in name and "catastroph" not in name]
+        assert len(names) > 40
+        assert {name: got[name] for name in names} == {name: want[name] for name in names}
+        assert config.rollout_is == measured.rollout_is

@@ -1,0 +1,54 @@
+"""Fields over fields: what a later one makes meaningless among the earlier ones goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.fields import DEFAULTS
+
+_OF_WEIGHTS = (
+    *("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply"),
+    "rollout_is_batch_normalize",
+)
+
+
+def overridden(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with what was given; what was of use before it and is no longer goes back to its default."""
+    now = {**fields, **given}
+    was_masked = fields["rollout_is_mode"] == "mask" or (
+        fields["rollout_is_mode"] is None and "_" in str(fields["rollout_is_threshold"])
+    )
+    if isinstance(given.get("rollout_is_threshold"), float) and now["rollout_is"] and was_masked:
+        # IcePop with another bound stays IcePop, though only the pair before it said so.
+        now["rollout_is_mode"] = given.get("rollout_is_mode", "mask")
+    for name in _leftovers(fields, now) - _leftovers(fields, fields) - given.keys():
+        now[name] = DEFAULTS[name]
+    return now
+
+
+def _leftovers(base: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Settings that mean nothing among the others of now; of the base, where no flag has asked for them."""
+    left: set[str] = set()
+    if now["rollout_is"] is None:
+        left.update(_OF_WEIGHTS)
+    if not now["rollout_is_apply"]:
+        left.add("rollout_is_batch_normalize")
+    if now["rollout_is_mode"] in (None, "truncate") or "_" in str(now["rollout_is_threshold"]):
+        left.add("rollout_is_threshold_lower")
+    if now["rollout_rs"] != base["rollout_rs"]:
+        left.update(("rollout_rs_threshold", "rollout_rs_threshold_lower"))
+    if now["rollout_is"] is None and not now["rollout_rs"]:
+        left.add("rollout_staleness_scale")
+    if "_" in str(now["rollout_rs_threshold"]):
+        left.add("rollout_rs_threshold_lower")
+    if now["bypass_mode"]:
+        left.add("proximal_interpolation")
+    if not now["bypass_mode"]:
+        left.add("loss_type")
+    elif not (now["loss_type"] in OBJECTIVES and OBJECTIVES[now["loss_type"]].weighed_in_bypass):
+        left.add("rollout_is_batch_normalize")
+    if "rollout_is_batch_normalize" in left or not now["rollout_is_batch_normalize"]:
+        left.add("rollout_is_batch_normalize_scope")
+    return left
