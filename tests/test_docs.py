@@ -31,6 +31,7 @@ WORDS = {
     "measured": MEASURED,
     "ratio": [name for name in MEASURED if name.endswith("_k1")],
     "percent": [f"{percent:02d}" for percent in QUANTILES],
+    "quartile": ["25", "50", "75"],
     "sign": ["negative", "zero", "positive"],
 }
 NUMBERS = ("from", "to", "steps")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.header import LENGTH_BUCKETS, REWARD_SIGNS, Columns, HeaderFields
+from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale
-from megatron_rc.correction.token_pass.terms import Columns, Sums, largest
+from megatron_rc.correction.token_pass.histogram import bins_of
+from megatron_rc.correction.token_pass.terms import Sums, largest
 from megatron_rc.correction.weights import bounded_weights, log_bounds, scaled_bounds
 from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
 
-LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
-REWARD_SIGNS = ("negative", "zero", "positive")
+Named = dict[str, Tensor]  # by the fields' names, record.field
 
 
 def sequence_log_weights(sums: Sums, config: RolloutCorrectionConfig) -> Tensor:
@@ -22,107 +24,135 @@ def sequence_log_weights(sums: Sums, config: RolloutCorrectionConfig) -> Tensor:
     return sums["log_ratio"] if config.rollout_is == "sequence" else sums["mean_log_ratio"]
 
 
-def sequence_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig) -> tuple[Columns, Columns]:
+def sequence_totals(
+    sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig, fields: HeaderFields
+) -> tuple[Columns, Tensor]:
     """(sums, maxima) over the local sequences, float64; those without a valid token are in none of them."""
     some = sums["valid"] > 0
-    totals, maxima = _policy_totals(sums)
-    totals |= {
-        "sequences": some,
-        "accepted_tokens": verdicts.accepted,
-        "sequences_with_rejected": verdicts.accepted < sums["valid"],
-    }
+    numbers, flags, maxima = _policy_rows(sums, verdicts)
+    columns: Columns = {"weight_bins": torch.zeros(fields.sums["weight_bins"], dtype=torch.float64, device=some.device)}
     if config.rollout_is is not None:
-        _weight_totals(sums, verdicts, config, totals, maxima)
+        rows, per_sequence = _weight_rows(sums, verdicts, config)
+        for known, more in zip((numbers, flags, maxima), rows, strict=True):
+            known |= more
+        counted = [some.double(), sums["valid"]][: len(columns["weight_bins"])]
+        columns["weight_bins"] = bins_of(per_sequence.log(), torch.stack(counted))
     for criterion in config.criteria:
         rejected = verdicts.rejected_by[criterion.name]
-        totals[f"rejected_{criterion.name}"] = rejected
-        totals[f"sequences_rejected_{criterion.name}"] = rejected > 0
+        numbers[f"{criterion.name}.rejected"] = rejected
+        flags[f"{criterion.name}.sequences_rejected"] = rejected > 0
         if criterion.is_measured:
-            _criterion_totals(criterion, sums, threshold_scale(sums, config), totals, maxima)
+            _add_statistic(criterion, sums, threshold_scale(sums, config), numbers, flags, maxima)
     if config.rollout_token_veto_threshold is not None:
-        totals["catastrophic"] = sums["catastrophic"]
-        totals["vetoed"] = sums["catastrophic"] > 0
-    extremes = largest(torch.where(some, torch.stack(list(maxima.values())), -torch.inf))
-    flags = {name: total for name, total in totals.items() if total.dtype == torch.bool}
-    numbers = {name: total for name, total in totals.items() if name not in flags}
+        numbers["veto.catastrophic"] = sums["catastrophic"]
+        flags["veto.vetoed"] = sums["catastrophic"] > 0
     # Alike ones at once: tensors of several dtypes are stacked one by one.
-    added = (torch.stack(list(values.values())).double() @ some.double() for values in (numbers, flags))
-    return dict(zip((tuple(numbers), tuple(flags)), added, strict=True)), {tuple(maxima): extremes}
+    columns[Source.SEQUENCES] = fields.stack(Source.SEQUENCES, numbers) @ some.double()
+    columns[Source.FLAGS] = fields.stack(Source.FLAGS, flags).double() @ some.double()
+    return columns, largest(torch.where(some, fields.stack(Source.SEQUENCE_MAXIMA, maxima), -torch.inf))
 
 
-def _policy_totals(sums: Sums) -> tuple[Sums, Sums]:
+def _policy_rows(sums: Sums, verdicts: Verdicts) -> tuple[Named, Named, Named]:
+    """(numbers, flags, maxima) of the two policies, [n] each."""
     log_ratio = sums["log_ratio"]
     logs = torch.stack([sums["train"], sums["rollout"], log_ratio]).div_(-sums["length"])
     ppls = logs.clamp(-PPL_LIMIT, PPL_LIMIT).exp_()
     excess = torch.expm1(log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))
-    totals = {"valid": sums["valid"], "log_ratio": log_ratio, "excess": sums["excess"]}
-    totals |= zip(("train_log_ppl", "rollout_log_ppl", "log_ppl_diff"), logs.unbind(), strict=True)
-    totals |= zip(("train_ppl", "rollout_ppl", "ppl_ratio"), ppls.unbind(), strict=True)
-    totals |= {
+    numbers = {
+        "valid": sums["valid"],
+        "log_ratio": log_ratio,
+        "excess": sums["excess"],
+        "accepted": verdicts.accepted,
+        **dict(zip(("train_log_ppl", "rollout_log_ppl", "log_ppl_diff"), logs.unbind(), strict=True)),
+        **dict(zip(("train_ppl", "rollout_ppl", "ppl_ratio"), ppls.unbind(), strict=True)),
         "log_ppl_abs_diff": sums["mean_log_ratio"].abs(),
         "sequence_excess": excess,
         "sequence_excess_squared": excess.square(),
     }
-    return totals, {"log_ppl_diff": totals["log_ppl_diff"], "-log_ppl_diff": sums["mean_log_ratio"]}
+    flags = {"sequences": sums["valid"] > 0, "sequences_with_rejected": verdicts.accepted < sums["valid"]}
+    maxima = {"log_ppl_diff_max": numbers["log_ppl_diff"], "log_ppl_diff_min": sums["mean_log_ratio"]}
+    return _of("policy", numbers), _of("policy", flags), _of("policy", maxima)
 
 
-def _weight_totals(sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig, totals: Sums, maxima: Sums) -> None:
-    """Weights of sequences: those that all tokens share, or the mean of token-level ones."""
-    valid, length, scale = sums["valid"], sums["length"], threshold_scale(sums, config)
-    if config.rollout_is == "token":
-        raw, weight = 1 + sums["excess"] / length, sums["weight"] / length
-        totals["weight"] = sums["weight"]
-        if config.is_mode == "mask":
-            totals["sequences_outside"] = sums["outside_above"] + sums["outside_below"] > 0
-        totals["normalize_weight"], totals["normalize_count"] = sums["weight"], valid
-        if config.rollout_is_batch_normalize_scope == "accepted":
-            totals["normalize_weight"] = accepted_weight(sums, verdicts)
-            totals["normalize_count"] = verdicts.accepted
-    else:
-        log_weight = sequence_log_weights(sums, config)
-        raw, weight = exp_ratio(log_weight), bounded_weights(log_weight, config, scale=scale)
-        lower, upper = log_bounds(config)
-        tested = log_weight if scale is None else log_weight / scale
-        outside = {"above": tested > upper, "below": tested < lower}
-        totals |= outside | {"raw": raw * valid, "weight": weight * valid}
-        totals |= {f"tokens_{name}": torch.where(flag, valid, 0) for name, flag in outside.items()}
-        totals["sequences_outside"] = outside["above"] | outside["below"]
-        totals["raw_excess_squared"] = valid * (raw - 1).square()
-        totals["weight_excess_squared"] = valid * (weight - 1).square()
-        maxima |= {"log_weight": log_weight, "-log_weight": -log_weight, "weight": weight}
-        if scale is not None:
-            maxima["-weight"] = -weight
-        counted = verdicts.accepted > 0 if config.rollout_is_batch_normalize_scope == "accepted" else valid > 0
-        totals["normalize_weight"] = torch.where(counted, weight, 0)
-        totals["normalize_count"] = counted
+def _weight_rows(
+    sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig
+) -> tuple[tuple[Named, Named, Named], Tensor]:
+    """((numbers, flags, maxima), the mean bounded weight of each sequence)."""
+    by_token = config.rollout_is == "token"
+    scale = threshold_scale(sums, config)
+    rows, raw, weight = (_token_rows if by_token else _shared_rows)(sums, verdicts, config)
     low, high = config.is_bounds if scale is None else scaled_bounds(config, scale)
     excess = weight - 1
-    totals |= {
-        "sequence_weight_excess": excess,
-        "sequence_weight_excess_squared": excess.square(),
-        "sequence_weight_high": raw > high,
-        "sequence_weight_low": raw < low,
+    numbers, flags, maxima = rows
+    numbers |= _of("weights", {"per_sequence_excess": excess, "per_sequence_excess_squared": excess.square()})
+    flags |= _of("weights", {"per_sequence_high": raw > high, "per_sequence_low": raw < low})
+    maxima |= _of("weights", {"per_sequence_max": weight, "per_sequence_min": -weight})
+    return rows, weight
+
+
+def _token_rows(
+    sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig
+) -> tuple[tuple[Named, Named, Named], Tensor, Tensor]:
+    """(rows, raw, bounded) where each token has its weight; raw and bounded are means over the sequence."""
+    numbers = {"weight": sums["weight"], "normalize_weight": sums["weight"], "normalize_count": sums["valid"]}
+    if config.rollout_is_batch_normalize_scope == "accepted":
+        numbers |= {"normalize_weight": accepted_weight(sums, verdicts), "normalize_count": verdicts.accepted}
+    flags = {}
+    if config.is_mode == "mask":
+        flags["masked.sequences"] = sums["outside_above"] + sums["outside_below"] > 0
+    rows = _of("weights", numbers), flags, Named()
+    return rows, 1 + sums["excess"] / sums["length"], sums["weight"] / sums["length"]
+
+
+def _shared_rows(
+    sums: Sums, verdicts: Verdicts, config: RolloutCorrectionConfig
+) -> tuple[tuple[Named, Named, Named], Tensor, Tensor]:
+    """(rows, raw, bounded) where all tokens of a sequence share a weight."""
+    valid, scale = sums["valid"], threshold_scale(sums, config)
+    log_weight = sequence_log_weights(sums, config)
+    raw, weight = exp_ratio(log_weight), bounded_weights(log_weight, config, scale=scale)
+    lower, upper = log_bounds(config)
+    tested = log_weight if scale is None else log_weight / scale
+    above, below = tested > upper, tested < lower
+    counted = verdicts.accepted > 0 if config.rollout_is_batch_normalize_scope == "accepted" else valid > 0
+    numbers = {
+        "weight": weight * valid,
+        "normalize_weight": torch.where(counted, weight, 0),
+        "raw": raw * valid,
+        "raw_squared": raw.square() * valid,
+        "raw_excess_squared": (raw - 1).square() * valid,
+        "weight_squared": weight.square() * valid,
+        "weight_excess_squared": (weight - 1).square() * valid,
+        "tokens_above": torch.where(above, valid, 0),
+        "tokens_below": torch.where(below, valid, 0),
     }
-    maxima |= {"sequence_weight": weight, "-sequence_weight": -weight}
+    flags = _of("weights", {"normalize_count": counted, "above": above, "below": below})
+    maxima = _of("weights", {"log_weight_max": log_weight, "log_weight_min": -log_weight})
+    if config.is_mode == "mask":
+        flags["masked.sequences"] = above | below
+    if config.is_mode == "mask" or scale is not None:
+        maxima |= _of("extremes", {"weight_max": weight, "weight_min": -weight})
+    return (_of("weights", numbers), flags, maxima), raw, weight
 
 
-def _criterion_totals(criterion: Criterion, sums: Sums, scale: Tensor | None, totals: Sums, maxima: Sums) -> None:
+def _add_statistic(
+    criterion: Criterion, sums: Sums, scale: Tensor | None, numbers: Named, flags: Named, maxima: Named
+) -> None:
     name, valid = criterion.name, sums["valid"]
     # An extreme of nothing is infinite.
     statistic = torch.where(valid > 0, sequence_statistic(criterion, sums), 0)
     tested = statistic if scale is None else statistic / scale
-    high, low = tested > criterion.upper, tested < criterion.lower
-    totals |= {
-        f"sequence_{name}": statistic,
-        f"sequence_squared_{name}": statistic.square(),
-        f"sequence_high_{name}": high,
-        f"sequence_low_{name}": low,
-        f"total_{name}": statistic * valid,
-    }
+    values = {"statistic": statistic, "statistic_squared": statistic.square(), "total": statistic * valid}
     if criterion.unit != "token":
         clamped = tested.clamp(criterion.least, criterion.upper) * (1 if scale is None else scale)
-        totals |= {f"clamped_{name}": clamped * valid, f"clamped_squared_{name}": clamped.square() * valid}
-    maxima |= {f"sequence_{name}": statistic, f"-sequence_{name}": -statistic}
+        values |= {"clamped": clamped * valid, "clamped_squared": clamped.square() * valid}
+    numbers |= _of(name, values)
+    flags |= _of(name, {"statistic_high": tested > criterion.upper, "statistic_low": tested < criterion.lower})
+    maxima |= _of(name, {"statistic_max": statistic, "statistic_min": -statistic})
+
+
+def _of(record: str, values: Sums) -> Named:
+    return {f"{record}.{name}": value for name, value in values.items()}
 
 
 def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Columns:
@@ -143,12 +173,13 @@ def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Columns:
     }
 
 
-def side_totals(sums: Sums, shards: Shards) -> Columns:
+def data_totals(sums: Sums, shards: Shards, fields: HeaderFields) -> Tensor:
     """How many sequences have a side input that cannot be right, and what an error message has to know."""
-    names = tuple(shards.bad)
-    bad = (torch.stack(list(shards.bad.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
+    flagged = (torch.stack(list(shards.bad.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
     tokens = (sums["response"] - sums["valid"]).sum()
-    return {names: bad, ("bad_tokens", "default_ids"): torch.stack([tokens, tokens.new_full((), shards.default_ids)])}
+    values = dict(zip(shards.bad, flagged, strict=True))
+    values |= {"bad_tokens": tokens, "default_ids": tokens.new_full((), shards.default_ids)}
+    return fields.stack(Source.DATA, _of("data", values))
 
 
 def token_staleness(

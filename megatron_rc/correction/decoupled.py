@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.header import header_fields
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.plans import DecoupledPlan, PlannedStep
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.rollout_correction import RolloutCorrection
-from megatron_rc.correction.stages import corrected_batch, header_shape
+from megatron_rc.correction.stages import corrected_batch
 
 
 class DecoupledCorrection(RolloutCorrection, corrects_in_loss=False):
@@ -18,8 +19,8 @@ class DecoupledCorrection(RolloutCorrection, corrects_in_loss=False):
 
     def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> DecoupledPlan:
         if inputs is None:
-            shape = header_shape(self.config, counts)
-            result = CorrectionResult(self.config, shape, torch.zeros(len(shape), dtype=torch.float64, device=device))
+            fields = header_fields(self.config, counts)
+            result = CorrectionResult(self.config, fields, torch.zeros(len(fields), dtype=torch.float64, device=device))
         else:
             result = corrected_batch(inputs, self.config, counts, self.groups, compile=self.compile)
         result.header = self._broadcast(result.header)

@@ -7,14 +7,15 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
+from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_masks, collect_shards
 from megatron_rc.correction.metrics import derive_metrics
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.plans import InLossPlan, PlannedStep
 from megatron_rc.correction.proximal import interpolate
-from megatron_rc.correction.result import HeaderShape, merge_headers
 from megatron_rc.correction.rollout_correction import RolloutCorrection
-from megatron_rc.correction.stages import header_shape, sums_before_reduction
+from megatron_rc.correction.stages import sums_before_reduction
 from megatron_rc.correction.step import StepError, StepResult, StepSums
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
@@ -79,8 +80,8 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         """See :class:`RolloutCorrection`. Host synchronisations: one."""
         if not self._headers:
             return {}
-        shape = self._step_shape()
-        metrics = derive_metrics(shape.read(merge_headers(shape, self._headers).tolist()), self.config)
+        fields = self._step_fields()
+        metrics = derive_metrics(fields.read(merge_headers(fields, self._headers).tolist()), self.config)
         return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
 
     def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
@@ -146,24 +147,24 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         staleness = (counts.current_version - versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=step.plan.steps_ended)
 
-    def _correction_shape(self) -> HeaderShape:
+    def _correction_fields(self) -> HeaderFields:
         counts = AgreedCounts() if self._newest is None else self._newest.agreed
-        return header_shape(self.config, _of_one_step(counts))
+        return header_fields(self.config, _of_one_step(counts))
 
     def _factor(self, ended: StepSums, result: StepResult) -> Tensor:
         """D₀/G; G = (the aggregation's denominator) · w̄."""
         if ended.step is None or not isinstance(ended.step.plan, InLossPlan):
             return result.header.new_zeros(())
-        sums, _ = result.shape.unpack(result.header)
+        fields, header = result.fields, result.header
         # Found by the plan, which the other stages did not see.
-        sums["bad_mini_batch_ids"].add_(ended.step.plan.bad_ids)
+        fields.number(header, "data.mini_batch_ids", Source.DATA).add_(ended.step.plan.bad_ids)
         tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[0]
         if self.config.rejection_denominator == "accepted":
             tokens, sequences = accepted_tokens, accepted_sequences
         unknown = denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
         factor = ended.step.denominator / unknown
         if self.config.rollout_is_batch_normalize:
-            factor = factor * normalization(sums["normalize_weight"], sums["normalize_count"])
+            factor = factor * normalization(*normalization_sums(fields, header))
         return torch.where(accepted_tokens > 0, factor, 0.0)
 
     def _note_end(self, ended: StepSums, result: StepResult) -> None:

@@ -137,16 +137,16 @@ class Shards:
         moved, bad = {}, {}
         nothing = torch.zeros(self.num_sequences, dtype=torch.bool, device=device)
         for field_name, name, lower, upper in limits:
-            bad[f"bad_{name}"] = nothing
+            bad[name] = nothing
             if (value := getattr(self, field_name)) is not None:
                 value = value.to(device)
                 moved[field_name] = value.clamp(lower, upper)
-                bad[f"bad_{name}"] = moved[field_name] != value
+                bad[name] = moved[field_name] != value
         for name in ("advantages", "rewards"):
-            bad[f"bad_{name}"] = nothing
+            bad[name] = nothing
             if (value := getattr(self, name)) is not None:
                 moved[name] = value.to(device)
-                bad[f"bad_{name}"] = ~moved[name].isfinite()
+                bad[name] = ~moved[name].isfinite()
         return dataclasses.replace(self, **moved, bad=bad)
 
     @property
@@ -388,6 +388,6 @@ def collect_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGrou
         ),
         mini_batch_ids=shards.mini_batch_ids,
         num_mini_batches=counts.num_mini_batches,
-        bad_ids=shards.bad["bad_mini_batch_ids"],
+        bad_ids=shards.bad["mini_batch_ids"],
         is_first_cp_rank=shards.is_first_cp_rank,
     )

@@ -168,7 +168,7 @@ class DecoupledPlan(CorrectionResult, Plan):
     ) -> None:
         super().__init__(
             result.config,
-            result.shape,
+            result.fields,
             result.header,
             weights=result.weights,
             mask=result.mask,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
 
-import torch
 from torch import Tensor
 
 from megatron_rc.correction.checks.bad_tokens import describe_bad_token
 from megatron_rc.correction.checks.shift import find_lag
-from megatron_rc.correction.metrics import Statistics, derive_metrics
-from megatron_rc.correction.token_pass.terms import Columns
+from megatron_rc.correction.header import HeaderFields
+from megatron_rc.correction.header_records import BatchHeader
+from megatron_rc.correction.metrics import derive_metrics
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _SIDES = {
@@ -26,58 +23,6 @@ _SIDES = {
 }
 
 
-@dataclass(frozen=True)
-class HeaderShape:
-    """What lies where in a header: sums of some shape each, then maxima of one number each."""
-
-    sums: tuple[tuple[str, tuple[int, ...]], ...]
-    maxima: tuple[str, ...]
-
-    @classmethod
-    def of(cls, sums: Columns, maxima: Columns) -> HeaderShape:
-        """The shape of a header that has these sums, then these maxima."""
-        entries, extremes = (
-            [
-                (name, () if isinstance(key, tuple) else tuple(value.shape))
-                for key, value in columns.items()
-                for name in (key if isinstance(key, tuple) else (key,))
-            ]
-            for columns in (sums, maxima)
-        )
-        return cls(tuple(entries), tuple(name for name, _ in extremes))
-
-    def __len__(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.sums) + len(self.maxima)
-
-    @property
-    def num_sums(self) -> int:
-        """How many numbers of the header add up; the rest are maxima."""
-        return len(self) - len(self.maxima)
-
-    def unpack(self, header: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(sums, maxima) by name, as views of the header."""
-        pieces = header[: self.num_sums].split([math.prod(shape) for _, shape in self.sums])
-        sums = {name: piece.view(shape) for (name, shape), piece in zip(self.sums, pieces, strict=True)}
-        return sums, dict(zip(self.maxima, header[self.num_sums :].unbind(), strict=True))
-
-    def read(self, values: list[float]) -> Statistics:
-        """Sums, tables and maxima by name, from a header on the host."""
-        numbers: dict[str, float] = {}
-        tables: dict[str, Any] = {}
-        start = 0
-        for name, shape in self.sums:
-            size, width = math.prod(shape), math.prod(shape[1:])
-            part = values[start : start + size]
-            if not shape:
-                numbers[name] = part[0]
-            elif len(shape) == 1:
-                tables[name] = part
-            else:
-                tables[name] = [part[row * width : (row + 1) * width] for row in range(shape[0])]
-            start += size
-        return Statistics(numbers, tables, dict(zip(self.maxima, values[start:], strict=True)))
-
-
 class CorrectionResult:
     """Weights and mask of the local tokens, and what is known of the whole batch.
 
@@ -87,13 +32,13 @@ class CorrectionResult:
         mask: likewise, bool: the accepted tokens m'; None on pipeline stages without log-probs.
         sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator; None likewise.
         header: 1-D float64, the global sums and maxima that everything else is read from.
-        shape: what lies where in it.
+        fields: what lies where in it.
     """
 
     def __init__(
         self,
         config: RolloutCorrectionConfig,
-        shape: HeaderShape,
+        fields: HeaderFields,
         header: Tensor,
         *,
         weights: Tensor | list[Tensor] | None = None,
@@ -101,17 +46,17 @@ class CorrectionResult:
         sequence_lengths: Tensor | None = None,
     ) -> None:
         self.config = config
-        self.shape = shape
+        self.fields = fields
         self.header = header
         self.weights = weights
         self.mask = mask
         self.sequence_lengths = sequence_lengths
-        self._host: Statistics | None = None
+        self._host: BatchHeader | None = None
 
     @property
     def denominators(self) -> Tensor:
         """[num_mini_batches, 4] float64: tokens and sequences under the response mask, then under m'."""
-        return self.shape.unpack(self.header)[0]["mini_batches"]
+        return self.fields.column(self.header, "mini_batches")
 
     @property
     def skip(self) -> Tensor:
@@ -128,15 +73,14 @@ class CorrectionResult:
                 those): names the policy, the lowest sample and position, and how many there are. Ids, versions, rewards
                 or advantages out of range. Rollout log-probs shifted by one position.
         """
-        sums, maxima = self.on_host().sums, self.on_host().maxima
+        data = self.on_host().data
         for name, remedy in _SIDES.items():
-            if sums[f"bad_{name}"]:
-                raise ValueError(
-                    f"{name}: {sums[f'bad_{name}']:.0f} values of the batch are out of range, all must {remedy}"
-                )
-        if self.config.bad_log_probs == "error" and sums["bad_tokens"]:
-            raise ValueError(describe_bad_token(-maxima["-bad_key"], sums["bad_tokens"], bool(sums["default_ids"])))
-        lag = find_lag(sums)
+            count = getattr(data, name)
+            if count:
+                raise ValueError(f"{name}: {count:.0f} values of the batch are out of range, all must {remedy}")
+        if self.config.bad_log_probs == "error" and data.bad_tokens:
+            raise ValueError(describe_bad_token(data.first_bad_key, data.bad_tokens, bool(data.default_ids)))
+        lag = find_lag(self.on_host().shift)
         if lag:
             raise ValueError(
                 f"the rollout log-probs are shifted by {lag:+d} position against the training "
@@ -149,17 +93,16 @@ class CorrectionResult:
 
     def denominators_on_host(self) -> list[list[float]]:
         """``denominators`` as Python floats, from the same host synchronisation as ``check()``."""
-        rows: list[list[float]] = self.on_host().tables["mini_batches"]
-        return rows
+        return self.on_host().mini_batches
 
-    def on_host(self) -> Statistics:
-        """The header on the host, by name: the one synchronisation, made once."""
+    def on_host(self) -> BatchHeader:
+        """The header on the host: the one synchronisation, made once."""
         if self._host is None:
-            self._host = self.shape.read(self.header.tolist())
+            self._host = self.fields.read(self.values)
         return self._host
 
-
-def merge_headers(shape: HeaderShape, headers: Sequence[Tensor]) -> Tensor:
-    """One header of several batches: sums added, maxima taken."""
-    stacked = torch.stack(list(headers))
-    return torch.cat([stacked[:, : shape.num_sums].sum(0), stacked[:, shape.num_sums :].amax(0)])
+    @functools.cached_property
+    def values(self) -> list[float]:
+        """The header's numbers on the host."""
+        values: list[float] = self.header.tolist()
+        return values

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.header import NO_FIELDS, HeaderFields, step_fields
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
 from megatron_rc.correction.plans import Plan, PlannedStep
-from megatron_rc.correction.result import HeaderShape
 from megatron_rc.correction.stages import Pair, check_version_given, reduce_batch
 from megatron_rc.correction.step import (
     MISUSES,
@@ -25,7 +25,7 @@ from megatron_rc.correction.step import (
     StepResult,
     StepSums,
 )
-from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
+from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_size
@@ -214,12 +214,12 @@ class RolloutCorrection:
             StepError: on every rank alike, if what was counted on any of them is not one whole step. It is kept until
                 ``reset_step``.
         """
-        shape = self._step_shape()
+        fields = self._step_fields()
         if self.groups.is_last_stage:
-            header = self._reduced(shape, device)
+            header = self._reduced(fields, device)
         else:
-            header = torch.zeros(len(shape), dtype=torch.float64, device=device)
-        result = StepResult(self.config, shape, self._broadcast(header))
+            header = torch.zeros(len(fields), dtype=torch.float64, device=device)
+        result = StepResult(self.config, fields, self._broadcast(header))
         result.check_order()
         self._note_end(self._open, result)
         self._ended, self._open = result, StepSums()
@@ -254,13 +254,7 @@ class RolloutCorrection:
         Raises:
             StepError: no step has ended yet, or micro-batches were counted that no ``finish_step`` has ended.
         """
-        found = self._last_step("loss_metrics()").on_host()
-        named = dict(zip(SUMS, found.tables["loss_sums"], strict=True))
-        extremes = {name: found.maxima[f"loss_{name}"] for name in MAXIMA}
-        metrics = derive_loss_metrics(named, extremes)
-        # Each micro-batch was divided by D₀.
-        metrics["loss/total"] *= found.maxima["factor"]
-        return metrics
+        return self._last_step("loss_metrics()").loss_metrics()
 
     def metrics(self) -> dict[str, float]:
         """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
@@ -291,9 +285,9 @@ class RolloutCorrection:
     def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         raise NotImplementedError
 
-    def _correction_shape(self) -> HeaderShape:
+    def _correction_fields(self) -> HeaderFields | None:
         """What a step reduces besides what the losses measured; alike on all stages."""
-        return HeaderShape((), ())
+        return None
 
     def _factor(self, ended: StepSums, result: StepResult) -> Tensor:
         """What the gradients of a step that was just reduced are to be multiplied by; on the last stage."""
@@ -310,26 +304,24 @@ class RolloutCorrection:
             )
         return self._ended
 
-    def _step_shape(self) -> HeaderShape:
-        """What lies where in a step's header: the correction's sums and maxima, the loss's, misuse; then the factor."""
-        known = self._correction_shape()
-        sums = (*known.sums, ("loss_sums", (len(SUMS),)))
-        return HeaderShape(sums, (*known.maxima, *(f"loss_{name}" for name in MAXIMA), "misuse", "factor"))
+    def _step_fields(self) -> HeaderFields:
+        """What lies where in a step's header."""
+        return step_fields(self._correction_fields())
 
-    def _reduced(self, shape: HeaderShape, device: torch.device | None) -> Tensor:
+    def _reduced(self, fields: HeaderFields, device: torch.device | None) -> Tensor:
         """The header of the step that ends."""
-        opened, known = self._open, self._correction_shape()
+        opened, known = self._open, self._correction_fields() or NO_FIELDS
         misuse = opened.found_misuse(needs_micro_batches=self.config.corrects_in_loss)
         measured = opened.statistics or LossStatistics.nothing(device if opened.pair is None else opened.pair[0].device)
         sums, maxima = opened.pair or (None, None)
         if sums is None or maxima is None or len(sums) != known.num_sums:
             misuse = misuse if sums is None else OTHER_PLAN
             sums = measured.sums.new_zeros(known.num_sums)
-            maxima = measured.sums.new_full((len(known.maxima),), -torch.inf)
+            maxima = measured.sums.new_full((known.num_maxima,), -torch.inf)
         codes = measured.sums.new_full((1,), float(misuse))
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima, codes])
         header = torch.cat([*reduce_batch(pair, self.groups), codes])
-        header[-1] = self._factor(opened, StepResult(self.config, shape, header))
+        header[-1] = self._factor(opened, StepResult(self.config, fields, header))
         return header
 
     def _broadcast(self, header: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ can carry the pairs itself: add the sums, take the maxima.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,20 +16,22 @@ from torch import Tensor
 
 from megatron_rc.correction.batch_sums import (
     breakdown_totals,
+    data_totals,
     mini_batch_counts,
     sequence_log_weights,
     sequence_totals,
-    side_totals,
     token_staleness,
 )
 from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
+from megatron_rc.correction.header import Columns, HeaderFields, header_fields, normalization_sums
+from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts, Part, PlanInputs, Shards, collect_shards
 from megatron_rc.correction.rejection import Verdicts, decide, local_prompt_sums, threshold_scale
-from megatron_rc.correction.result import CorrectionResult, HeaderShape
+from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
 from megatron_rc.correction.token_pass.blocks import BlockPass
-from megatron_rc.correction.token_pass.terms import BlockTokens, Columns, Sums, TokenResults
+from megatron_rc.correction.token_pass.terms import BlockTokens, Sums, TokenResults, term_names
 from megatron_rc.correction.weights import bounded_weights, normalization
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.blocks import Block
@@ -92,8 +92,9 @@ class BatchSums:
         log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
         scale: [n] float64, what the bounds of each sequence are multiplied by in nats; None: by nothing.
         mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
-        sums: float64, in the header's order.
-        maxima: float64 likewise.
+        fields: of the header.
+        sums: its columns, float64.
+        maxima: likewise.
     """
 
     local: LocalSums
@@ -101,18 +102,14 @@ class BatchSums:
     log_weights: Tensor | None
     scale: Tensor | None
     mean_log_ratio: Tensor
+    fields: HeaderFields
     sums: Columns
     maxima: Columns
 
     @property
-    def shape(self) -> HeaderShape:
-        """The names and shapes of the pair's numbers, in order."""
-        return HeaderShape.of(self.sums, self.maxima)
-
-    @property
     def pair(self) -> Pair:
         """([sums], [maxima]): what ``dp_cp`` adds up."""
-        return torch.cat([value.flatten() for value in self.sums.values()]), torch.cat(list(self.maxima.values()))
+        return self.fields.pack(self.sums, self.maxima)
 
     def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
         """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
@@ -140,8 +137,8 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
     if config.rollout_is is not None:
         weights = [torch.empty(part.layout.shape, dtype=shards.dtype, device=shards.device) for part in shards.parts]
     kept = [torch.empty_like(part.mask, memory_format=torch.contiguous_format) for part in shards.parts]
-    total = Accumulator(shards, config)
-    values_of = BlockPass(config, compile)
+    names = term_names(config, any(part.advantages is not None for part in shards.parts))
+    total, values_of = Accumulator(shards, names), BlockPass(config, names, compile)
     for index, part in enumerate(shards.parts):
         for block in _blocks(part, compile):
             tokens = BlockTokens(
@@ -188,20 +185,24 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     shards, config = local.shards, local.config
     named = local.named(sequences)
     verdicts = decide(named, shards, config, None if prompts is None else prompts[0])
-    sums, maxima = sequence_totals(named, verdicts, config)
-    sums |= breakdown_totals(named, verdicts, shards) | side_totals(named, shards)
-    sums["mini_batches"] = mini_batch_counts(verdicts, shards)
+    fields = header_fields(config, shards.counts)
+    sums, extremes = sequence_totals(named, verdicts, config, fields)
+    sums |= breakdown_totals(named, verdicts, shards)
+    sums |= {Source.DATA: data_totals(named, shards, fields), "mini_batches": mini_batch_counts(verdicts, shards)}
     # Whole sequences are counted once: on the first CP rank.
     if not shards.is_first_cp_rank:
-        sums = {name: torch.zeros_like(value) for name, value in sums.items()}
-    sums |= local.sums.batch | shift_sums(shards.parts)
-    for name, value in _apply(local, verdicts).items():
-        sums[name] = sums[name] + value
-    maxima |= local.sums.batch_max
-    maxima[("-bad_key",)] = -first_bad_key(shards, named["response"] - named["valid"])
+        sums = {column: torch.zeros_like(value) for column, value in sums.items()}
+    sums |= {Source.TOKENS: local.sums.batch, "bins": local.sums.bins, Source.SHIFT: shift_sums(shards.parts)}
+    for column, value in _apply(local, verdicts, fields).items():
+        sums[column] = sums[column] + value
+    maxima: Columns = {
+        Source.SEQUENCE_MAXIMA: extremes,
+        Source.TOKEN_MAXIMA: local.sums.batch_max,
+        Source.KEY: -first_bad_key(shards, named["response"] - named["valid"]),
+    }
     log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
     scale = threshold_scale(named, config)
-    return BatchSums(local, verdicts, log_weights, scale, named["mean_log_ratio"], sums, maxima)
+    return BatchSums(local, verdicts, log_weights, scale, named["mean_log_ratio"], fields, sums, maxima)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -218,13 +219,12 @@ def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
     """
     config, header, factor = batch.local.config, torch.cat(pair), None
     if config.rollout_is_batch_normalize:
-        sums, _ = batch.shape.unpack(header)
-        factor = normalization(sums["normalize_weight"], sums["normalize_count"])
+        factor = normalization(*normalization_sums(batch.fields, header))
     weights, mask, lengths = batch.spread(factor)
     is_list = batch.local.shards.is_list
     return CorrectionResult(
         config,
-        batch.shape,
+        batch.fields,
         header,
         weights=weights if weights is None or is_list else weights[0],
         mask=mask if is_list else mask[0],
@@ -261,26 +261,6 @@ def corrected_batch(
     return finish(batch, reduce_batch(batch.pair, groups))
 
 
-def header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
-    """What lies where in the header of every rank, whatever its data: that of a batch without sequences."""
-    version = None if counts.current_version is None else 0
-    return _header_shape(config, dataclasses.replace(counts, current_version=version))
-
-
-@functools.lru_cache(maxsize=64)
-def _header_shape(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderShape:
-    nothing = torch.zeros(0, 0, dtype=torch.float32)
-    no_ids = torch.zeros(0, dtype=torch.int64)
-    inputs = PlanInputs(nothing, nothing, nothing.bool(), advantages=torch.zeros(0))
-    if counts.num_groups is not None:
-        inputs = dataclasses.replace(inputs, group_ids=no_ids)
-    if counts.current_version is not None:
-        inputs = dataclasses.replace(inputs, policy_versions=no_ids)
-    local = sequence_sums(collect_shards(inputs, counts, ParallelGroups()), config)
-    prompts = group_sums(local, local.pair) if config.needs_prompts else None
-    return batch_sums(local, local.pair, prompts).shape
-
-
 def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
     has_advantages = shards.advantages is not None or all(part.advantages is not None for part in shards.parts)
     for criterion in config.criteria:
@@ -313,7 +293,7 @@ def _blocks(part: Part, compile: bool = False) -> list[Block]:
     return part.layout.blocks(min(max(most, MIN_BLOCK), MAX_BLOCK * (4 if compile else 1)))
 
 
-def _apply(local: LocalSums, verdicts: Verdicts) -> Columns:
+def _apply(local: LocalSums, verdicts: Verdicts, fields: HeaderFields) -> Columns:
     """Turn ``kept`` into the accepted mask, in place; what has to be added where tokens have their own side inputs."""
     sums: Columns = {}
     parts = local.shards.parts
@@ -321,22 +301,22 @@ def _apply(local: LocalSums, verdicts: Verdicts) -> Columns:
     if not local.config.rejects_sequences and not has_sides:
         return sums
     nothing = torch.zeros((), dtype=torch.float64, device=local.shards.device)
-    bad = dict.fromkeys(local.shards.bad, nothing)
+    bad = dict.fromkeys(fields.names(Source.DATA), nothing)
     for part, mask in zip(parts, local.kept, strict=True):
         for block in _blocks(part):
             kept, rows = block.take(mask), _rows(part, block)
             kept &= block.expand(verdicts.accept[rows])
             if part.advantages is not None:
                 advantages = block.take(part.advantages)
-                bad["bad_advantages"] = bad["bad_advantages"] + (block.take(part.mask) & ~advantages.isfinite()).sum()
+                bad["data.advantages"] = bad["data.advantages"] + (block.take(part.mask) & ~advantages.isfinite()).sum()
                 if verdicts.accept_negative is not None:
                     kept &= block.expand(verdicts.accept_negative[rows]) | ~(advantages < 0)
             if part.versions is not None:
                 valid, log_ratio = _valid_log_ratio(part, block, local.shards.dtype)
                 table, newer = token_staleness(valid, log_ratio, kept, block.take(part.versions), local.shards)
                 sums["staleness"] = sums["staleness"] + table if "staleness" in sums else table
-                bad["bad_policy_versions"] = bad["bad_policy_versions"] + newer
-    return sums | {tuple(bad): torch.stack(list(bad.values()))} if has_sides else sums
+                bad["data.policy_versions"] = bad["data.policy_versions"] + newer
+    return sums | {Source.DATA: fields.stack(Source.DATA, bad)} if has_sides else sums
 
 
 def _rows(part: Part, block: Block) -> slice:

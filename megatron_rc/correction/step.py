@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rc.correction.plans import PlannedStep
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.stages import Pair
-from megatron_rc.loss.metrics import LossStatistics
+from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 
 
 class StepError(ValueError, RuntimeError):
@@ -108,9 +108,17 @@ class StepResult(CorrectionResult):
 
     def check_order(self) -> None:
         """Raise StepError on every rank if what was counted on any of them is not one whole step."""
-        misuse = self.on_host().maxima["misuse"]
+        (misuse,) = self.fields.table(self.values, "misuse")
         if misuse > 0:
             raise StepError(MISUSES[int(misuse)])
+
+    def loss_metrics(self) -> dict[str, float]:
+        """Metrics of the loss."""
+        sums, maxima = (self.fields.table(self.values, name) for name in ("loss_sums", "loss_maxima"))
+        metrics = derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
+        # Each micro-batch was divided by D₀.
+        (factor,) = self.fields.table(self.values, "factor")
+        return metrics | {"loss/total": metrics["loss/total"] * factor}
 
 
 class ScaledGradients:

@@ -6,9 +6,8 @@ import torch
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.correction.token_pass.accumulator import Accumulator
-from megatron_rc.correction.token_pass.terms import BlockValues
-from tests.correction.test_correction import correct, use_blocks
-from tests.support.correction_cases import CASES, clear_batch
+from megatron_rc.correction.token_pass.terms import BlockValues, term_names
+from tests.correction.test_correction import use_blocks
 
 CONFIG = RolloutCorrectionConfig(
     rollout_is="token", rollout_rs="token_k1,seq_max_k2,seq_mean_k3", rollout_rs_threshold="0.5_2,0.55,0.06"
@@ -55,23 +54,15 @@ def test_micro_batches_of_different_widths_add_up(shapes):
 def test_sums_are_counted_beyond_float32(kept):
     """2²⁴ + 1 is the first whole number that float32 has not; every kind of sum has it, from runs and from blocks."""
     nothing = torch.zeros(2, 4)
-    total = Accumulator(collect_shards(PlanInputs(nothing, nothing, nothing.bool()), AgreedCounts()), CONFIG)
+    names = term_names(CONFIG, token_advantages=False)
+    total = Accumulator(collect_shards(PlanInputs(nothing, nothing, nothing.bool()), AgreedCounts()), names)
     many = torch.tensor([2.0**24, 1.0, 2.0**24, 0.0])
     codes = torch.zeros(4, 1024 if kept else 64, dtype=torch.int64)
-    total.add(BlockValues(tuple((many,) * len(names) for names in total._names), codes), slice(0, 2))
+    total.add(BlockValues(tuple((many,) * len(names) for names in names), codes), slice(0, 2))
     sums = total.sums()
-    names = [name for name in sums.names if not name.startswith("max_")]
-    assert sums.sequences.tolist() == [[2**24 + 1, 2**24]] * len(names)
+    exact, sequence, *_ = names
+    assert sums.sequences.tolist() == [[2**24 + 1, 2**24]] * len(exact + sequence)
     assert sums.sequence_max.tolist() == [[2**24, 2**24]]
-    (batch, bins), (maxima,) = sums.batch.values(), sums.batch_max.values()
-    assert set(batch.tolist()) == {2**25 + 1}
-    assert set(maxima.tolist()) == {2**24}
-    assert float(bins.sum()) == 2**25 + 1, "as many as are valid"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_name_stands_twice_in_a_header(name):
-    shape = correct(name, clear_batch(name)[0]).shape
-    names = [entry for entry, _ in shape.sums]
-    assert len(set(names)) == len(names)
-    assert len(set(shape.maxima)) == len(shape.maxima)
+    assert set(sums.batch.tolist()) == {2**25 + 1}
+    assert set(sums.batch_max.tolist()) == {2**24}
+    assert float(sums.bins.sum()) == 2**25 + 1, "as many as are valid"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -33,6 +34,11 @@ def use_blocks(monkeypatch, num_tokens):
     monkeypatch.setattr(pipeline, "MAX_BLOCK", num_tokens)
 
 
+def is_quantile(name):
+    """From a histogram, and as exact as its bins: compared in test_histogram."""
+    return re.search(r"(log_ratio|rollout_is|rollout_is_seq)_p\d\d$", name) is not None
+
+
 def expected_metrics(found):
     """All that the oracle has, under the names of the library."""
     metrics = {name: value for name, value in found.metrics.items() if not name.startswith("log_ratio_p")}
@@ -55,7 +61,7 @@ def assert_metrics(got, found, rel):
         if got.get(name) != pytest.approx(value, rel=rel, abs=rel)
     }
     assert not wrong
-    extra = {name for name in got if name not in expected and "log_ratio_p" not in name and "bad_log_probs" not in name}
+    extra = {name for name in got if name not in expected and not is_quantile(name) and "bad_log_probs" not in name}
     extra.discard("rollout_corr/rollout_is_batch_norm_skipped")
     assert not extra
 
@@ -334,3 +340,21 @@ def test_packed_tokens_give_the_same(name, num_tokens, monkeypatch):
             weights[row, : len(mask)] = weight
     result.mask, result.weights = dense, weights
     assert_same(result, found)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_the_effective_sample_size_of_tiny_weights_is_their_own(level):
+    """From Σw² itself: from Σ(w - 1)² nothing of it is left where all weights are at e^-20."""
+    rollout = torch.full((4, 3), -1.0, dtype=torch.float64)
+    train = rollout - torch.tensor([[60.0], [61.0], [70.0], [80.0]], dtype=torch.float64)
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    metrics = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(rollout_is=level)).metrics()
+    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(1, rel=1e-12)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1, rel=1e-12)
+    train = rollout - torch.tensor([[18.0], [17.0], [70.0], [80.0]], dtype=torch.float64) / (
+        3 if level == "sequence" else 1
+    )
+    metrics = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(rollout_is=level)).metrics()
+    weights = [math.exp(-x) for x in (18, 17, 20, 20)]
+    want = sum(weights) ** 2 / (4 * sum(w * w for w in weights))
+    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(want, rel=1e-12)

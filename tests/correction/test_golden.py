@@ -21,10 +21,10 @@ RTOL, ATOL = 1e-6, 3e-9
 DIALECT = {"gen1": "verl-2025-10", "gen2": "verl-2025-11", "gen3": "verl", "slime": "slime"}
 # Number of cases, of metrics compared, and of metrics left out by reason.
 NUMBERS = {"gen1": 30, "gen2": 29, "gen3": 75, "slime": 10}
-COMPARED = {"gen1": 610, "gen2": 611, "gen3": 2191, "slime": 0}
+COMPARED = {"gen1": 610, "gen2": 641, "gen3": 2191, "slime": 0}
 LEFT_OUT = {
     "gen1": {"before truncation": 210, "a bound that only a metric used": 14, "k3_kl above the clamp": 4},
-    "gen2": {"before truncation": 140, "of gen2's rejection weights": 210, "k3_kl above the clamp": 3},
+    "gen2": {"before truncation": 140, "of gen2's rejection weights": 180, "k3_kl above the clamp": 3},
     "gen3": {"gen3 clamps the log-ratio of each token": 150, "k3_kl above the clamp": 12},
     "slime": {"slime's own": 199},
 }
@@ -86,7 +86,7 @@ def left_out(case, name, log_ratio):
         ):
             return "gen3 clamps the log-ratio of each token"
         return None
-    if name.startswith("rollout_rs_") and "masked" not in name:
+    if name.startswith("rollout_rs_") and "masked" not in name and "_rs_ratio_fraction" not in name:
         return "of gen2's rejection weights"
     if name.startswith("rollout_is_") and name.removeprefix("rollout_is_") in BEFORE:
         return "before truncation"
@@ -103,7 +103,7 @@ def ours(case, config, metrics, name):
         return metrics[config.metric_prefix + RAW[name]]
     if "veto" in name or "catastrophic" in name:
         return metrics.get(config.metric_prefix + name, 0.0)
-    if generation == "gen2" and name.startswith("rollout_rs_"):
+    if generation == "gen2" and name.startswith("rollout_rs_") and "ratio_fraction" not in name:
         (criterion,) = config.criteria
         return metrics[f"{config.metric_prefix}rollout_rs_{criterion.name}_{name.removeprefix('rollout_rs_')}"]
     return metrics[config.metric_prefix + name]

@@ -1,5 +1,7 @@
 """Quantiles from bins: as near as they say, mergeable, and for any number of tokens."""
 
+import math
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from megatron_rc.correction.token_pass.histogram import (
     codes_of,
     quantiles,
 )
+from tests.correction.test_correction import config_of, correct
+from tests.support.correction_cases import CASES, clear_batch
 
 RELATIVE, ABSOLUTE = 1 / 32, 2**-14
 
@@ -64,3 +68,55 @@ def test_more_tokens_than_a_sort_takes():
     assert metrics["num_tokens"] == size
     for percent in QUANTILES:
         assert metrics[f"log_ratio_p{percent:02d}"] == pytest.approx(percent / 100 - 0.5, rel=RELATIVE, abs=ABSOLUTE)
+
+
+def near(values, share):
+    """Around a quantile: the two of the sorted values next to it, moved apart by the width of a bin of their log."""
+    ordered = sorted(values)
+    place = share * len(ordered)
+    low, high = ordered[max(math.floor(place) - 1, 0)], ordered[min(math.ceil(place), len(ordered) - 1)]
+    widths = [max(abs(math.log(value)) * RELATIVE, ABSOLUTE) if value else 0.0 for value in (low, high)]
+    return low * math.exp(-widths[0]) - 1e-12, high * math.exp(widths[1]) + 1e-12
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.fields.get("rollout_is")])
+def test_quantiles_of_weights_are_those_of_the_oracle_within_a_bin(name):
+    batch, found = clear_batch(name)
+    metrics, config = correct(name, batch).metrics(), config_of(name)
+    usable = batch.mask & batch.train.isfinite() & batch.rollout.isfinite()
+    usable &= (batch.train <= 1e-4) & (batch.rollout <= 1e-4)
+    weights = torch.tensor(found.weights_unnormalized, dtype=torch.float64)
+    per_sequence = [row[valid].mean().item() for row, valid in zip(weights, usable, strict=True) if valid.any()]
+    of_tokens = config.rollout_is != "token" or config.staleness_scale is None
+    for percent in (25, 50, 75):
+        low, high = near(per_sequence, percent / 100)
+        assert low <= metrics[f"rollout_corr/rollout_is_seq_p{percent}"] <= high
+        assert (f"rollout_corr/rollout_is_p{percent}" in metrics) == of_tokens
+        if of_tokens:
+            low, high = near(weights[usable].tolist(), percent / 100)
+            assert low <= metrics[f"rollout_corr/rollout_is_p{percent}"] <= high
+
+
+@pytest.mark.parametrize(("bounds", "mode"), [("0.5_2", "mask"), ("0.5_2", "clamp"), (2.0, "truncate")])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_quantiles_of_many_weights_are_those_of_the_sorted_ones(bounds, mode, level):
+    """Weights of 0 come first; as many tokens as it takes for a quantile to be one number."""
+    generator = torch.Generator().manual_seed(5)
+    rollout = -2 * torch.rand(400, 50, generator=generator, dtype=torch.float64) - 1
+    spread = 1.0 if level == "token" else 0.1
+    train = (rollout + spread * torch.randn(400, 50, generator=generator, dtype=torch.float64)).clamp(max=0)
+    mask = torch.rand(400, 50, generator=generator) < 0.8
+    config = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=bounds, rollout_is_mode=mode)
+    result = correct_rollouts(train, rollout, mask, config)
+    for percent in (25, 50, 75):
+        want = torch.quantile(result.weights[mask], percent / 100).item()
+        got = result.metrics()[f"rollout_corr/rollout_is_p{percent}"]
+        assert got == pytest.approx(want, rel=2 * RELATIVE, abs=1e-9), (percent, got, want)
+
+
+def test_no_tokens_have_no_quantiles():
+    nothing = torch.zeros(2, 3)
+    for level in ("token", "sequence"):
+        config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
+        metrics = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config).metrics()
+        assert metrics["rollout_is_p50"] == metrics["rollout_is_seq_p50"] == 0

@@ -1,10 +1,13 @@
 """Rollout log-probs that are one position off are refused, and honest ones are not."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.checks.shift import MIN_PAIRS, find_lag, shift_sums
+from megatron_rc.correction.header_records import ShiftSums
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.parallel import SequenceLayout
 
@@ -53,13 +56,13 @@ def test_long_prompts_do_not_hide_a_shift():
         correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
 
 
-@pytest.mark.parametrize(("lag", "name"), [(1, "shift_+1"), (-1, "shift_-1")])
+@pytest.mark.parametrize(("lag", "name"), [(1, "late"), (-1, "early")])
 def test_less_than_half_of_the_straight_distance_is_a_lag(lag, name):
     """The straight distance is the mean of both tokens of a pair."""
-    sums = {"shift_pairs": 2000.0, "shift_0": 800.0, "shift_0_next": 1200.0, "shift_+1": 900.0, "shift_-1": 900.0}
-    assert find_lag(sums | {name: 499.0}) == lag
-    assert find_lag(sums | {name: 501.0}) == 0
-    assert find_lag(sums | {name: 499.0, "shift_pairs": MIN_PAIRS - 1.0}) == 0
+    sums = ShiftSums(pairs=2000.0, straight=800.0, straight_next=1200.0, late=900.0, early=900.0)
+    assert find_lag(dataclasses.replace(sums, **{name: 499.0})) == lag
+    assert find_lag(dataclasses.replace(sums, **{name: 501.0})) == 0
+    assert find_lag(dataclasses.replace(sums, **{name: 499.0}, pairs=MIN_PAIRS - 1.0)) == 0
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -82,17 +85,16 @@ def test_shards_compare_true_neighbours_only(split):
     """The seams between chunks and rows are no pairs; the sums of shards add up to the same verdict."""
     train, rollout, mask = make_batch(shape=(24, 64), holes=0)
     for late in (rollout, rollout.roll(1, dims=1)):
-        total = {}
+        total = torch.zeros(5, dtype=torch.float64)
         for rank in range(4):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
             parts = collect_shards(inputs, AgreedCounts()).parts
-            ((names, values),) = shift_sums(parts).items()
-            for name, value in zip(names, values.tolist(), strict=True):
-                total[name] = total.get(name, 0.0) + value
+            total += shift_sums(parts)
         # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
-        assert total["shift_pairs"] == 4 * 24 * (14 if split == "zigzag" else 15)
-        assert find_lag(total) == (late is not rollout)
+        sums = ShiftSums(*total.tolist())
+        assert sums.pairs == 4 * 24 * (14 if split == "zigzag" else 15)
+        assert find_lag(sums) == (late is not rollout)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

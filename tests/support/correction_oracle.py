@@ -473,13 +473,17 @@ def rejection_metrics(
     batch: Batch, accepted: list[list[int]], rejected: Mapping[str, list[set[int]]], settings: Settings
 ) -> dict[str, float]:
     lost = [set(batch.good[i]) - set(accepted[i]) for i in all_of(batch)]
-    metrics = shares("rollout_rs_", batch, lost)
+    metrics, ratios = shares("rollout_rs_", batch, lost), []
     for name, lower, upper in settings.criteria:
         metrics |= shares(f"rollout_rs_{name}_", batch, rejected[name])
         if name.startswith(("token_", "seq_")):
             metrics |= statistic_metrics(name, batch, lower, upper)
         if name.startswith(("token_", "seq_")) and name.endswith("_k1"):
             metrics |= rho_metrics(name, batch, lower, upper)
+            ratios.append(name)
+    if len(ratios) == 1:
+        metrics["rollout_rs_ratio_fraction_high"] = metrics[f"rollout_rs_{ratios[0]}_rho_fraction_above"]
+        metrics["rollout_rs_ratio_fraction_low"] = metrics[f"rollout_rs_{ratios[0]}_rho_fraction_below"]
     if settings.veto is not None:
         below = [x < log(settings.veto) for x in flat(batch.log_ratio)]
         metrics["rollout_is_catastrophic_token_fraction"] = mean(below)

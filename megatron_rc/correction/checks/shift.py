@@ -11,13 +11,13 @@ of 98 % of their tokens, the smallest quotient was 0.75.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.header_records import ShiftSums
 from megatron_rc.correction.inputs import Part
-from megatron_rc.correction.token_pass.terms import Columns
 from megatron_rc.parallel.blocks import Block, spread
 
 MIN_PAIRS = 512
@@ -26,23 +26,18 @@ CLIP = 2.0
 _RUN_TOKENS = 2**13  # consecutive tokens that are looked at together
 _MAX_RUNS = 4  # of one rank, evenly spread: enough for the verdict, and no cost that grows
 
-_NAMES = ("shift_pairs", "shift_0", "shift_+1", "shift_-1", "shift_0_next")
 
-
-def shift_sums(parts: Sequence[Part]) -> Columns:
-    """The distances over neighbouring pairs in some runs of the local tokens, one vector, float64.
-
-    ``shift_0`` is that of the first tokens of the pairs, ``shift_0_next`` that of the second; their mean counts.
-    """
+def shift_sums(parts: Sequence[Part]) -> Tensor:
+    """[5] float64, the fields of :class:`ShiftSums`: distances over neighbouring pairs in some runs of local tokens."""
     cuts = [(part, block) for part in parts for block in part.layout.blocks(_RUN_TOKENS, _MAX_RUNS)]
     runs = spread([(part, block) for part, block in cuts if block.shape[-1] > 1], _MAX_RUNS)
     if not runs:
-        return {_NAMES: torch.zeros(len(_NAMES), dtype=torch.float64, device=parts[0].mask.device)}
-    return {_NAMES: _distances(runs).double()}
+        return torch.zeros(5, dtype=torch.float64, device=parts[0].mask.device)
+    return _distances(runs).double()
 
 
 def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
-    """[5] float32: the values of ``_NAMES`` over some runs, which stand one after the other."""
+    """[5] float32: the same, over some runs that stand one after the other."""
     values = [block.take(part.train).flatten() for part, block in runs]
     values += [block.take(part.rollout).flatten() for part, block in runs]
     train, rollout = torch.cat(values).float().nan_to_num_(0.0, 0.0, 0.0).view(2, -1)
@@ -66,10 +61,9 @@ def _followed(runs: Sequence[tuple[Part, Block]]) -> Tensor:
     return flags[:-1]
 
 
-def find_lag(sums: Mapping[str, float]) -> int:
+def find_lag(sums: ShiftSums) -> int:
     """The positions by which the rollout log-probs are late against the training ones: 0, +1 or -1."""
-    if sums["shift_pairs"] < MIN_PAIRS:
-        return 0
-    straight = (sums["shift_0"] + sums["shift_0_next"]) / 2
-    lag = min((1, -1), key=lambda candidate: sums[f"shift_{candidate:+d}"])
-    return lag if sums[f"shift_{lag:+d}"] < RATIO * straight else 0
+    # Of the first tokens of the pairs, and of the second ones.
+    straight = (sums.straight + sums.straight_next) / 2
+    crosswise, lag = min(((sums.late, 1), (sums.early, -1)), key=lambda one: one[0])
+    return lag if sums.pairs >= MIN_PAIRS and crosswise < RATIO * straight else 0

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
-from megatron_rc.correction.token_pass.expressions import ExpressionBlock
 from megatron_rc.correction.token_pass.histogram import CodeCounter, bins_from_codes
-from megatron_rc.correction.token_pass.terms import HOW, BlockTokens, BlockValues, Columns, How, block_terms, largest
-from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.correction.token_pass.terms import HOW, BlockValues, How, TermNames, largest
 
 _LONG_RUN = 512  # tokens: runs that may be kept until the end, a few bytes a token
 
@@ -25,15 +23,17 @@ class ShardSums:
         names: of the rows of ``sequences``, then of ``sequence_max``.
         sequences: [k, n] sums over the local parts of whole sequences.
         sequence_max: [m, n] maxima likewise.
-        batch: sums over the local tokens.
-        batch_max: maxima likewise; a minimum is the largest negative.
+        batch: [k] sums over the local tokens, in the order of the header.
+        batch_max: [m] maxima likewise.
+        bins: histogram of log ρ over the local tokens.
     """
 
     names: tuple[str, ...]
     sequences: Tensor
     sequence_max: Tensor
-    batch: Columns
-    batch_max: Columns
+    batch: Tensor
+    batch_max: Tensor
+    bins: Tensor
 
 
 class Accumulator:
@@ -41,11 +41,11 @@ class Accumulator:
 
     Args:
         shards: the shard.
-        config: decides which terms there are.
+        names: of the blocks' terms.
     """
 
-    def __init__(self, shards: Shards, config: RolloutCorrectionConfig) -> None:
-        self._names = _term_names(config, any(part.advantages is not None for part in shards.parts))
+    def __init__(self, shards: Shards, names: TermNames) -> None:
+        self._names = names
         self._num_sequences = shards.num_sequences
         self._nothing = torch.zeros(0, dtype=torch.float64, device=shards.device)
         self._codes = CodeCounter(shards.device)
@@ -72,15 +72,16 @@ class Accumulator:
         if not tables:
             tables = [self._nothing.expand(len(names), 0) for names in self._names]
         exact, sequence, sequence_max, batch, batch_max = tables
-        exact_names, sequence_names, max_names, batch_names, batch_max_names = self._names
+        exact_names, sequence_names, max_names, *_ = self._names
         zeros = self._codes.num_values - sequence[sequence_names.index("valid")].sum()
         bins = bins_from_codes(self._codes.counts, zeros)
         return ShardSums(
             names=(*exact_names, *sequence_names, *max_names),
             sequences=self._by_sequence(torch.cat([exact, sequence]), "sum"),
             sequence_max=self._by_sequence(sequence_max, "max"),
-            batch={batch_names: batch.sum(1), "bins": bins},
-            batch_max={batch_max_names: largest(batch_max)},
+            batch=batch.sum(1),
+            batch_max=largest(batch_max),
+            bins=bins,
         )
 
     def _by_sequence(self, table: Tensor, how: How) -> Tensor:
@@ -111,15 +112,3 @@ def _joined(table: Tensor, each: int, how: How) -> Tensor:
     table = table.view(-1, each)
     # A matrix product: sums along a few numbers each take a processor ten times as long.
     return (table @ table.new_ones(each) if how == "sum" else table.amax(1)).view(k, runs // each)
-
-
-@functools.lru_cache(maxsize=64)
-def _term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> tuple[tuple[str, ...], ...]:
-    """The names that every block has, found by running one masked token: writer and reader cannot disagree."""
-    nothing, mask = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.bool)
-    negative, level = (
-        (mask if token_advantages else None),
-        (mask.long() if config.staleness_scale is not None else None),
-    )
-    tokens = BlockTokens(nothing, nothing, mask, negative, level)
-    return block_terms(ExpressionBlock(tokens), tokens, config).names

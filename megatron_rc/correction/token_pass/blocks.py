@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megatron_rc.correction.token_pass.cpu_buffers import BufferedBlock, Buffers
 from megatron_rc.correction.token_pass.expressions import ExpressionBlock
-from megatron_rc.correction.token_pass.terms import BlockTokens, BlockValues, TokenResults, block_terms, run_length
+from megatron_rc.correction.token_pass.terms import (
+    BlockTokens,
+    BlockValues,
+    TermNames,
+    TokenResults,
+    block_terms,
+    run_length,
+)
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -31,11 +38,12 @@ class BlockPass:
 
     Args:
         config: decides which terms there are.
+        names: theirs.
         compile: even blocks go through ``torch.compile`` while they have the first one's shape.
     """
 
-    def __init__(self, config: RolloutCorrectionConfig, compile: bool) -> None:
-        self._config, self._compile = config, compile
+    def __init__(self, config: RolloutCorrectionConfig, names: TermNames, compile: bool) -> None:
+        self._config, self._names, self._compile = config, names, compile
         # All blocks but the last few have the same shape.
         self._buffers: Buffers | None = None
         self._compiled: tuple[tuple[int, ...], Callable[..., BlockValues], Tensor] | None = None
@@ -48,7 +56,7 @@ class BlockPass:
         tokens, results = tokens.in_runs(run), results.in_runs(run)
         if self._compile and self._compiled is None:
             zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-            self._compiled = block.shape, _compiled_terms(self._config, zero.device.type), zero
+            self._compiled = block.shape, _compiled_terms(self._config, self._names, zero.device.type), zero
         if self._compiled is None or self._compiled[0] != block.shape:
             return self._as_it_stands(tokens, results, None)
         _, terms, zero = self._compiled
@@ -60,13 +68,14 @@ class BlockPass:
             shape = tuple(tokens.mask.shape)
             if self._buffers is None or self._buffers.shape != shape:
                 self._buffers = Buffers(shape, tokens.train.dtype)
-            return block_terms(BufferedBlock(tokens, results, self._buffers, lengths), tokens, self._config).unnamed()
+            buffered = BufferedBlock(tokens, results, self._buffers, lengths)
+            return block_terms(buffered, tokens, self._config).unnamed(self._names)
         block = ExpressionBlock(tokens, lengths)
         terms = block_terms(block, tokens, self._config)
         results.kept.copy_(block.kept)
         if results.weights is not None and block.weights is not None:
             results.weights.copy_(block.weights)
-        return terms.unnamed()
+        return terms.unnamed(self._names)
 
 
 def takes_buffers(device: torch.device) -> bool:
@@ -75,7 +84,7 @@ def takes_buffers(device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_terms(config: RolloutCorrectionConfig, device: str) -> Callable[..., BlockValues]:
+def _compiled_terms(config: RolloutCorrectionConfig, names: TermNames, device: str) -> Callable[..., BlockValues]:
     """The expressions as a function of tensors alone: fields of records would be looked at before every call.
 
     A compiler can vectorise reads and writes of uint8, not of bool. And it may make one loop of everything only where
@@ -94,7 +103,7 @@ def _compiled_terms(config: RolloutCorrectionConfig, device: str) -> Callable[..
     ) -> BlockValues:
         tokens = BlockTokens(train, rollout, mask.float() + zero != 0, negative, level)
         block = ExpressionBlock(tokens)
-        found = block_terms(block, tokens, config).unnamed()
+        found = block_terms(block, tokens, config).unnamed(names)
         kept.copy_(torch.where(block.kept, 1.0, 0.0))
         if weights is not None and block.weights is not None:
             weights.copy_(block.weights)

@@ -11,6 +11,7 @@ within ±32.
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -88,17 +89,35 @@ def _bin_of_code(device: torch.device) -> Tensor:
     return torch.cat([_HALF + magnitude, _HALF - magnitude])
 
 
+def bins_of(values: Tensor, counts: Tensor) -> Tensor:
+    """[k, NUM_BINS] float64: histograms of the same values, each of which counts as often as ``counts`` says.
+
+    Args:
+        values: [n].
+        counts: [k, n] float64.
+    """
+    bins = torch.zeros(len(counts), NUM_BINS, dtype=torch.float64, device=values.device)
+    return bins.index_add_(1, _bin_of_code(values.device)[codes_of(values).long()], counts)
+
+
+def quantile(bins: Sequence[float], share: float) -> float:
+    """The value below which this share of what was counted lies; 0 if nothing was."""
+    return value_at(bins, share * math.fsum(bins))
+
+
+def value_at(bins: Sequence[float], rank: float) -> float:
+    """The value below which so many of what was counted lie; 0 if nothing was."""
+    until, edges = list(accumulate(bins)), _edges()
+    if not until[-1]:
+        return 0.0
+    index = min(bisect_left(until, rank), NUM_BINS - 1)
+    part = (rank - until[index] + bins[index]) / bins[index] if bins[index] else 0.0
+    return edges[index] + (edges[index + 1] - edges[index]) * part
+
+
 def quantiles(bins: Sequence[float]) -> dict[str, float]:
     """``log_ratio_p01`` … ``log_ratio_p99`` of what was counted; 0 if nothing was."""
-    until, edges = list(accumulate(bins)), _edges()
-    found = {}
-    for percent in QUANTILES:
-        target = until[-1] * percent / 100
-        index = bisect_left(until, target)
-        share = (target - until[index] + bins[index]) / bins[index] if bins[index] else 0.0
-        value = edges[index] + (edges[index + 1] - edges[index]) * share
-        found[f"log_ratio_p{percent:02d}"] = value if until[-1] else 0.0
-    return found
+    return {f"log_ratio_p{percent:02d}": quantile(bins, percent / 100) for percent in QUANTILES}
 
 
 @functools.cache

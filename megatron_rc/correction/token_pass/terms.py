@@ -20,14 +20,15 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.header import check_names, header_fields
+from megatron_rc.correction.header_records import Source
+from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.weights import apply_bounds, log_bounds
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion, Need
 
 MIN_RUN, MAX_RUN = 64, 1024  # so many tokens float32 adds up to a relative 1e-7
 Sums = dict[str, Tensor]
-# Numbers of the whole batch: a table by its name, or a vector by the names of its elements.
-Columns = dict[str | tuple[str, ...], Tensor]
 How = Literal["sum", "max"]
 HOW: tuple[How, ...] = ("sum", "sum", "max", "sum", "max")  # of each kind of :class:`BlockTerms`
 
@@ -193,14 +194,49 @@ class BlockTerms:
         """All but the codes; what each adds up by is in ``HOW``."""
         return self.exact, self.sequence, self.sequence_max, self.batch, self.batch_max
 
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the terms of each kind, equal for all blocks."""
-        return tuple(tuple(kind) for kind in self.kinds)
+    def unnamed(self, names: TermNames) -> BlockValues:
+        """The values alone, in the order of their names.
 
-    def unnamed(self) -> BlockValues:
-        """The values alone, in the order of their names."""
-        return BlockValues(tuple(tuple(kind.values()) for kind in self.kinds), self.codes)
+        Raises:
+            KeyError: terms that are not those that were declared.
+        """
+        for declared, kind in zip(names, self.kinds, strict=True):
+            check_names("terms of a block", declared, kind)
+        kinds = (tuple(kind[name] for name in declared) for declared, kind in zip(names, self.kinds, strict=True))
+        return BlockValues(tuple(kinds), self.codes)
+
+
+TermNames = tuple[tuple[str, ...], ...]  # of each kind of :class:`BlockTerms`
+
+
+@functools.lru_cache(maxsize=64)
+def term_names(config: RolloutCorrectionConfig, token_advantages: bool) -> TermNames:
+    """The terms of every block.
+
+    Args:
+        config: what to correct.
+        token_advantages: advantages are given for each token.
+    """
+    sums = [need.name for need in config.needs if need.how == "sum" and need.name != "log_ratio"]
+    with_weights = config.rollout_is is not None and config.rollout_is_batch_normalize_scope == "accepted"
+    by_token, masks = config.rollout_is == "token", config.is_mode == "mask"
+    steps = () if config.staleness_scale is None else config.staleness_scale.steps
+    negative = token_advantages and any(criterion.only_negative for criterion in config.criteria)
+    sequence = [
+        *("response", "valid", "excess", "kept"),
+        *(f"older_{step}" for step in steps),
+        *(("weight",) * by_token),
+        *(("outside_above", "outside_below") * (by_token and masks)),
+        *(f"accepted_{criterion.name}" for criterion in config.criteria if criterion.tested is not None),
+        *(("catastrophic",) * (config.rollout_token_veto_threshold is not None)),
+        *(("kept_weight",) * with_weights),
+        *(("negative", "kept_negative") * negative),
+        *(("kept_negative_weight",) * (negative and with_weights)),
+    ]
+    extremes = tuple(need.name for need in config.needs if need.how != "sum")
+    header = header_fields(config, AgreedCounts())
+    batch, batch_max = header.names(Source.TOKENS), header.names(Source.TOKEN_MAXIMA)
+    return ("train", "rollout", *sums), tuple(sequence), extremes, batch, batch_max
 
 
 class BlockValues(NamedTuple):
@@ -243,12 +279,16 @@ def block_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectio
 def _policy_terms(block: TokenBlock, out: BlockTerms) -> Tensor:
     """How far the two policies are apart; returns ρ."""
     out.exact |= {"train": block.train_sum, "rollout": block.rollout_sum}
-    out.batch_max["log_ratio"], out.batch_max["-log_ratio"] = block.extremes(block.log_ratio)
+    _set_extremes(out, "policy.log_ratio", block.extremes(block.log_ratio))
     ratio = block.ratio()
     excess = block.minus_one(ratio)
     out.sequence["excess"] = block.sum(excess)
-    out.batch["excess_squared"] = block.sum(block.square(excess))
+    out.batch["policy.excess_squared"] = block.sum(block.square(excess))
     return ratio
+
+
+def _set_extremes(out: BlockTerms, name: str, extremes: tuple[Tensor, Tensor]) -> None:
+    out.batch_max[f"{name}_max"], out.batch_max[f"{name}_min"] = extremes
 
 
 def _staleness_terms(
@@ -269,17 +309,15 @@ def _weight_terms(
     lower, upper = log_bounds(config)
     bounded = apply_bounds(ratio, block.log_ratio, config, scale)
     excess = block.hold(block.minus_one(bounded))
-    out.batch["weight_excess_squared"] = block.sum(block.square(excess))
+    out.batch["weights.weight_excess_squared"] = block.sum(block.square(excess))
     weights = block.set_weights(bounded)
     out.sequence["weight"] = block.sum(weights)
     if scale is not None or config.is_mode == "mask":
-        # Else it follows from the largest ratio.
-        out.batch_max["weight"] = block.max(weights)
-    if scale is not None:
-        out.batch_max["-weight"] = block.extremes(weights)[1]
+        # Else they follow from those of the ratio.
+        _set_extremes(out, "extremes.weight", block.extremes(weights))
     tested = block.log_ratio if scale is None else block.log_ratio / scale
     outside = {"above": block.count_above(tested, upper), "below": block.count_below(tested, lower)}
-    out.batch |= outside
+    out.batch |= {f"weights.{name}": count for name, count in outside.items()}
     if config.is_mode == "mask":
         out.sequence |= {f"outside_{name}": count for name, count in outside.items()}
 
@@ -312,16 +350,16 @@ def _test_terms(
     """A test of each token: takes what it rejects out of those that are kept."""
     name = criterion.name
     if not criterion.bounds.on_ratio:
-        out.batch_max[f"token_{name}"], out.batch_max[f"-token_{name}"] = block.extremes(statistic)
+        _set_extremes(out, f"{name}.tested", block.extremes(statistic))
     tested = statistic if scale is None else statistic / scale
-    out.batch[f"high_{name}"] = block.count_above(tested, criterion.upper)
+    out.batch[f"{name}.high"] = block.count_above(tested, criterion.upper)
     clamped = block.clamp(tested, criterion.least, criterion.upper)
     accepted = block.unchanged(tested, clamped)
     block.keep(accepted)
     out.sequence[f"accepted_{name}"] = block.count(accepted)
     clamped = clamped if scale is None else clamped * scale
-    out.batch[f"clamped_{name}"] = block.sum(clamped)
-    out.batch[f"clamped_squared_{name}"] = block.sum(block.square(clamped))
+    out.batch[f"{name}.clamped"] = block.sum(clamped)
+    out.batch[f"{name}.clamped_squared"] = block.sum(block.square(clamped))
 
 
 def _kept_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectionConfig, out: BlockTerms) -> None:

@@ -1,0 +1,259 @@
+"""What is known of a whole batch, as one vector that adds up over ranks and micro-batches.
+
+What it says is declared once, in the records of ``header_records``. The positions in the vector follow from these, the
+config and the counts that all ranks agree on, whatever the data is; who writes and who reads both go by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.header_records import (
+    BatchHeader,
+    CriterionSums,
+    DataSums,
+    MaskedWeights,
+    OwnTokenTest,
+    PolicySums,
+    SequenceExtremes,
+    SequenceTest,
+    SharedWeights,
+    ShiftSums,
+    Source,
+    TokenExtremes,
+    TokenTest,
+    TokenWeights,
+    VetoSums,
+)
+from megatron_rc.correction.inputs import AgreedCounts
+from megatron_rc.correction.token_pass.histogram import NUM_BINS
+from megatron_rc.loss.metrics import MAXIMA, SUMS
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.criteria import Criterion
+
+LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
+REWARD_SIGNS = ("negative", "zero", "positive")
+
+
+Columns = dict[Source | str, Tensor]
+
+
+@dataclass(frozen=True)
+class HeaderFields:
+    """What lies where in a vector: columns of sums, then columns of maxima.
+
+    Attributes:
+        records: the records by name, without those of the criteria.
+        criteria: those by the criterion's name.
+        sums: the columns that add up, by source or by name, with their shapes.
+        maxima: the columns of which the largest counts.
+    """
+
+    records: Mapping[str, type[Any]]
+    criteria: Mapping[str, type[CriterionSums]]
+    sums: Mapping[Source | str, tuple[int, ...]]
+    maxima: Mapping[Source | str, tuple[int, ...]]
+
+    def names(self, source: Source) -> tuple[str, ...]:
+        """The fields of one source, as ``record.field``."""
+        return self._names[source]
+
+    @functools.cached_property
+    def _names(self) -> dict[Source, tuple[str, ...]]:
+        records = (*self.records.items(), *self.criteria.items())
+        return {source: _names(records, source) for source in Source}
+
+    def stack(self, source: Source, values: Mapping[str, Tensor]) -> Tensor:
+        """The values of one source's fields, in their order.
+
+        Raises:
+            KeyError: a field that is not declared, or a declared one that is not there.
+        """
+        names = self.names(source)
+        check_names(source.value, names, values)
+        return torch.stack([values[name] for name in names])
+
+    def pack(self, sums: Columns, maxima: Columns) -> tuple[Tensor, Tensor]:
+        """([sums], [maxima]) float64.
+
+        Raises:
+            KeyError: a column that is not declared, or a declared one that is not there.
+            ValueError: a column of another size.
+        """
+        return _packed(self.sums, sums), _packed(self.maxima, maxima)
+
+    def __len__(self) -> int:
+        return self.num_sums + self.num_maxima
+
+    @functools.cached_property
+    def num_sums(self) -> int:
+        """How many numbers add up."""
+        return sum(math.prod(shape) for shape in self.sums.values())
+
+    @functools.cached_property
+    def num_maxima(self) -> int:
+        """How many are maxima."""
+        return sum(math.prod(shape) for shape in self.maxima.values())
+
+    @functools.cached_property
+    def _starts(self) -> dict[Source | str, int]:
+        starts, start = {}, 0
+        for column, shape in (*self.sums.items(), *self.maxima.items()):
+            starts[column] = start
+            start += math.prod(shape)
+        return starts
+
+    def _shape(self, column: Source | str) -> tuple[int, ...]:
+        return self.sums[column] if column in self.sums else self.maxima[column]
+
+    def column(self, header: Tensor, column: Source | str) -> Tensor:
+        """One column, as a view."""
+        shape, start = self._shape(column), self._starts[column]
+        return header[start : start + math.prod(shape)].view(shape)
+
+    def number(self, header: Tensor, name: str, source: Source) -> Tensor:
+        """One field of a record, ``record.field``, as a 0-D view."""
+        return self.column(header, source)[self.names(source).index(name)]
+
+    def read(self, values: Sequence[float]) -> BatchHeader:
+        """The vector on the host."""
+        found: dict[str, float] = {}
+        for source in Source:
+            names = self.names(source)
+            start = self._starts.get(source, 0)
+            found.update(zip(names, values[start : start + len(names)], strict=True))
+        records = {name: _record(record, name, found) for name, record in self.records.items()}
+        criteria = {name: _record(record, name, found) for name, record in self.criteria.items()}
+        tables = {name: self.table(values, name) for name in self.sums if isinstance(name, str) and name in _TABLES}
+        # A record that the config has no use for is None.
+        everything: dict[str, Any] = dict.fromkeys(one.name for one in dataclasses.fields(BatchHeader))
+        return BatchHeader(**everything | records | tables | {"criteria": criteria})
+
+    def table(self, values: Sequence[float], name: str) -> Any:
+        """A column on the host, as lists."""
+        shape = self._shape(name)
+        part = list(values[self._starts[name] : self._starts[name] + math.prod(shape)])
+        if len(shape) < 2:
+            return part
+        width = shape[1]
+        return [part[row * width : (row + 1) * width] for row in range(shape[0])]
+
+
+_TABLES = ("bins", "weight_bins", "length", "reward", "staleness", "mini_batches")
+
+
+def header_fields(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderFields:
+    """The fields of a batch's header, from what every rank knows."""
+    return _header_fields(config, counts.num_mini_batches, counts.max_staleness)
+
+
+@functools.lru_cache(maxsize=64)
+def _header_fields(config: RolloutCorrectionConfig, num_mini_batches: int, max_staleness: int) -> HeaderFields:
+    records = _records(config)
+    criteria = {criterion.name: _criterion_record(criterion) for criterion in config.criteria}
+    everything = (*records.items(), *criteria.items())
+
+    def vector(source: Source) -> dict[Source | str, tuple[int, ...]]:
+        return {source: (len(_names(everything, source)),)}
+
+    histograms = 0 if config.rollout_is is None else 1 if config.rollout_is == "token" else 2
+    sums = {
+        **vector(Source.SEQUENCES),
+        **vector(Source.FLAGS),
+        "length": (LENGTH_BUCKETS, 2),
+        "reward": (len(REWARD_SIGNS), 2),
+        "staleness": (max_staleness + 1, 3),
+        **vector(Source.DATA),
+        "mini_batches": (num_mini_batches, 4),
+        "weight_bins": (histograms, NUM_BINS),
+        **vector(Source.TOKENS),
+        "bins": (NUM_BINS,),
+        **vector(Source.SHIFT),
+    }
+    maxima = {**vector(Source.SEQUENCE_MAXIMA), **vector(Source.TOKEN_MAXIMA), **vector(Source.KEY)}
+    return HeaderFields(records, criteria, sums, maxima)
+
+
+NO_FIELDS = HeaderFields({}, {}, {}, {})
+
+
+def step_fields(correction: HeaderFields | None) -> HeaderFields:
+    """The fields of a step's header: the correction's, where it is made in the loss, and those of the step itself."""
+    known = correction or NO_FIELDS
+    maxima = {**known.maxima, "loss_maxima": (len(MAXIMA),), "misuse": (1,), "factor": (1,)}
+    return dataclasses.replace(known, sums={**known.sums, "loss_sums": (len(SUMS),)}, maxima=maxima)
+
+
+def normalization_sums(fields: HeaderFields, header: Tensor) -> tuple[Tensor, Tensor]:
+    """0-D each: the sum of weights and the count of which the quotient is w̄."""
+    count = "weights.normalize_count"
+    source = next(source for source in (Source.SEQUENCES, Source.FLAGS) if count in fields.names(source))
+    return fields.number(header, "weights.normalize_weight", Source.SEQUENCES), fields.number(header, count, source)
+
+
+def merge_headers(fields: HeaderFields, headers: Sequence[Tensor]) -> Tensor:
+    """One vector of several batches: sums added, maxima taken."""
+    stacked = torch.stack(list(headers))
+    return torch.cat([stacked[:, : fields.num_sums].sum(0), stacked[:, fields.num_sums :].amax(0)])
+
+
+def check_names(what: str, declared: Iterable[object], given: Iterable[object]) -> None:
+    """Raise KeyError unless what is given is what is declared."""
+    declared, given = set(declared), set(given)
+    if declared != given:
+        missing, extra = (", ".join(sorted(map(str, one))) or "nothing" for one in (declared - given, given - declared))
+        raise KeyError(f"{what}: {missing} is missing, {extra} is not declared")
+
+
+def _records(config: RolloutCorrectionConfig) -> dict[str, type[Any]]:
+    records: dict[str, type[Any]] = {"policy": PolicySums, "data": DataSums, "shift": ShiftSums}
+    by_token = config.rollout_is == "token"
+    if config.rollout_is is not None:
+        records["weights"] = TokenWeights if by_token else SharedWeights
+        if config.is_mode == "mask":
+            records["masked"] = MaskedWeights
+        # Without these bounds the extremes of weights follow from those of ρ.
+        if config.is_mode == "mask" or config.staleness_scale is not None:
+            records["extremes"] = TokenExtremes if by_token else SequenceExtremes
+    if config.rollout_token_veto_threshold is not None:
+        records["veto"] = VetoSums
+    return records
+
+
+def _criterion_record(criterion: Criterion) -> type[CriterionSums]:
+    if not criterion.is_measured:
+        return CriterionSums
+    if criterion.unit == "sequence":
+        return SequenceTest
+    return TokenTest if criterion.bounds.on_ratio else OwnTokenTest
+
+
+def _names(records: Iterable[tuple[str, type[Any]]], source: Source) -> tuple[str, ...]:
+    return tuple(
+        f"{name}.{one.name}"
+        for name, record in records
+        for one in dataclasses.fields(record)
+        if one.metadata["source"] is source
+    )
+
+
+def _record(record: type[Any], name: str, found: Mapping[str, float]) -> Any:
+    return record(
+        **{one.name: one.metadata["sign"] * found[f"{name}.{one.name}"] for one in dataclasses.fields(record)}
+    )
+
+
+def _packed(declared: Mapping[Source | str, tuple[int, ...]], given: Columns) -> Tensor:
+    check_names("a header's columns", declared, given)
+    for column, shape in declared.items():
+        if tuple(given[column].shape) != shape:
+            raise ValueError(f"a header's column {column} has shape {tuple(given[column].shape)}: declared are {shape}")
+    return torch.cat([given[column].flatten() for column in declared])
