@@ -61,6 +61,8 @@ def correct_rollouts(
         num_mini_batches: optimizer steps that share the batch.
         compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
             configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
+            For batches of many tokens; the launcher leaves it off: its runs on a CPU lost seconds at the start and
+            gained nothing after.
 
     The counts ``num_*``, ``current_version`` and ``max_staleness`` are the same on every rank.
 
