@@ -107,3 +107,18 @@ def test_penalties_have_megatrons_defaults_elsewhere(tmp_path):
     for words in ((), ("--rollout-is-batch-normalize",), ("--rollout-correction-preset=bypass_pg_is",)):
         config = checked_alone(tmp_path, *words)
         assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.001, 0.0)
+
+
+def test_a_launch_file_says_the_same_as_flags(tmp_path):
+    (tmp_path / "verl.yaml").write_text("rollout_correction:\n  rollout_is: token\n  rollout_is_threshold: 3.0\n")
+    count_up = (ROOT / "configs" / "launch" / "count_up.yaml").read_text(encoding="utf-8")
+    others = [line for line in count_up.splitlines() if not line.startswith(("rollout-correction", "rollout-rs"))]
+    own = ["rollout-correction-dialect: verl", "rollout-is-apply: false"]
+    own.append(f"rollout-correction-config: {tmp_path}/verl.yaml")
+    (tmp_path / "run.yaml").write_text("\n".join([*others, *own]))
+    words, weights = (
+        [f"--config={tmp_path}/run.yaml", f"--runs-dir={tmp_path}"],
+        {**WEIGHTS, "rollout_is_threshold": 3.0},
+    )
+    assert run_config(words, 4).correction == RolloutCorrectionConfig(**weights, rollout_is_apply=False)
+    assert run_config([*words, "--rollout-is-apply"], 4).correction == RolloutCorrectionConfig(**weights)
