@@ -66,7 +66,12 @@ class Trainer:
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
         self.reference = self._build_reference() if config.loss.kl_coef else []
         self.correction = RolloutCorrection(
-            config.correction, groups, loss=config.loss, has_auxiliary_losses=has_auxiliary_losses(transformer)
+            config.correction,
+            groups,
+            loss=config.loss,
+            has_auxiliary_losses=has_auxiliary_losses(transformer),
+            # Of recorded rollouts: what is sampled greedily has log-probs of 0, and was looked at when it was read.
+            allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
         )
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.device = next(chunks[0].parameters()).device

@@ -36,6 +36,7 @@ def correct_rollouts(
     max_staleness: int = 0,
     mini_batch_ids: Tensors | None = None,
     num_mini_batches: int = 1,
+    allow_zero_log_probs: bool = False,
     compile: bool = False,
 ) -> CorrectionResult:
     """Importance weights, accepted mask, denominators and metrics of a whole rollout batch.
@@ -59,6 +60,9 @@ def correct_rollouts(
         max_staleness: the last bucket of staleness holds everything from here on.
         mini_batch_ids: [n] int64 in [0, num_mini_batches). Default: 0.
         num_mini_batches: optimizer steps that share the batch.
+        allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs are all
+            exactly 0. Without it they are an error: an engine that was not asked for log-probs, or a field that was
+            never filled; only greedy sampling gives them honestly.
         compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
             configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
             For batches of many tokens; the launcher leaves it off: its runs on a CPU lost seconds at the start and
@@ -89,4 +93,5 @@ def correct_rollouts(
         mini_batch_ids=mini_batch_ids,
     )
     counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
-    return corrected_batch(inputs, config, counts, groups or ParallelGroups(), compile=compile)
+    groups = groups or ParallelGroups()
+    return corrected_batch(inputs, config, counts, groups, compile=compile, allow_zero_log_probs=allow_zero_log_probs)

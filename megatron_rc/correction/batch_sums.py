@@ -12,7 +12,7 @@ from megatron_rc.correction.rejection import Verdicts, accepted_weight, sequence
 from megatron_rc.correction.token_pass.histogram import bins_of
 from megatron_rc.correction.token_pass.terms import Sums, largest
 from megatron_rc.correction.weights import bounded_weights, log_bounds, scaled_bounds
-from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
+from megatron_rc.numerics import EXP_LIMIT, MAX_ZERO_LOG_PROBS, PPL_LIMIT, exp_ratio
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
 
@@ -178,7 +178,10 @@ def data_totals(sums: Sums, shards: Shards, fields: HeaderFields) -> Tensor:
     flagged = (torch.stack(list(shards.bad.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
     tokens = (sums["response"] - sums["valid"]).sum()
     values = dict(zip(shards.bad, flagged, strict=True))
+    # Log-probs are at most 0, but for rounding: where all are 0, and only there, so is their sum.
+    zeros = (sums["rollout"] == 0) & (sums["valid"] > MAX_ZERO_LOG_PROBS)
     values |= {"bad_tokens": tokens, "default_ids": tokens.new_full((), shards.default_ids)}
+    values |= {"zero_log_probs": zeros.sum(dtype=torch.float64)}
     return fields.stack(Source.DATA, _of("data", values))
 
 

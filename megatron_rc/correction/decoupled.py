@@ -23,6 +23,7 @@ class DecoupledCorrection(RolloutCorrection, corrects_in_loss=False):
             result = CorrectionResult(self.config, fields, torch.zeros(len(fields), dtype=torch.float64, device=device))
         else:
             result = corrected_batch(inputs, self.config, counts, self.groups, compile=self.compile)
+        result.allow_zero_log_probs = self.allow_zero_log_probs
         result.header = self._broadcast(result.header)
         return DecoupledPlan(result, self.loss, self.groups, counts)
 

@@ -173,6 +173,7 @@ class DecoupledPlan(CorrectionResult, Plan):
             weights=result.weights,
             mask=result.mask,
             sequence_lengths=result.sequence_lengths,
+            allow_zero_log_probs=result.allow_zero_log_probs,
         )
         self.loss, self.groups, self.agreed = loss, groups, agreed
 

@@ -11,6 +11,7 @@ from megatron_rc.correction.checks.shift import find_lag
 from megatron_rc.correction.header import HeaderFields
 from megatron_rc.correction.header_records import BatchHeader
 from megatron_rc.correction.metrics import derive_metrics
+from megatron_rc.numerics import MAX_ZERO_LOG_PROBS
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _SIDES = {
@@ -33,6 +34,7 @@ class CorrectionResult:
         sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator; None likewise.
         header: 1-D float64, the global sums and maxima that everything else is read from.
         fields: what lies where in it.
+        allow_zero_log_probs: ``check()`` takes sequences whose rollout log-probs are all exactly 0.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CorrectionResult:
         weights: Tensor | list[Tensor] | None = None,
         mask: Tensor | list[Tensor] | None = None,
         sequence_lengths: Tensor | None = None,
+        allow_zero_log_probs: bool = False,
     ) -> None:
         self.config = config
         self.fields = fields
@@ -51,6 +54,7 @@ class CorrectionResult:
         self.weights = weights
         self.mask = mask
         self.sequence_lengths = sequence_lengths
+        self.allow_zero_log_probs = allow_zero_log_probs
         self._host: BatchHeader | None = None
 
     @property
@@ -71,7 +75,8 @@ class CorrectionResult:
         Raises:
             ValueError: a log-prob at a trained position is NaN, infinite or positive (unless ``bad_log_probs`` rejects
                 those): names the policy, the lowest sample and position, and how many there are. Ids, versions, rewards
-                or advantages out of range. Rollout log-probs shifted by one position.
+                or advantages out of range. Rollout log-probs that are all exactly 0 over more than 8 trained tokens of
+                a sequence (unless ``allow_zero_log_probs``), or shifted by one position.
         """
         data = self.on_host().data
         for name, remedy in _SIDES.items():
@@ -80,6 +85,12 @@ class CorrectionResult:
                 raise ValueError(f"{name}: {count:.0f} values of the batch are out of range, all must {remedy}")
         if self.config.bad_log_probs == "error" and data.bad_tokens:
             raise ValueError(describe_bad_token(data.first_bad_key, data.bad_tokens, bool(data.default_ids)))
+        if data.zero_log_probs and not self.allow_zero_log_probs:
+            raise ValueError(
+                f"rollout_log_probs: all are exactly 0 at the trained tokens of {data.zero_log_probs:.0f} sequences of "
+                f"more than {MAX_ZERO_LOG_PROBS} such tokens: the engine returned none, ask it for log-probs; if they "
+                "are right (greedy sampling), pass allow_zero_log_probs=True"
+            )
         lag = find_lag(self.on_host().shift)
         if lag:
             raise ValueError(

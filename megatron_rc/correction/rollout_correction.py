@@ -47,7 +47,8 @@ class RolloutCorrection:
         loss: the objective: its aggregation decides the denominators.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
             prediction).
-        compile: as :func:`correct_rollouts` has it.
+        allow_zero_log_probs: as :func:`correct_rollouts` has it.
+        compile: likewise.
 
     Attributes:
         loss: the objective, its algorithm filled in.
@@ -76,11 +77,13 @@ class RolloutCorrection:
         *,
         loss: PolicyLossConfig,
         has_auxiliary_losses: bool = False,
+        allow_zero_log_probs: bool = False,
         compile: bool = False,
     ) -> None:
         self.config = config
         self.groups = groups
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
+        self.allow_zero_log_probs = allow_zero_log_probs
         self.compile = compile
         self.is_wrapped = False
         self._open = StepSums()
@@ -219,7 +222,9 @@ class RolloutCorrection:
             header = self._reduced(fields, device)
         else:
             header = torch.zeros(len(fields), dtype=torch.float64, device=device)
-        result = StepResult(self.config, fields, self._broadcast(header))
+        result = StepResult(
+            self.config, fields, self._broadcast(header), allow_zero_log_probs=self.allow_zero_log_probs
+        )
         result.check_order()
         self._note_end(self._open, result)
         self._ended, self._open = result, StepSums()

@@ -210,12 +210,13 @@ def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
     return _reduce(pair, groups.dp_cp)
 
 
-def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
+def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) -> CorrectionResult:
     """Normalise and lay out the weights, once: they are finished in place. Collectives: none.
 
     Args:
         batch: of this rank.
         pair: reduced over ``dp_cp``.
+        allow_zero_log_probs: as :func:`correct_rollouts` has it.
     """
     config, header, factor = batch.local.config, torch.cat(pair), None
     if config.rollout_is_batch_normalize:
@@ -229,6 +230,7 @@ def finish(batch: BatchSums, pair: Pair) -> CorrectionResult:
         weights=weights if weights is None or is_list else weights[0],
         mask=mask if is_list else mask[0],
         sequence_lengths=lengths,
+        allow_zero_log_probs=allow_zero_log_probs,
     )
 
 
@@ -255,10 +257,11 @@ def corrected_batch(
     groups: ParallelGroups,
     *,
     compile: bool = False,
+    allow_zero_log_probs: bool = False,
 ) -> CorrectionResult:
     """The whole chain; see :func:`correct_rollouts`."""
     batch = sums_before_reduction(inputs, config, counts, groups, compile=compile)
-    return finish(batch, reduce_batch(batch.pair, groups))
+    return finish(batch, reduce_batch(batch.pair, groups), allow_zero_log_probs=allow_zero_log_probs)
 
 
 def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:

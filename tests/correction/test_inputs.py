@@ -1,14 +1,15 @@
 """What the correction is given: what is refused at once, what is reported by check(), and what it asks of the host."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import PlanInputs, PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.checks.bad_tokens import describe_bad_token
-from megatron_rc.parallel import SequenceLayout
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.correction.test_correction import config_of
 from tests.support.correction_cases import CASES, clear_batch, make_batch, sizes
 
@@ -184,6 +185,54 @@ def test_what_a_masked_sequence_says_is_no_error():
     sides = {"rewards": torch.zeros(12), "policy_versions": INTS.clone(), "sequence_ids": torch.arange(12)}
     sides["rewards"][4], sides["policy_versions"][4], sides["sequence_ids"][4] = math.nan, 99, -7
     correct_rollouts(**given, config=config_of("token"), **sides, current_version=1).check()
+
+
+def zeros(lengths, count):
+    """Arguments with ``count`` sequences of these trained tokens each, whose rollout log-probs are all 0."""
+    given = arguments()
+    for row in range(count):
+        given["response_mask"][row], given["rollout_log_probs"][row] = False, 0.0
+        given["response_mask"][row, :lengths], given["rollout_log_probs"][row, lengths:] = True, -1.0
+        given["train_log_probs"][row] = -0.5
+    return given
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_rollout_log_probs_that_are_all_zero_are_refused(value):
+    """An engine that returned none, or a field that was never filled; decided for each sequence."""
+    given = zeros(9, 2)
+    given["rollout_log_probs"][0, :9] = value
+    result = correct_rollouts(**given, config=config_of("token"))
+    assert result.on_host().data.zero_log_probs == 2
+    result.metrics()
+    remedy = r"pass allow_zero_log_probs=True"
+    with pytest.raises(ValueError, match=rf"exactly 0 at the trained tokens of 2 sequences of more than 8.*{remedy}"):
+        result.check()
+    correct_rollouts(**given, config=config_of("token"), allow_zero_log_probs=True).check()
+
+
+@pytest.mark.parametrize(("place", "value"), [((0, 8), -1e-30), ((0, 0), 1e-9)])
+def test_eight_zeros_and_zeros_among_others_are_honest(place, value):
+    correct_rollouts(**zeros(8, 5), config=config_of("token")).check()
+    given = zeros(9, 1)
+    given["rollout_log_probs"][place] = value
+    correct_rollouts(**given, config=config_of("token")).check()
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_trainer_refuses_zero_log_probs_too(bypass):
+    given = zeros(9, 3)
+    mode = {"bypass_mode": True, "loss_type": "reinforce"} if bypass else {}
+    config = RolloutCorrectionConfig(rollout_is="token", **mode)
+    for allowed in (False, True):
+        correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(), allow_zero_log_probs=allowed)
+        result = correction.plan(PlanInputs(*given.values()))
+        if bypass:
+            correction.in_loss(*given.values())
+            correction.finish_step()
+            result = correction.step
+        with contextlib.nullcontext() if allowed else pytest.raises(ValueError, match="allow_zero_log_probs=True"):
+            result.check()
 
 
 def test_rounding_above_zero_is_no_error():
