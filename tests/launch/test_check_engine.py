@@ -8,7 +8,6 @@ import torch
 from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_tokens
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rollouts.agreement import lag_distances
 from megatron_rc.launch.tasks.text import CharacterText
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch
@@ -102,18 +101,6 @@ def test_every_rank_finds_the_same(ranks, tmp_path):
     assert {finding.about for finding in found[0] if not finding.agrees} >= {"weights"}
     good = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), None)
     assert all(finding.agrees for one in good for finding in one)
-
-
-def test_distances_by_hand():
-    """Pairs across a hole or a seam between two chunks do not count."""
-    train = torch.tensor([[1.0, 2.0, 4.0, 7.0, 11.0]])
-    rollout = torch.tensor([[2.0, 4.0, 7.0, 11.0, 20.0]])
-    mask = torch.tensor([[True, True, True, False, True]])
-    positions = torch.tensor([[0, 1, 2, 6, 7]])
-    # Pairs (0, 1) and (1, 2): lag 0 has |1-2| + |2-4|, lag +1 |1-4| + |2-7|, lag -1 |2-2| + |4-4|.
-    assert lag_distances(train, rollout, mask, positions).tolist() == [3, 8, 0, 2]
-    positions[0, 1] = 5
-    assert lag_distances(train, rollout, mask, positions).tolist()[-1] == 0
 
 
 def test_ends_inside_a_response_are_seen():

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from megatron_rc.launch.engines.registry import make_engine
+from megatron_rc.launch.engines.registry import EngineKind, make_engine
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
@@ -84,3 +84,10 @@ def test_vllm_reads_what_it_could_not_round_itself(tmp_path, monkeypatch, dtype,
     engine = make_engine(config, 1, 0, 0)
     assert engine._options["dtype"] == computed
     assert (engine.directory._rounded.dtype if engine.directory._rounded else None) == read
+
+
+def test_an_engine_that_needs_what_there_is_not_is_an_error_where_it_is_defined():
+    with pytest.raises(ValueError, match="an engine needs rollout_port: no field of the engine section has that name"):
+        EngineKind(TransformersEngine, needs=("rollout_url", "rollout_port"))
+    with pytest.raises(TypeError, match="make"):
+        EngineKind(needs=("rollout_url",))

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.rollouts.agreement import tolerance
 from tests.launch.training.test_loop import run_training
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
+from tests.support.recorded_training import GPT2, LLAMA, flags
 
 RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
 # An entropy bonus moves the weights even where no response earns anything.
@@ -139,19 +138,6 @@ def test_a_sound_engine_passes_and_says_how_close_it_is(ranks, tmp_path, layout,
     assert len(errors) == 3
     exact = "--rollout-dtype=fp32" in more
     assert all(0 < error < (1e-5 if exact else 0.05) for error in errors)
-
-
-@pytest.mark.parametrize(
-    ("words", "limit"),
-    [
-        (["--rollout-dtype=fp32"], 1e-3),
-        (["--rollout-dtype=fp32", "--bf16"], 0.1),
-        (["--rollout-dtype=int8", "--bf16"], 0.25),
-        (["--rollout-dtype=fp32", "--bf16", "--rollout-check-tolerance=0.01"], 0.01),
-    ],
-)
-def test_rounding_on_either_side_is_allowed_for(tmp_path, words, limit):
-    assert tolerance(run_config(flags(tmp_path, *words))) == limit
 
 
 def test_the_tolerance_is_a_flag(ranks, tmp_path):
