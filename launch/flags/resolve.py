@@ -19,7 +19,7 @@ from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
-from megatron_rc.launch.run_config.options import options_of
+from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -49,19 +49,19 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     _resolve_stages(args)
     _resolve_experts(args)
     _resolve_packing(args)
-    correction, loss = _resolve_correction(args)
+    experts = None if args.num_experts is None else _section(ExpertSection, args)
+    correction, loss = _resolve_correction(args, experts)
     task = resolve_task(args)
-    sections: dict[str, Any] = {name: _section(section, args) for name, section, _ in sections_of(RunConfig)}
-    if args.num_experts is None:
-        sections["experts"] = None
-    return RunConfig(**sections, correction=correction, loss=loss), task
+    kinds = {name: kind for name, kind, is_optional in sections_of(RunConfig) if not is_optional}
+    sections: dict[str, Any] = {name: _section(kind, args) for name, kind in kinds.items()}
+    return RunConfig(**sections, experts=experts, correction=correction, loss=loss), task
 
 
-def _section(section: type, args: argparse.Namespace) -> Any:
+def _section(section: type[Section], args: argparse.Namespace) -> Section:
     """The section, its fields under the names of their flags in the namespace."""
     flags = {option.field: option for option in options_of(section)}
     values = {}
-    for field in dataclasses.fields(section):
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
         option = flags.get(field.name)
         value = getattr(args, option.flag if option else field.name)
         values[field.name] = not value if option and option.inverted else value
@@ -145,8 +145,10 @@ def _resolve_packing(args: argparse.Namespace) -> None:
     args.rl_sequence_packing_bin_size = size or args.micro_batch_size * args.seq_length
 
 
-def _resolve_correction(args: argparse.Namespace) -> tuple[RolloutCorrectionConfig, PolicyLossConfig]:
-    auxiliary = bool(args.moe_aux_loss_coeff or args.moe_z_loss_coeff)
+def _resolve_correction(
+    args: argparse.Namespace, experts: ExpertSection | None
+) -> tuple[RolloutCorrectionConfig, PolicyLossConfig]:
+    auxiliary = experts is not None and experts.has_auxiliary_losses
     try:
         correction = rollout_correction_config_from_args(args.command_line, args.launch_file)
         _resolve_coefficients(args, correction)

@@ -76,8 +76,8 @@ class RunConfig:
 
     @property
     def has_auxiliary_losses(self) -> bool:
-        """Whether the experts' router adds losses of its own."""
-        return self.experts is not None and bool(self.experts.moe_aux_loss_coeff or self.experts.moe_z_loss_coeff)
+        """Whether the model adds losses of its own to the gradients."""
+        return self.experts is not None and self.experts.has_auxiliary_losses
 
 
 def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:

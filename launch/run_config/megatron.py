@@ -94,6 +94,11 @@ class ExpertSection:
         "how tokens reach experts of other ranks", default="allgather"
     )
 
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether the router adds losses of its own to the gradients."""
+        return bool(self.moe_aux_loss_coeff or self.moe_z_loss_coeff)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSection:

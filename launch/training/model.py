@@ -132,14 +132,6 @@ def skip_output_layer(chunk: GPTModel) -> None:
     chunk.output_layer.forward = forward
 
 
-def has_auxiliary_losses(config: TransformerConfig) -> bool:
-    """Whether the model adds losses of its own to the gradients: balancing or z losses of experts, or MTP."""
-    coefficients = config.moe_aux_loss_coeff
-    balancing = any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
-    experts = config.num_moe_experts is not None and (balancing or bool(config.moe_z_loss_coeff))
-    return experts or bool(config.mtp_num_layers)
-
-
 def unwrap(model: Any) -> GPTModel:
     """The GPTModel inside DDP and Float16Module."""
     while hasattr(model, "module"):

@@ -24,7 +24,6 @@ from megatron_rc.launch.training.model import (
     build_chunks,
     build_optimizer,
     build_transformer_config,
-    has_auxiliary_losses,
     unwrap,
     wrap_chunks,
 )
@@ -69,7 +68,7 @@ class Trainer:
             config.correction,
             groups,
             loss=config.loss,
-            has_auxiliary_losses=has_auxiliary_losses(transformer),
+            has_auxiliary_losses=config.has_auxiliary_losses,
             # Of recorded rollouts: what is sampled greedily has log-probs of 0, and was looked at when it was read.
             allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
         )

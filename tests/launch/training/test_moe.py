@@ -215,11 +215,9 @@ def test_router_losses_beside_an_unknown_denominator_are_refused(tmp_path):
 
 @pytest.mark.parametrize("coefficient", [None, *AUXILIARY])
 def test_the_model_knows_its_router_losses(tmp_path, coefficient):
-    from megatron_rc.launch.training.model import build_transformer_config, has_auxiliary_losses
-
     words = [*MoeCase(Layout(), "decoupled").words(tmp_path), *[coefficient] * (coefficient is not None)]
     config = run_config(words, engine=False)
-    assert has_auxiliary_losses(build_transformer_config(config)) == (coefficient is not None)
+    assert config.has_auxiliary_losses == (coefficient is not None)
 
 
 def test_no_router_decides_narrowly():
