@@ -1,0 +1,277 @@
+"""A criterion that is added as CONTRIBUTING says: one object. Everything else follows, on every layout."""
+
+import argparse
+import math
+
+import pytest
+import torch
+
+from megatron_rc import (
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    add_rollout_correction_args,
+    correct_rollouts,
+    rollout_correction_config_from_args,
+)
+from megatron_rc.numerics import k2
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.settings.bounds import RATIO, UPPER
+from megatron_rc.settings.criteria import CRITERIA, K1, K3, Criterion, Divergence, Need, define
+from tests.correction.test_correction import use_blocks
+from tests.correction.test_properties import correct_split
+
+LOWER, HIGHER = 0.5, 1.0
+DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
+# The smallest ratio of a sequence.
+SEQ_MIN = Criterion(
+    "seq_min_k1",
+    "sequence",
+    "sequences whose smallest ρ_t",
+    RATIO,
+    needs=(Need("min", K1),),
+    statistic=lambda values: values.min(K1),
+)
+# With a divergence of its own, on tokens, sequences and prompts.
+TOKEN_DISTANCE = Criterion(
+    "token_distance",
+    "token",
+    "tokens whose |log ρ|",
+    UPPER,
+    needs=(Need("sum", DISTANCE),),
+    statistic=lambda values: values.sum(DISTANCE) / values.num_tokens,
+    tested=DISTANCE,
+)
+SEQ_SPREAD = Criterion(
+    "seq_spread",
+    "sequence",
+    "sequences whose log ρ differ by what",
+    UPPER,
+    needs=(Need("max", K1), Need("min", K1)),
+    statistic=lambda values: values.max(K1) - values.min(K1),
+)
+GROUP_DISTANCE = Criterion(
+    "group_distance",
+    "prompt",
+    "all responses of a prompt whose mean |log ρ|",
+    UPPER,
+    needs=(Need("sum", DISTANCE),),
+    statistic=lambda values: values.sum(DISTANCE) / values.num_tokens,
+)
+FIELDS = {"rollout_is": "token", "rollout_rs": "seq_min_k1", "rollout_rs_threshold": f"{LOWER}_{HIGHER}"}
+
+
+@pytest.fixture(autouse=True)
+def added():
+    """What one line each at the end of ``settings/criteria.py`` would do."""
+    define(SEQ_MIN, TOKEN_DISTANCE, SEQ_SPREAD, GROUP_DISTANCE)
+    yield
+    for criterion in (SEQ_MIN, TOKEN_DISTANCE, SEQ_SPREAD, GROUP_DISTANCE):
+        del CRITERIA[criterion.name]
+
+
+def draw():
+    """(train, rollout, mask) [6, 12], with an empty sequence."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(6, 12, generator=generator, dtype=torch.float64) - 1
+    # The further apart, the later the sequence.
+    distance = torch.tensor([0.05, 0.1, 0.4, 0.5, 0.9, 0.2], dtype=torch.float64).unsqueeze(1)
+    train = rollout + distance * torch.randn(6, 12, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 12, generator=generator) < 0.8
+    mask[5] = False
+    return train, rollout, mask
+
+
+def smallest_ratios(train, rollout, mask):
+    return [
+        min(math.exp(float(x)) for x in row[valid]) if valid.any() else None
+        for row, valid in zip(train - rollout, mask, strict=True)
+    ]
+
+
+def test_it_rejects_what_its_words_say():
+    train, rollout, mask = draw()
+    smallest = smallest_ratios(train, rollout, mask)
+    inside = [ratio is not None and LOWER <= ratio <= HIGHER for ratio in smallest]
+    assert 0 < sum(inside) < 5
+    assert min(abs(math.log(ratio / bound)) for ratio in smallest[:5] for bound in (LOWER, HIGHER)) > 1e-3
+    result = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(**FIELDS))
+    assert torch.equal(result.mask, mask & torch.tensor(inside).unsqueeze(1))
+    metrics = result.metrics()
+    logs = [-math.log(ratio) for ratio in smallest[:5]]  # as of every criterion with bounds on ρ
+    name = "rollout_corr/rollout_rs_seq_min_k1_"
+    assert metrics[f"{name}seq_masked_fraction"] == pytest.approx(1 - sum(inside) / 5)
+    assert metrics[f"{name}rho_fraction_below"] == pytest.approx(sum(ratio < LOWER for ratio in smallest[:5]) / 5)
+    assert metrics[f"{name}seq_mean"] == pytest.approx(sum(logs) / 5, rel=1e-12)
+    assert (metrics[f"{name}max"], metrics[f"{name}min"]) == pytest.approx((max(logs), min(logs)), rel=1e-12)
+
+
+def test_flags_words_and_presets_know_it(tmp_path):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_rollout_correction_args(parser)
+    assert "seq_min_k1" in " ".join(parser.format_help().split())
+    words = [
+        "--rollout-correction-preset=decoupled_token_is",
+        "--rollout-rs=seq_min_k1",
+        "--rollout-rs-threshold=0.5_1.0",
+    ]
+    config = rollout_correction_config_from_args(parser.parse_args(words))
+    assert config == RolloutCorrectionConfig(**FIELDS, rollout_is_threshold=2.0)
+    assert "rejects sequences whose smallest ρ_t is outside [0.5, 1] (seq_min_k1)" in config.describe().splitlines()
+    path = tmp_path / "min.yaml"
+    path.write_text("rollout_is: token\nrollout_rs: seq_min_k1\nrollout_rs_threshold: 0.5_1.0\n")
+    assert RolloutCorrectionConfig.from_yaml(path) == RolloutCorrectionConfig(**FIELDS)
+    words[-1] = "--rollout-rs-threshold=2_1"
+    with pytest.raises(ValueError, match="must lie below the upper one"):
+        rollout_correction_config_from_args(parser.parse_args(words))
+    with pytest.raises(ValueError, match=r"use .*seq_min_k1"):
+        RolloutCorrectionConfig(rollout_rs="seq_minimum", rollout_rs_threshold=1)
+
+
+def test_verls_names_stay_verls():
+    with pytest.raises(ValueError, match="rollout_rs='seq_min_k1' is unknown to verl"):
+        RolloutCorrectionConfig.from_dict({"rollout_rs": "seq_min_k1", "rollout_rs_threshold": 2.0}, "verl")
+
+
+CASES = {
+    "smallest": FIELDS,
+    "several": {
+        "rollout_rs": "token_distance,seq_spread,seq_min_k1,token_k2",
+        "rollout_rs_threshold": "0.6,2.2,0.3_1.0,0.5",
+        "rollout_is": None,
+    },
+    "prompts": {"rollout_rs": "group_distance,group_any,token_distance", "rollout_rs_threshold": "0.35,0.8"},
+    "by staleness": {**FIELDS, "rollout_staleness_scale": "1:0.5"},
+}
+
+
+def whole(name):
+    """(result, its inputs)."""
+    train, rollout, mask = draw()
+    sides = {}
+    if name == "prompts":
+        sides = {"group_ids": torch.tensor([0, 1, 0, 1, 0, 1]), "num_groups": 2}
+    if name == "by staleness":
+        sides = {"policy_versions": torch.tensor([4, 3, 4, 3, 4, 3]), "current_version": 4, "max_staleness": 2}
+    config = RolloutCorrectionConfig(**CASES[name])
+    result = correct_rollouts(train, rollout, mask, config, **sides)
+    assert 0 < int(result.mask.sum()) < int(mask.sum())
+    return result, config, (train, rollout, mask), sides
+
+
+def assert_same(result, want, mask=None, weights=None):
+    assert torch.equal(result.mask if mask is None else mask, want.mask)
+    if want.weights is not None:
+        torch.testing.assert_close(result.weights if weights is None else weights, want.weights, rtol=1e-12, atol=0)
+    assert result.metrics() == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_tokens_micro_batches_and_blocks_give_the_same(name, monkeypatch):
+    want, config, (train, rollout, mask), sides = whole(name)
+    ends = [0, 12, 20, 32, 44, 56, 68]
+    kept = torch.ones(6, 12, dtype=torch.bool)
+    kept[1, 8:] = False  # of other lengths
+    trimmed = correct_rollouts(train, rollout, mask & kept, config, **sides)
+    packed = [tensor[kept] for tensor in (train, rollout, mask)]
+    for num_tokens in (5, 10**6):
+        use_blocks(monkeypatch, num_tokens)
+        assert_same(correct_rollouts(train, rollout, mask, config, **sides), want)
+        result = correct_rollouts(*packed, config, SequenceLayout.packed(ends), **sides)
+        weights = None if result.weights is None else torch.zeros_like(train).masked_scatter(kept, result.weights)
+        assert_same(result, trimmed, torch.zeros_like(mask).masked_scatter(kept, result.mask), weights)
+    pieces = ([tensor[:2] for tensor in (train, rollout, mask)], [tensor[2:] for tensor in (train, rollout, mask)])
+    lists = {key: [value[:2], value[2:]] for key, value in sides.items() if isinstance(value, torch.Tensor)}
+    result = correct_rollouts(*(list(pair) for pair in zip(*pieces, strict=True)), config, **sides | lists)
+    weights = None if result.weights is None else torch.cat(result.weights)
+    assert_same(result, want, torch.cat(result.mask), weights)
+
+
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("name", CASES)
+def test_shards_give_the_same(name, split, monkeypatch):
+    """Two replicas of two or three context-parallel ranks, whose pairs are added by hand."""
+    want, _, (train, rollout, mask), sides = whole(name)
+    counts = {key: sides.pop(key) for key in ("num_groups", "current_version", "max_staleness") if key in sides}
+    monkeypatch.setattr("tests.correction.test_properties.SIZES", counts)
+    monkeypatch.setattr("tests.correction.test_properties.CONFIGS", CASES)
+    monkeypatch.setattr("tests.correction.test_properties.WIDTH", 12)
+    batch = {"train_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask, **sides}
+    if want.weights is None:
+        monkeypatch.setitem(CASES, name, {**CASES[name], "rollout_is": "token"})
+        want = correct_rollouts(**batch, config=RolloutCorrectionConfig(**CASES[name]), **counts)
+    weights, kept, metrics, _ = correct_split(
+        batch, name, [[0, 1, 5], [2, 3, 4]], 3 if split == "contiguous" else 2, split
+    )
+    assert torch.equal(kept, want.mask)
+    torch.testing.assert_close(weights, want.weights, rtol=1e-12, atol=0)
+    assert metrics == pytest.approx(want.metrics(), rel=1e-9, abs=1e-12)
+
+
+def test_it_works_in_the_loss():
+    train, rollout, mask = draw()
+    config = RolloutCorrectionConfig(**FIELDS, bypass_mode=True, loss_type="reinforce")
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    correction.plan(PlanInputs(None, rollout, mask))
+    found = correction.in_loss(train.requires_grad_(), rollout, mask)
+    want = correct_rollouts(train, rollout, mask, RolloutCorrectionConfig(**FIELDS))
+    assert torch.equal(found.mask, want.mask)
+    correction.finish_step()
+    name = "rollout_corr/rollout_rs_seq_min_k1_masked_fraction"
+    assert correction.step.metrics()[name] == want.metrics()[name]
+
+
+SOUND = {
+    "name": "another",
+    "unit": "sequence",
+    "words": "sequences whose k3",
+    "bounds": UPPER,
+    "needs": (Need("sum", K3),),
+    "statistic": lambda values: values.sum(K3),
+}
+
+
+@pytest.mark.parametrize("missing", SOUND)
+def test_an_incomplete_one_cannot_be_defined(missing):
+    with pytest.raises(TypeError, match=missing):
+        Criterion(**{name: value for name, value in SOUND.items() if name != missing})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": "Another one"}, "letters, digits and underscores"),
+        ({"unit": "batch"}, "must be token, sequence or prompt"),
+        ({"words": ""}, "must all be given"),
+        ({"bounds": "upper"}, "must all be given"),
+        ({"statistic": None}, "must all be given"),
+        ({"unit": "token"}, "tested, the number of a token"),
+        ({"tested": K3}, "tested, the number of a token"),
+        ({"unit": "token", "tested": K3, "only_negative": True}, "only_negative is for the unit sequence"),
+        ({"unit": "prompt", "needs": (Need("max", K3),), "statistic": lambda values: values.max(K3)}, "only sums"),
+        ({"bounds": RATIO}, "bounds on a ratio fit log ρ alone"),
+        ({"needs": ()}, "does not use just what needs"),
+        ({"needs": (Need("max", K3),)}, "does not use just what needs .*: max of k3"),
+        ({"needs": (Need("sum", K3), Need("min", K1))}, "does not use just what needs"),
+        ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
+        ({"statistic": lambda values: values.sum(K3).float()}, "one float64 number for each sequence"),
+        ({"follows_others": True}, "does not use just what needs and follows_others say"),
+    ],
+)
+def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
+    Criterion(**SOUND)
+    with pytest.raises(ValueError, match=f"criterion '.*{message}"):
+        Criterion(**SOUND | changed)
+
+
+def test_a_name_stands_for_one_criterion_and_one_divergence():
+    with pytest.raises(ValueError, match="'seq_min_k1' is defined already"):
+        define(SEQ_MIN)
+    with pytest.raises(ValueError, match="'token' is defined already"):
+        define(Criterion(**SOUND | {"name": "token"}))
+    other = Divergence("k3", "another k3", of=k2, least=0.0)
+    needs = {"needs": (Need("sum", other),), "statistic": lambda values: values.sum(other)}
+    with pytest.raises(ValueError, match="another divergence is named 'k3'"):
+        define(Criterion(**SOUND | needs))
+    assert "another" not in CRITERIA

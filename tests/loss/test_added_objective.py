@@ -1,0 +1,153 @@
+"""An objective that is added as CONTRIBUTING says: one object. Everything else follows."""
+
+import argparse
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rc import (
+    MicroBatch,
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    add_rollout_correction_args,
+    policy_loss,
+    policy_loss_config_from_args,
+    rollout_correction_config_from_args,
+)
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.schedule import masked_loss
+
+# Learns from what was good alone.
+GOOD = Objective(
+    "good_only",
+    "log-likelihood of what has a positive advantage",
+    lambda terms: TokenLoss(-terms.advantages.clamp(min=0) * terms.log_probs),
+    weighed_in_bypass=True,
+    by_sequence=False,
+    clips=False,
+    takes_dual_clip=False,
+)
+
+
+def tight(terms):
+    """The ratio clipped to [1 - low, 1], which nothing else does."""
+    ratio, _ = terms.ratios()
+    clipped = ratio.clamp(1 - terms.clip_low, 1)
+    return TokenLoss(-terms.advantages * clipped, low=ratio < clipped, high=ratio > clipped)
+
+
+TIGHT = Objective(
+    "tight", "no ratio above 1", tight, weighed_in_bypass=False, by_sequence=True, clips=True, takes_dual_clip=False
+)
+
+
+@pytest.fixture(autouse=True)
+def added():
+    """What a line each at the end of ``loss/objectives.py`` would do."""
+    define(GOOD, TIGHT)
+    yield
+    del OBJECTIVES["good_only"], OBJECTIVES["tight"]
+
+
+def draw():
+    """(log π_θ, log π_rollout, advantages, mask)."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -2 * torch.rand(4, 6, generator=generator, dtype=torch.float64) - 1
+    theta = rollout + 0.5 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 6, generator=generator) < 0.8
+    return theta, rollout, torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64), mask
+
+
+def test_flags_and_words_know_it():
+    parser = add_rollout_correction_args(argparse.ArgumentParser(exit_on_error=False))
+    assert "good_only" in " ".join(parser.format_help().split())
+    words = ["--rollout-correction-preset=pg_is", "--loss-type=good_only"]
+    config = rollout_correction_config_from_args(parser.parse_args(words))
+    assert (config.loss_type, config.applies_weights) == ("good_only", True)
+    assert "log-likelihood of what has a positive advantage" in config.describe().splitlines()[0]
+    assert policy_loss_config_from_args(argparse.Namespace(policy_loss="tight")).algorithm == "tight"
+    launcher = " ".join(build_parser().format_help().split())
+    assert "{ppo_clip,reinforce,gspo,cispo,good_only,tight}" in launcher
+    for make in (lambda: PolicyLossConfig(algorithm="tighter"), lambda: RolloutCorrectionConfig(loss_type="tighter")):
+        with pytest.raises(ValueError, match=r"='tighter' is unknown: use one of .*good_only, tight"):
+            make()
+
+
+def test_what_it_takes_is_asked_of_it():
+    with pytest.raises(ValueError, match=r"dual_clip=3\.0 does nothing with algorithm='good_only'"):
+        PolicyLossConfig(algorithm="good_only", dual_clip=3.0)
+    assert not RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="tight").applies_weights
+    normalised = {"rollout_is": "token", "rollout_is_batch_normalize": True, "bypass_mode": True}
+    assert RolloutCorrectionConfig(**normalised, loss_type="good_only").applies_weights
+    with pytest.raises(ValueError, match="applies no weights: drop it, or use loss_type='reinforce' or 'good_only'"):
+        RolloutCorrectionConfig(**normalised, loss_type="tight")
+
+
+def test_in_bypass_mode_it_trains_with_its_weights():
+    """Σ w · max(A, 0) · log π over the tokens, by hand; the gradient too."""
+    theta, rollout, advantages, mask = draw()
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=1.2, bypass_mode=True, loss_type="good_only"
+    )
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    plan = correction.plan(PlanInputs(None, rollout, mask))
+    theta = theta.requires_grad_()
+    batch = MicroBatch(SequenceLayout.padded(4, 6), mask, advantages, rollout)
+    loss, _, _ = masked_loss(correction, batch, theta, None, plan.loss_scale(num_microbatches=1))
+    loss.backward()
+    factor = correction.finish_step()
+    weights = (theta.detach() - rollout).exp().clamp(max=1.2)
+    good = advantages.clamp(min=0).unsqueeze(1)
+    want = torch.where(mask, -weights * good / mask.sum(), 0.0)
+    torch.testing.assert_close(theta.grad * factor, want, rtol=1e-9, atol=1e-12)
+    assert correction.loss_metrics()["policy/clip_fraction_high"] == 0
+
+
+def test_one_of_sequences_that_clips_is_measured():
+    theta, old, advantages, mask = draw()
+    found = policy_loss(theta, old, advantages, mask, algorithm="tight", clip_low=0.1)
+    mean = torch.where(mask, theta - old, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    ratio = mean.exp().expand(4, 6)
+    want = torch.where(mask, -advantages.unsqueeze(1) * ratio.clamp(0.9, 1), 0.0)
+    torch.testing.assert_close(found.per_token, want, rtol=1e-9, atol=1e-12)
+    sums = found.statistics.sums.tolist()
+    assert sums[3:6] == [float((mask & (ratio < 0.9)).sum()), float((mask & (ratio > 1)).sum()), 0.0]
+    assert sum(sums[3:5]) > 0
+
+
+@pytest.mark.parametrize("missing", [field.name for field in dataclasses.fields(Objective)])
+def test_an_incomplete_one_cannot_be_defined(missing):
+    given = {field.name: getattr(GOOD, field.name) for field in dataclasses.fields(Objective)}
+    del given[missing]
+    with pytest.raises(TypeError, match=missing):
+        Objective(**given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": "Good Only"}, "letters, digits and underscores"),
+        ({"words": ""}, "words and loss must be given"),
+        ({"loss": None}, "words and loss must be given"),
+        ({"weighed_in_bypass": None}, "must be True or False"),
+        ({"clips": True}, "clips=True does not agree with what loss says"),
+        ({"takes_dual_clip": True}, "takes_dual_clip=True does not agree"),
+        ({"loss": tight}, "clips=False does not agree"),
+        ({"loss": lambda terms: terms.log_probs}, "must give a TokenLoss"),
+        ({"loss": lambda terms: TokenLoss(terms.log_probs.sum())}, "one differentiable number a token"),
+        ({"loss": lambda terms: TokenLoss(terms.log_probs.detach())}, "one differentiable number a token"),
+    ],
+)
+def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
+    with pytest.raises(ValueError, match=f"objective '.*{message}"):
+        dataclasses.replace(GOOD, **changed)
+
+
+def test_a_name_stands_for_one_objective():
+    with pytest.raises(ValueError, match="'tight' is defined already"):
+        define(TIGHT)
