@@ -173,7 +173,7 @@ def test_a_section_that_is_switched_off(dialect, given):
                 "rollout_token_veto_threshold": 1e-4,
             },
             {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce"},
-            ("rollout_token_veto_threshold=0.0001 dropped: without rollout_rs it had no effect",),
+            ("rollout_token_veto_threshold=0.0001 dropped: without rollout_rs the policy-gradient loss",),
         ),
         (
             {

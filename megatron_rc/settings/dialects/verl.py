@@ -35,6 +35,7 @@ _CORRECTION_2025_10: dict[str, Any] = {
     "rollout_is_threshold_lower": None,
     "rollout_is_veto_threshold": 1e-4,
 }
+_REJECTING = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
 _CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
@@ -56,21 +57,13 @@ def verl_2025_11(settings: Settings) -> dict[str, Any]:
     own = _weights(settings, pairs=False)
     bypass = _agreed(settings, "bypass_mode", "bypass_old_logprob_for_rollout")
     reinforce = _agreed(settings, "loss_type", "use_policy_gradient", "use_pure_rollout_correction")
-    rejecting = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold")
-    if bypass and not reinforce and settings["loss_type"] is None:
-        settings.drop(
-            *rejecting,
-            because="PPO in bypass mode rejected nothing in 2025-11; to keep it, say loss_type: ppo_clip as in 2025-12",
-        )
+    # loss_type came in December.
+    if bypass and settings["loss_type"] is None and (not reinforce or settings["rollout_rs"] is None):
+        loss = "without rollout_rs the policy-gradient loss" if reinforce else "PPO in bypass mode"
+        say = f"loss_type: {'reinforce' if reinforce else 'ppo_clip'} as in 2025-12"
+        settings.drop(*_REJECTING, because=f"{loss} rejected nothing in 2025-11; to keep it, say {say}")
     else:
         own.update(_rejection_2025_11(settings))
-    if bypass and reinforce and settings["loss_type"] is None and settings["rollout_rs"] is None:
-        own.pop("rollout_token_veto_threshold", None)
-        settings.drop(
-            "rollout_token_veto_threshold",
-            because="without rollout_rs it had no effect in the policy-gradient loss of 2025-11; to keep it, say "
-            "loss_type: reinforce as in 2025-12",
-        )
     own.update(_mode(settings, bypass, reinforce))
     return _without_unused_normalization(settings, own)
 
