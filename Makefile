@@ -30,14 +30,17 @@ run-smollm2: $(SMOLLM2)/config.json
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
 		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) $(FLAGS)
 
+# Two at a time: the tests that need ranks one after the other, and beside them those that need one process.
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
+
 test: $(INSTALLED)
 	@echo "== the whole suite"
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
 
 # Everything that one process can say, in about a minute.
 test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
-	$(VENV)/bin/python -m pytest -m "not ranks and not processes"
+	$(PYTEST) -m "not ranks and not processes"
 
 # Lines that the tests of one process run; those of ranks run in processes that nobody counts.
 coverage: $(INSTALLED)

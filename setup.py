@@ -63,6 +63,7 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "safetensors",
             "setuptools>=68",
             "triton; platform_system == 'Linux'",
