@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ TRAINER = "megatron_rc.launch.train_ppo"
 
 def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     """Become torchrun, which runs the module; ends with 2 and one sentence where the flags cannot work."""
+    # Rank 0 comes to the same warnings.
+    logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     try:
         words = torchrun_arguments(sys.argv[1:] if argv is None else argv, module)
     except ConfigurationError as error:

@@ -1,9 +1,12 @@
 """The correction that flags make of the launch file ``count_up``, which has a preset and a criterion of its own."""
 
+import logging
 import re
 
 import pytest
+import torch.distributed.run
 
+from megatron_rc.launch.__main__ import main
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import PRESETS
@@ -94,6 +97,15 @@ def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_th
     assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.0, 0.0)
     messages = [record.message for record in caplog.records]
     assert messages == ["--grpo-kl-beta is 0, not 0.001: --rollout-is-batch-normalize inside the loss excludes it"]
+
+
+def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.distributed.run, "main", lambda words: None)
+    try:
+        main(flags(tmp_path, *IN_THE_LOSS[0]))
+    finally:
+        logging.getLogger("megatron_rc").setLevel(logging.NOTSET)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("given", ["--grpo-kl-beta=0.001", "--grpo-entropy-term-weight=0.04"])
