@@ -34,7 +34,7 @@ from megatron_rc.correction.header_records import (
     VetoSums,
 )
 from megatron_rc.correction.inputs import AgreedCounts
-from megatron_rc.correction.token_pass.histogram import NUM_BINS
+from megatron_rc.correction.token_pass.histogram import NUM_BINS, Histogram
 from megatron_rc.loss.metrics import MAXIMA, SUMS
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
@@ -132,7 +132,10 @@ class HeaderFields:
             found.update(zip(names, values[start : start + len(names)], strict=True))
         records = {name: _record(record, name, found) for name, record in self.records.items()}
         criteria = {name: _record(record, name, found) for name, record in self.criteria.items()}
-        tables = {name: self.table(values, name) for name in self.sums if isinstance(name, str) and name in _TABLES}
+        tables: dict[str, Any] = {name: self.table(values, name) for name in _TABLES if name in self.sums}
+        if "bins" in tables:
+            tables["bins"] = Histogram(tables["bins"])
+            tables["weight_bins"] = [Histogram(bins) for bins in tables["weight_bins"]]
         # A record that the config has no use for is None.
         everything: dict[str, Any] = dict.fromkeys(one.name for one in dataclasses.fields(BatchHeader))
         return BatchHeader(**everything | records | tables | {"criteria": criteria})

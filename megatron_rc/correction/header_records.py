@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron_rc.correction.token_pass.histogram import Histogram
+
 
 class Source(Enum):
     """How the fields of a record come about; those of one source stand together in the vector."""
@@ -231,8 +233,8 @@ class BatchHeader:
     extremes: TokenExtremes | SequenceExtremes | None
     veto: VetoSums | None
     criteria: Mapping[str, CriterionSums]
-    bins: list[float]
-    weight_bins: list[list[float]]
+    bins: Histogram
+    weight_bins: list[Histogram]
     length: list[list[float]]
     reward: list[list[float]]
     staleness: list[list[float]]

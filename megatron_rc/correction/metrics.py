@@ -17,7 +17,7 @@ from megatron_rc.correction.header_records import (
     TokenWeights,
     WeightSums,
 )
-from megatron_rc.correction.token_pass.histogram import quantile, quantiles, value_at
+from megatron_rc.correction.token_pass.histogram import quantiles
 from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criteria import Criterion
@@ -148,10 +148,10 @@ def _weight_quantiles(
     for percent in _WEIGHT_QUANTILES:
         share = percent / 100
         if isinstance(sums, SharedWeights):
-            found[f"p{percent:02d}"] = _weight_of(quantile(header.weight_bins[1], share))
+            found[f"p{percent:02d}"] = _weight_of(header.weight_bins[1].quantile(share))
         elif config.staleness_scale is None:
             found[f"p{percent:02d}"] = _token_quantile(header, sums, config, share)
-        found[f"seq_p{percent:02d}"] = _weight_of(quantile(header.weight_bins[0], share))
+        found[f"seq_p{percent:02d}"] = _weight_of(header.weight_bins[0].quantile(share))
     return found if header.policy.valid else dict.fromkeys(found, 0.0)
 
 
@@ -161,8 +161,8 @@ def _token_quantile(header: BatchHeader, sums: TokenWeights, config: RolloutCorr
     rank = share * header.policy.valid
     if config.is_mode == "mask":
         zeros = sums.above + sums.below
-        return 0.0 if rank < zeros else min(max(_safe_exp(value_at(header.bins, rank - sums.above)), lower), upper)
-    weight = min(_safe_exp(value_at(header.bins, rank)), upper)
+        return 0.0 if rank < zeros else min(max(_safe_exp(header.bins.value_at(rank - sums.above)), lower), upper)
+    weight = min(_safe_exp(header.bins.value_at(rank)), upper)
     return max(weight, lower) if config.is_mode == "clamp" else weight
 
 

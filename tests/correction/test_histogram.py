@@ -11,6 +11,7 @@ from megatron_rc.correction.token_pass.histogram import (
     NUM_CODES,
     QUANTILES,
     CodeCounter,
+    Histogram,
     bins_from_codes,
     codes_of,
     quantiles,
@@ -39,7 +40,7 @@ def test_quantiles_keep_their_error_bound(scale, shift, dtype):
     assert float(bins.sum()) == 20001
     ordered = values.double().sort().values
     for percent in QUANTILES:
-        got = quantiles(bins.tolist())[f"log_ratio_p{percent:02d}"]
+        got = quantiles(Histogram(bins.tolist()))[f"log_ratio_p{percent:02d}"]
         # Between the neighbours of the exact quantile, widened by the width of a bin.
         below, above = ordered[200 * percent - 1], ordered[200 * percent + 1]
         width = max(RELATIVE * max(abs(float(below)), abs(float(above))), ABSOLUTE)
@@ -54,7 +55,7 @@ def test_histograms_add_up():
 def test_values_off_the_scale_fall_into_the_outermost_bins():
     bins = bins_of(torch.tensor([-1e4, -33.0, 0.0, -0.0, 1e-30, 40.0, 1e30]))
     assert (bins[0], bins[NUM_BINS // 2], bins[-1]) == (2, 3, 2)
-    assert set(quantiles([0.0] * NUM_BINS).values()) == {0.0}
+    assert set(quantiles(Histogram([0.0] * NUM_BINS)).values()) == {0.0}
 
 
 def test_more_tokens_than_a_sort_takes():

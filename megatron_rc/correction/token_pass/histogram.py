@@ -11,7 +11,6 @@ within ±32.
 from __future__ import annotations
 
 import functools
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -100,24 +99,33 @@ def bins_of(values: Tensor, counts: Tensor) -> Tensor:
     return bins.index_add_(1, _bin_of_code(values.device)[codes_of(values).long()], counts)
 
 
-def quantile(bins: Sequence[float], share: float) -> float:
-    """The value below which this share of what was counted lies; 0 if nothing was."""
-    return value_at(bins, share * math.fsum(bins))
+class Histogram:
+    """What was counted, on the host.
+
+    Args:
+        bins: [NUM_BINS], ascending values.
+    """
+
+    def __init__(self, bins: Sequence[float]) -> None:
+        self._bins, self._until = bins, list(accumulate(bins))
+
+    def quantile(self, share: float) -> float:
+        """The value below which this share of what was counted lies; 0 if nothing was."""
+        return self.value_at(share * self._until[-1])
+
+    def value_at(self, rank: float) -> float:
+        """The value below which so many of what was counted lie; 0 if nothing was."""
+        if not self._until[-1]:
+            return 0.0
+        index = min(bisect_left(self._until, rank), NUM_BINS - 1)
+        count, edges = self._bins[index], _edges()
+        part = (rank - self._until[index] + count) / count if count else 0.0
+        return edges[index] + (edges[index + 1] - edges[index]) * part
 
 
-def value_at(bins: Sequence[float], rank: float) -> float:
-    """The value below which so many of what was counted lie; 0 if nothing was."""
-    until, edges = list(accumulate(bins)), _edges()
-    if not until[-1]:
-        return 0.0
-    index = min(bisect_left(until, rank), NUM_BINS - 1)
-    part = (rank - until[index] + bins[index]) / bins[index] if bins[index] else 0.0
-    return edges[index] + (edges[index + 1] - edges[index]) * part
-
-
-def quantiles(bins: Sequence[float]) -> dict[str, float]:
+def quantiles(histogram: Histogram) -> dict[str, float]:
     """``log_ratio_p01`` … ``log_ratio_p99`` of what was counted; 0 if nothing was."""
-    return {f"log_ratio_p{percent:02d}": quantile(bins, percent / 100) for percent in QUANTILES}
+    return {f"log_ratio_p{percent:02d}": histogram.quantile(percent / 100) for percent in QUANTILES}
 
 
 @functools.cache
