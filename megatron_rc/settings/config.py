@@ -54,6 +54,10 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
             object.__setattr__(self, name, value)
         check_together(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is derived is not pickled: criteria hold functions."""
+        return _restored, (type(self), self.to_dict(), self.notes)
+
     def describe(self) -> str:
         """The config in words and as flags, one fact a line; what a translation did comes last."""
         return describe(self)
@@ -105,6 +109,12 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
                     f"use_policy_gradient=True contradicts loss_type={self.loss_type!r}: drop use_policy_gradient"
                 )
             object.__setattr__(self, "loss_type", "reinforce")
+
+
+def _restored(
+    kind: type[RolloutCorrectionConfig], fields: dict[str, Any], notes: tuple[str, ...]
+) -> RolloutCorrectionConfig:
+    return kind(**fields, notes=notes)
 
 
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:

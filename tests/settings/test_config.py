@@ -1,7 +1,9 @@
 """The correction's settings: what is accepted, what is refused, the flags beside them, and the words for them."""
 
 import argparse
+import copy
 import math
+import pickle
 import re
 import shlex
 
@@ -677,6 +679,14 @@ def test_the_flags_of_a_description_make_the_same_config(config):
     (flags,) = [line for line in lines if line.startswith("flags: ")]
     assert from_flags(*shlex.split(flags.removeprefix("flags: "))) == config
     assert lines[lines.index(flags) + 1 :] == [f"note: {note}" for note in config.notes]
+
+
+@pytest.mark.parametrize("config", DESCRIBED, ids=range(len(DESCRIBED)))
+def test_a_config_is_the_same_in_another_process(config):
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        assert other == config
+        assert hash(other) == hash(config)
+        assert (other.is_bounds, other.criteria, other.notes) == (config.is_bounds, config.criteria, config.notes)
 
 
 def test_a_description_says_every_fact():
