@@ -58,10 +58,10 @@ def masked_loss(
     returned = schedule_return(total, {"loss": total}, scale)
     statistics = statistics.plus(loss=total.detach() / scale.denominator)
 
-    pair = found.pair
+    tokens = found.tokens
 
     def count(_: Tensor) -> None:
-        correction.count(step, pair)
+        correction.count(step, tokens)
         correction.record(statistics)
 
     if returned[0].requires_grad:

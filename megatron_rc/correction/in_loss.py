@@ -15,7 +15,7 @@ from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.plans import InLossPlan, PlannedStep
 from megatron_rc.correction.proximal import interpolate
 from megatron_rc.correction.rollout_correction import RolloutCorrection
-from megatron_rc.correction.stages import sums_before_reduction
+from megatron_rc.correction.stages import accepted_tokens
 from megatron_rc.correction.step import StepError, StepResult, StepSums
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
@@ -66,9 +66,8 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         )
         with torch.no_grad():
             found = self._correct(inputs, step)
-        self._open.sequences += found.num_sequences
         if counts_at_once:
-            self.count(step, found.pair)
+            self.count(step, found.tokens)
         return found
 
     @property
@@ -117,10 +116,8 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, step)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
-        batch = sums_before_reduction(
-            inputs, self.config, counts, self.groups, compile=self.compile, first_id=self._open.sequences
-        )
-        weights, (mask,), lengths = batch.spread(None)
+        tokens = accepted_tokens(inputs, self.config, counts, self.groups, compile=self.compile)
+        weights, (mask,), lengths = tokens.spread(None)
         if not isinstance(old, Tensor):
             raise TypeError("in_loss takes one micro-batch, not a list")
         return CorrectedMicroBatch(
@@ -129,9 +126,8 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
             lengths=lengths,
             old_log_probs=old,
             # In bypass mode the two ratios are one.
-            mean_log_ratio=batch.mean_log_ratio if self.config.bypass_mode else None,
-            pair=batch.pair,
-            num_sequences=batch.local.shards.num_sequences,
+            mean_log_ratio=tokens.named["mean_log_ratio"] if self.config.bypass_mode else None,
+            tokens=tokens,
         )
 
     def _interpolated(self, inputs: PlanInputs, step: PlannedStep) -> Tensor:

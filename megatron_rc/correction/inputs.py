@@ -155,16 +155,13 @@ class Shards:
         return self.parts[0].mask.device
 
 
-def collect_shards(
-    inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups | None = None, first_id: int = 0
-) -> Shards:
+def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups | None = None) -> Shards:
     """Check shapes, dtypes and counts, and fill in the defaults.
 
     Args:
         inputs: this rank's part.
         counts: what every rank agrees on.
         groups: those that carry the sums; None where something else does: the layouts alone say which shard this is.
-        first_id: where the ids of sequences without any start.
 
     Raises:
         ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
@@ -203,7 +200,7 @@ def collect_shards(
         is_list=is_list,
         counts=counts,
         dtype=functools.reduce(torch.promote_types, dtypes, torch.float32),
-        sequence_ids=torch.arange(first_id, first_id + sum(num)) if ids is None else ids,
+        sequence_ids=torch.arange(sum(num)) if ids is None else ids,
         mini_batch_ids=torch.zeros(sum(num), dtype=torch.int64) if mini_batches is None else mini_batches,
         group_ids=_per_sequence("group_ids", inputs.group_ids, is_list, num),
         advantages=advantages,

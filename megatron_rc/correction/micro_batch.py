@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rc.correction.stages import Pair
+from megatron_rc.correction.stages import AcceptedTokens
 from megatron_rc.parallel.layout import SequenceLayout
 
 
@@ -53,8 +53,7 @@ class CorrectedMicroBatch:
         lengths: [n] float64, n_i: tokens of each whole sequence in the denominator.
         old_log_probs: log π_old, detached: of the plan, of the rollout in bypass mode, or interpolated.
         mean_log_ratio: [n] float64, the mean of log π_θ/π_old over each whole sequence; None where it is not known yet.
-        pair: the sums and maxima that the micro-batch adds to its step; None where the plan has them.
-        num_sequences: of this rank.
+        tokens: what the micro-batch adds to its step follows from these; None where the plan has it.
     """
 
     weights: Tensor | None
@@ -62,8 +61,7 @@ class CorrectedMicroBatch:
     lengths: Tensor
     old_log_probs: Tensor
     mean_log_ratio: Tensor | None = None
-    pair: Pair | None = None
-    num_sequences: int = 0
+    tokens: AcceptedTokens | None = None
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.weights, self.mask, self.lengths))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megatron_rc.correction.header import NO_FIELDS, HeaderFields, step_fields
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
+from megatron_rc.correction.joined import step_sums
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
 from megatron_rc.correction.plans import Plan, PlannedStep
-from megatron_rc.correction.stages import Pair, check_version_given, reduce_batch
+from megatron_rc.correction.stages import AcceptedTokens, check_version_given, reduce_batch
 from megatron_rc.correction.step import (
     MISUSES,
     OTHER_PLAN,
@@ -180,7 +181,7 @@ class RolloutCorrection:
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
         return self._corrected(micro_batch, log_probs, step)
 
-    def count(self, step: PlannedStep, pair: Pair | None) -> None:
+    def count(self, step: PlannedStep, tokens: AcceptedTokens | None) -> None:
         """Add a micro-batch to what ``finish_step`` reduces. Collectives: none.
 
         Raises:
@@ -192,7 +193,7 @@ class RolloutCorrection:
             if self._scaled.are_untouched:
                 self._open.misuse = SCALED_BEFORE
             self._scaled = None
-        self._open.count(step, pair)
+        self._open.count(step, tokens)
 
     def record(self, statistics: LossStatistics) -> None:
         """Add what the loss measured of one micro-batch to what ``finish_step`` reduces. Collectives: none."""
@@ -317,8 +318,8 @@ class RolloutCorrection:
         """The header of the step that ends."""
         opened, known = self._open, self._correction_fields() or NO_FIELDS
         misuse = opened.found_misuse(needs_micro_batches=self.config.corrects_in_loss)
-        measured = opened.statistics or LossStatistics.nothing(device if opened.pair is None else opened.pair[0].device)
-        sums, maxima = opened.pair or (None, None)
+        sums, maxima = step_sums(opened.tokens) if opened.tokens else (None, None)
+        measured = opened.statistics or LossStatistics.nothing(device if sums is None else sums.device)
         if sums is None or maxima is None or len(sums) != known.num_sums:
             misuse = misuse if sums is None else OTHER_PLAN
             sums = measured.sums.new_zeros(known.num_sums)

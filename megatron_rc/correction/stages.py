@@ -83,25 +83,43 @@ class LocalSums:
 
 
 @dataclass(frozen=True)
-class BatchSums:
-    """What this rank adds to the whole batch, and what it keeps of its own tokens.
+class AcceptedTokens:
+    """The verdicts on whole sequences and tokens: all that a loss needs.
 
     Attributes:
         local: of the first pass; ``kept`` is by now the accepted mask m'.
+        sequences: what is known of whole sequences, reduced over ``cp``.
+        named: the same by name, [n] float64 each.
         verdicts: on whole sequences.
-        log_weights: [n] float64, log of the weight that all tokens of a sequence share; None at token level.
-        scale: [n] float64, what the bounds of each sequence are multiplied by in nats; None: by nothing.
-        mean_log_ratio: [n] float64, mean of log ρ over the valid tokens of each whole sequence; 0 without one.
+    """
+
+    local: LocalSums
+    sequences: Pair
+    named: Sums
+    verdicts: Verdicts
+
+    def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
+        """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
+        local, verdicts, weights = self.local, self.verdicts, None
+        if local.weights is not None and local.config.rollout_is_apply:
+            _finish_weights(local, self.named, factor)
+            weights = list(local.weights)
+        accepted = local.config.rejection_denominator == "accepted"
+        return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
+
+
+@dataclass(frozen=True)
+class BatchSums:
+    """What this rank adds to the whole batch.
+
+    Attributes:
+        tokens: the local tokens, with their verdicts.
         fields: of the header.
         sums: its columns, float64.
         maxima: likewise.
     """
 
-    local: LocalSums
-    verdicts: Verdicts
-    log_weights: Tensor | None
-    scale: Tensor | None
-    mean_log_ratio: Tensor
+    tokens: AcceptedTokens
     fields: HeaderFields
     sums: Columns
     maxima: Columns
@@ -110,15 +128,6 @@ class BatchSums:
     def pair(self) -> Pair:
         """([sums], [maxima]): what ``dp_cp`` adds up."""
         return self.fields.pack(self.sums, self.maxima)
-
-    def spread(self, factor: Tensor | None) -> tuple[list[Tensor] | None, list[Tensor], Tensor]:
-        """(weights, mask, n_i) of the local micro-batches; the weights are multiplied by the factor, in place."""
-        local, verdicts, weights = self.local, self.verdicts, None
-        if local.weights is not None and local.config.rollout_is_apply:
-            _finish_weights(local, self.log_weights, self.scale, factor)
-            weights = list(local.weights)
-        accepted = local.config.rejection_denominator == "accepted"
-        return weights, list(local.kept), verdicts.accepted if accepted else verdicts.tokens
 
 
 def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False) -> LocalSums:
@@ -182,9 +191,29 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
         sequences: reduced over ``cp``.
         prompts: reduced over ``dp_cp``; needed with group criteria.
     """
-    shards, config = local.shards, local.config
+    return add_up(accept(local, sequences, prompts))
+
+
+def accept(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> AcceptedTokens:
+    """The first half of ``batch_sums``: the verdicts, and the accepted mask in the place of ``kept``."""
+    tokens = judge(local, sequences, prompts)
+    if local.config.rejects_sequences:
+        for part, mask in zip(local.shards.parts, local.kept, strict=True):
+            _accept_part(part, mask, tokens.verdicts)
+    return tokens
+
+
+def judge(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> AcceptedTokens:
+    """The verdicts on whole sequences; ``kept`` stays as it is."""
     named = local.named(sequences)
-    verdicts = decide(named, shards, config, None if prompts is None else prompts[0])
+    verdicts = decide(named, local.shards, local.config, None if prompts is None else prompts[0])
+    return AcceptedTokens(local, sequences, named, verdicts)
+
+
+def add_up(tokens: AcceptedTokens) -> BatchSums:
+    """The second half of ``batch_sums``: the local part of the batch's sums. Collectives: none."""
+    local, named, verdicts = tokens.local, tokens.named, tokens.verdicts
+    shards, config = local.shards, local.config
     fields = header_fields(config, shards.counts)
     sums, extremes = sequence_totals(named, verdicts, config, fields)
     sums |= breakdown_totals(named, verdicts, shards)
@@ -193,16 +222,14 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     if not shards.is_first_cp_rank:
         sums = {column: torch.zeros_like(value) for column, value in sums.items()}
     sums |= {Source.TOKENS: local.sums.batch, "bins": local.sums.bins, Source.SHIFT: shift_sums(shards.parts)}
-    for column, value in _apply(local, verdicts, fields).items():
+    for column, value in _token_sides(local, fields).items():
         sums[column] = sums[column] + value
     maxima: Columns = {
         Source.SEQUENCE_MAXIMA: extremes,
         Source.TOKEN_MAXIMA: local.sums.batch_max,
         Source.KEY: -first_bad_key(shards, named["response"] - named["valid"]),
     }
-    log_weights = sequence_log_weights(named, config) if config.rollout_is in ("sequence", "geometric") else None
-    scale = threshold_scale(named, config)
-    return BatchSums(local, verdicts, log_weights, scale, named["mean_log_ratio"], fields, sums, maxima)
+    return BatchSums(tokens, fields, sums, maxima)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -218,11 +245,11 @@ def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) 
         pair: reduced over ``dp_cp``.
         allow_zero_log_probs: as :func:`correct_rollouts` has it.
     """
-    config, header, factor = batch.local.config, torch.cat(pair), None
+    config, header, factor = batch.tokens.local.config, torch.cat(pair), None
     if config.rollout_is_batch_normalize:
         factor = normalization(*normalization_sums(batch.fields, header))
-    weights, mask, lengths = batch.spread(factor)
-    is_list = batch.local.shards.is_list
+    weights, mask, lengths = batch.tokens.spread(factor)
+    is_list = batch.tokens.local.shards.is_list
     return CorrectionResult(
         config,
         batch.fields,
@@ -234,20 +261,19 @@ def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) 
     )
 
 
-def sums_before_reduction(
+def accepted_tokens(
     inputs: PlanInputs,
     config: RolloutCorrectionConfig,
     counts: AgreedCounts,
     groups: ParallelGroups,
     *,
     compile: bool = False,
-    first_id: int = 0,
-) -> BatchSums:
-    """The chain up to the reduction over the batch; sequences without ids are counted from ``first_id``."""
-    local = sequence_sums(collect_shards(inputs, counts, groups, first_id), config, compile=compile)
+) -> AcceptedTokens:
+    """The chain up to the verdicts. Collectives: those over ``cp``, and over prompts."""
+    local = sequence_sums(collect_shards(inputs, counts, groups), config, compile=compile)
     sequences = reduce_sequences(local.pair, groups)
     prompts = reduce_groups(group_sums(local, sequences), groups) if config.needs_prompts else None
-    return batch_sums(local, sequences, prompts)
+    return accept(local, sequences, prompts)
 
 
 def corrected_batch(
@@ -260,7 +286,7 @@ def corrected_batch(
     allow_zero_log_probs: bool = False,
 ) -> CorrectionResult:
     """The whole chain; see :func:`correct_rollouts`."""
-    batch = sums_before_reduction(inputs, config, counts, groups, compile=compile)
+    batch = add_up(accepted_tokens(inputs, config, counts, groups, compile=compile))
     return finish(batch, reduce_batch(batch.pair, groups), allow_zero_log_probs=allow_zero_log_probs)
 
 
@@ -296,30 +322,35 @@ def _blocks(part: Part, compile: bool = False) -> list[Block]:
     return part.layout.blocks(min(max(most, MIN_BLOCK), MAX_BLOCK * (4 if compile else 1)))
 
 
-def _apply(local: LocalSums, verdicts: Verdicts, fields: HeaderFields) -> Columns:
-    """Turn ``kept`` into the accepted mask, in place; what has to be added where tokens have their own side inputs."""
+def _accept_part(part: Part, kept: Tensor, verdicts: Verdicts) -> None:
+    """Turn ``kept`` of one micro-batch into the accepted mask, in place."""
+    for block in _blocks(part):
+        here, rows = block.take(kept), _rows(part, block)
+        here &= block.expand(verdicts.accept[rows])
+        if part.advantages is not None and verdicts.accept_negative is not None:
+            here &= block.expand(verdicts.accept_negative[rows]) | ~(block.take(part.advantages) < 0)
+
+
+def _token_sides(local: LocalSums, fields: HeaderFields) -> Columns:
+    """What is to be added where tokens have advantages or versions of their own."""
     sums: Columns = {}
     parts = local.shards.parts
-    has_sides = any(part.versions is not None or part.advantages is not None for part in parts)
-    if not local.config.rejects_sequences and not has_sides:
+    if all(part.versions is None and part.advantages is None for part in parts):
         return sums
     nothing = torch.zeros((), dtype=torch.float64, device=local.shards.device)
     bad = dict.fromkeys(fields.names(Source.DATA), nothing)
     for part, mask in zip(parts, local.kept, strict=True):
         for block in _blocks(part):
-            kept, rows = block.take(mask), _rows(part, block)
-            kept &= block.expand(verdicts.accept[rows])
             if part.advantages is not None:
-                advantages = block.take(part.advantages)
-                bad["data.advantages"] = bad["data.advantages"] + (block.take(part.mask) & ~advantages.isfinite()).sum()
-                if verdicts.accept_negative is not None:
-                    kept &= block.expand(verdicts.accept_negative[rows]) | ~(advantages < 0)
+                infinite = ~block.take(part.advantages).isfinite()
+                bad["data.advantages"] = bad["data.advantages"] + (block.take(part.mask) & infinite).sum()
             if part.versions is not None:
                 valid, log_ratio = _valid_log_ratio(part, block, local.shards.dtype)
-                table, newer = token_staleness(valid, log_ratio, kept, block.take(part.versions), local.shards)
+                accepted, versions = block.take(mask), block.take(part.versions)
+                table, newer = token_staleness(valid, log_ratio, accepted, versions, local.shards)
                 sums["staleness"] = sums["staleness"] + table if "staleness" in sums else table
                 bad["data.policy_versions"] = bad["data.policy_versions"] + newer
-    return sums | {Source.DATA: fields.stack(Source.DATA, bad)} if has_sides else sums
+    return sums | {Source.DATA: fields.stack(Source.DATA, bad)}
 
 
 def _rows(part: Part, block: Block) -> slice:
@@ -351,9 +382,9 @@ def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionC
     return config.staleness_scale.levels((shards.counts.current_version or 0) - versions)
 
 
-def _finish_weights(local: LocalSums, log_weights: Tensor | None, scale: Tensor | None, factor: Tensor | None) -> None:
+def _finish_weights(local: LocalSums, named: Sums, factor: Tensor | None) -> None:
     """Spread the weights of sequences over their tokens, and normalise, in place."""
-    per_sequence = None if log_weights is None else bounded_weights(log_weights, local.config, scale=scale)
+    per_sequence = shared_weights(local, named)
     if per_sequence is not None and factor is not None:
         per_sequence = per_sequence * factor
     for part, weights in zip(local.shards.parts, local.weights or (), strict=True):
@@ -363,6 +394,14 @@ def _finish_weights(local: LocalSums, log_weights: Tensor | None, scale: Tensor 
             continue
         for block in _blocks(part):
             block.take(weights).mul_(block.expand(per_sequence[_rows(part, block)].to(weights.dtype)))
+
+
+def shared_weights(local: LocalSums, named: Sums) -> Tensor | None:
+    """[n] float64: the bounded weight that all tokens of a sequence share; None at token level, and without weights."""
+    config = local.config
+    if config.rollout_is not in ("sequence", "geometric"):
+        return None
+    return bounded_weights(sequence_log_weights(named, config), config, scale=threshold_scale(named, config))
 
 
 def _reduce(pair: Pair, group: Group | None) -> Pair:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_rc.correction.plans import PlannedStep
 from megatron_rc.correction.result import CorrectionResult
-from megatron_rc.correction.stages import Pair
+from megatron_rc.correction.stages import AcceptedTokens
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 
 
@@ -44,30 +43,27 @@ class StepSums:
 
     Attributes:
         step: what the losses were divided by; None before the first of them.
-        pair: the correction's sums and maxima; None where no correction is made in the loss.
+        tokens: of each micro-batch, where it was corrected in the loss: what the metrics are made of, once a step.
         statistics: what the losses measured.
         micro_batches: how many were counted.
-        sequences: how many the correction has seen.
         misuse: index into ``MISUSES``.
     """
 
     step: PlannedStep | None = None
-    pair: Pair | None = None
+    tokens: list[AcceptedTokens] = field(default_factory=list)
     statistics: LossStatistics | None = None
     micro_batches: int = 0
-    sequences: int = 0
     misuse: int = 0
 
-    def count(self, step: PlannedStep, pair: Pair | None) -> None:
+    def count(self, step: PlannedStep, tokens: AcceptedTokens | None) -> None:
         """Add one micro-batch."""
         if self.step is None:
             self.step = step
         if not self.is_of(step):
             self.misuse = max(self.misuse, MIXED)
         self.micro_batches += 1
-        if pair is not None and self.pair is not None:
-            pair = self.pair[0] + pair[0], torch.maximum(self.pair[1], pair[1])
-        self.pair = pair
+        if tokens is not None:
+            self.tokens.append(tokens)
 
     def record(self, statistics: LossStatistics) -> None:
         """Add what the loss of a micro-batch measured."""
