@@ -77,7 +77,8 @@ def bypass_metrics(**fields):
 def emitted():
     """Every name that some configuration emits, without the prefix."""
     metrics = [correct(name, clear_batch(name)[0]).metrics() for name in CASES]
-    names = {name for found in [*metrics, bypass_metrics()] for name in found}
+    mask = {"rollout_is_mode": "mask", "rollout_is_threshold": "0.5_2.0"}
+    names = {name for found in [*metrics, bypass_metrics(), bypass_metrics(**mask)] for name in found}
     assert all(name.startswith(PREFIX) for name in names)
     return {name.removeprefix(PREFIX) for name in names}
 

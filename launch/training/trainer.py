@@ -51,7 +51,7 @@ class Trainer:
 
     Attributes:
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
-        skipped: steps among them that were not made because no token was accepted.
+        skipped: steps among them that were not made because no token was accepted, or none had a weight.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -185,7 +185,7 @@ class Trainer:
         self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale))
         if self.correction.step is not None:
             self.correction.step.check()
-            if self.correction.step.denominators_on_host()[0][2] == 0:
+            if self.correction.step.skips():
                 return None
         metrics = self.correction.loss_metrics()
         if not math.isfinite(metrics["loss/total"]):

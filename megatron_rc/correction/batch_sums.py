@@ -207,6 +207,11 @@ def mini_batch_counts(verdicts: Verdicts, shards: Shards) -> Tensor:
     return _bucket(shards.mini_batch_ids, shards.counts.num_mini_batches, columns)
 
 
+def weighed_counts(per_sequence: Tensor, shards: Shards) -> Tensor:
+    """[num_mini_batches] float64: accepted tokens whose weight is not 0, from [n] of each sequence."""
+    return _bucket(shards.mini_batch_ids, shards.counts.num_mini_batches, per_sequence.double().unsqueeze(1)).squeeze(1)
+
+
 def _bucket(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
     """[count, k] float64: what is in each bucket; nothing without an index."""
     buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)

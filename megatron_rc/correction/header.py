@@ -176,6 +176,7 @@ def _header_fields(config: RolloutCorrectionConfig, num_mini_batches: int, max_s
         "staleness": (max_staleness + 1, 3),
         **vector(Source.DATA),
         "mini_batches": (num_mini_batches, 4),
+        "weighed": (num_mini_batches * config.may_weigh_nothing,),
         "weight_bins": (histograms, NUM_BINS),
         **vector(Source.TOKENS),
         "bins": (NUM_BINS,),

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_masks, collect_shards
-from megatron_rc.correction.metrics import derive_metrics
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.plans import InLossPlan, PlannedStep
 from megatron_rc.correction.proximal import interpolate
@@ -27,8 +26,8 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
     """See :class:`RolloutCorrection`."""
 
     _newest: InLossPlan | None = None
-    # Of the steps since then, on every stage.
-    _headers: tuple[Tensor, ...] = ()
+    # Since then, on every stage.
+    _steps: tuple[StepResult, ...] = ()
 
     def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
         table = None
@@ -36,7 +35,7 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
             masks = collect_masks(inputs, counts, self.groups)
             tokens = all_reduce_sum(masks.tokens, self.groups.cp)
             table = all_reduce_sum(masks.mini_batch_counts(tokens), self.groups.dp_cp)
-        self._newest, self._headers = InLossPlan(self.config, self.loss, self.groups, counts, table), ()
+        self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, table), ()
         return self._newest
 
     def in_loss(
@@ -77,11 +76,16 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
 
     def metrics(self) -> dict[str, float]:
         """See :class:`RolloutCorrection`. Host synchronisations: one."""
-        if not self._headers:
+        if not self._steps:
             return {}
-        fields = self._step_fields()
-        metrics = derive_metrics(fields.read(merge_headers(fields, self._headers).tolist()), self.config)
-        return metrics | {f"{self.config.metric_prefix}mixed_policies": float(len(self._headers))}
+        fields, prefix = self._step_fields(), self.config.metric_prefix
+        merged = merge_headers(fields, [step.header for step in self._steps])
+        metrics = StepResult(self.config, self.loss, fields, merged).metrics()
+        if self.config.may_weigh_nothing:
+            # Of several steps together that is not known: one of them may have weights.
+            weightless = sum(step.num_weightless for step in self._steps)
+            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = weightless
+        return metrics | {f"{prefix}mixed_policies": float(len(self._steps))}
 
     def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         return self.in_loss(
@@ -161,10 +165,10 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         factor = ended.step.denominator / unknown
         if self.config.rollout_is_batch_normalize:
             factor = factor * normalization(*normalization_sums(fields, header))
-        return torch.where(accepted_tokens > 0, factor, 0.0)
+        return torch.where(result.skip[0], 0.0, factor)
 
     def _note_end(self, ended: StepSums, result: StepResult) -> None:
-        self._headers = (*self._headers, result.header)
+        self._steps = (*self._steps, result)
         if ended.step is not None and isinstance(ended.step.plan, InLossPlan):
             ended.step.plan.steps_ended += 1
 

@@ -95,7 +95,7 @@ class Plan(ABC):
         """Metrics of what is known already, equal on every rank."""
 
     @abstractmethod
-    def skips(self, mini_batch: int) -> bool:
+    def skips(self, mini_batch: int = 0) -> bool:
         """Whether it is known already, on every rank, that the optimizer step must not be made."""
 
     def loss_scale(
@@ -157,7 +157,51 @@ class Plan(ABC):
         return denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
 
 
-class DecoupledPlan(CorrectionResult, Plan):
+class TrainingResult(CorrectionResult):
+    """A result of which the objective is known, and so which optimizer steps would move the weights by momentum alone.
+
+    Attributes:
+        loss: the objective.
+    """
+
+    loss: PolicyLossConfig
+
+    @property
+    def skip(self) -> Tensor:
+        """[num_mini_batches] bool: no token is accepted, or none has a weight and the objective has no other term."""
+        skip = super().skip
+        return skip | (self.fields.column(self.header, "weighed") == 0) if self._needs_weights else skip
+
+    def skips(self, mini_batch: int = 0) -> bool:
+        """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes."""
+        return self.denominators_on_host()[mini_batch][2] == 0 or self._is_weightless[mini_batch]
+
+    @property
+    def num_weightless(self) -> float:
+        """Mini-batches with accepted tokens of which none has a weight."""
+        accepted = [counts[2] > 0 for counts in self.denominators_on_host()]
+        return float(sum(one and other for one, other in zip(accepted, self._is_weightless, strict=True)))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the correction; with the mode ``mask`` also how many mini-batches have no weight left."""
+        metrics = super().metrics()
+        if self.config.may_weigh_nothing:
+            metrics[f"{self.config.metric_prefix}rollout_is_weightless_mini_batches"] = self.num_weightless
+        return metrics
+
+    @property
+    def _needs_weights(self) -> bool:
+        """Whether without weights nothing is left of the loss."""
+        return self.config.may_weigh_nothing and not (self.loss.entropy_coef or self.loss.kl_coef)
+
+    @property
+    def _is_weightless(self) -> list[bool]:
+        if not self._needs_weights:
+            return [False] * len(self.denominators_on_host())
+        return [weighed == 0 for weighed in self.fields.table(self.values, "weighed")]
+
+
+class DecoupledPlan(TrainingResult, Plan):
     """Decoupled mode decides everything before the schedule: the plan is the result.
 
     On pipeline stages without log-probs weights, mask and lengths are None; everything else is known there too.
@@ -182,10 +226,6 @@ class DecoupledPlan(CorrectionResult, Plan):
         """See :class:`Plan`."""
         accepted = self.config.rejection_denominator == "accepted"
         return self.denominators[:, 2:] if accepted else self.denominators[:, :2]
-
-    def skips(self, mini_batch: int) -> bool:
-        """See :class:`Plan`."""
-        return self.denominators_on_host()[mini_batch][2] == 0
 
 
 class InLossPlan(Plan):
@@ -228,7 +268,7 @@ class InLossPlan(Plan):
         """No metrics yet: those of a step follow ``finish_step``."""
         return {}
 
-    def skips(self, mini_batch: int) -> bool:
+    def skips(self, mini_batch: int = 0) -> bool:
         """Not known on every rank before the step: its result says so."""
         return False
 

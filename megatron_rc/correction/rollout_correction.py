@@ -224,7 +224,7 @@ class RolloutCorrection:
         else:
             header = torch.zeros(len(fields), dtype=torch.float64, device=device)
         result = StepResult(
-            self.config, fields, self._broadcast(header), allow_zero_log_probs=self.allow_zero_log_probs
+            self.config, self.loss, fields, self._broadcast(header), allow_zero_log_probs=self.allow_zero_log_probs
         )
         result.check_order()
         self._note_end(self._open, result)
@@ -327,7 +327,7 @@ class RolloutCorrection:
         codes = measured.sums.new_full((1,), float(misuse))
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima, codes])
         header = torch.cat([*reduce_batch(pair, self.groups), codes])
-        header[-1] = self._factor(opened, StepResult(self.config, fields, header))
+        header[-1] = self._factor(opened, StepResult(self.config, self.loss, fields, header))
         return header
 
     def _broadcast(self, header: Tensor) -> Tensor:

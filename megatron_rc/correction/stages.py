@@ -21,6 +21,7 @@ from megatron_rc.correction.batch_sums import (
     sequence_log_weights,
     sequence_totals,
     token_staleness,
+    weighed_counts,
 )
 from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
@@ -222,6 +223,7 @@ def add_up(tokens: AcceptedTokens) -> BatchSums:
     if not shards.is_first_cp_rank:
         sums = {column: torch.zeros_like(value) for column, value in sums.items()}
     sums |= {Source.TOKENS: local.sums.batch, "bins": local.sums.bins, Source.SHIFT: shift_sums(shards.parts)}
+    sums["weighed"] = weighed_counts(_weighed(tokens), shards) if config.may_weigh_nothing else extremes.new_zeros(0)
     for column, value in _token_sides(local, fields).items():
         sums[column] = sums[column] + value
     maxima: Columns = {
@@ -394,6 +396,15 @@ def _finish_weights(local: LocalSums, named: Sums, factor: Tensor | None) -> Non
             continue
         for block in _blocks(part):
             block.take(weights).mul_(block.expand(per_sequence[_rows(part, block)].to(weights.dtype)))
+
+
+def _weighed(tokens: AcceptedTokens) -> Tensor:
+    """[n] float64: the accepted tokens of the local parts of sequences whose weight is not 0."""
+    local = tokens.local
+    shared = shared_weights(local, tokens.named)
+    parts = zip(local.shards.parts, local.kept, local.weights or (), strict=True)
+    counts = torch.cat([part.layout.sum_sequences(kept & (weights != 0)) for part, kept, weights in parts])
+    return counts if shared is None else counts * (shared != 0)
 
 
 def shared_weights(local: LocalSums, named: Sums) -> Tensor | None:

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rc.correction.plans import PlannedStep
-from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.correction.header import HeaderFields
+from megatron_rc.correction.plans import PlannedStep, TrainingResult
 from megatron_rc.correction.stages import AcceptedTokens
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 class StepError(ValueError, RuntimeError):
@@ -89,18 +91,25 @@ class StepSums:
         return None if self.step is None else self.step.num_microbatches
 
 
-class StepResult(CorrectionResult):
+class StepResult(TrainingResult):
     """What is known of an optimizer step when it has ended, equal on every rank: its header is that of the step."""
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig,
+        loss: PolicyLossConfig,
+        fields: HeaderFields,
+        header: Tensor,
+        *,
+        allow_zero_log_probs: bool = False,
+    ) -> None:
+        super().__init__(config, fields, header, allow_zero_log_probs=allow_zero_log_probs)
+        self.loss = loss
 
     @property
     def factor(self) -> Tensor:
         """0-D float64: what the gradients were to be multiplied by; 0 where the step must be skipped."""
         return self.header[-1]
-
-    @property
-    def skips(self) -> bool:
-        """Whether the optimizer's step must not be made: no token is accepted."""
-        return self.denominators_on_host()[0][2] == 0
 
     def check_order(self) -> None:
         """Raise StepError on every rank if what was counted on any of them is not one whole step."""

@@ -112,6 +112,11 @@ class CorrectionFields:
         in_the_ratio = self.bypass_mode and not OBJECTIVES[self.loss_type].weighed_in_bypass
         return self.rollout_is is not None and self.rollout_is_apply and not in_the_ratio
 
+    @property
+    def may_weigh_nothing(self) -> bool:
+        """True where accepted tokens may be multiplied by 0: with the mode ``mask``."""
+        return self.applies_weights and self.is_mode == "mask"
+
     def to_dict(self) -> dict[str, Any]:
         """The fields by name; ``from_dict`` takes it back."""
         return {name: getattr(self, name) for name in FIELDS}
