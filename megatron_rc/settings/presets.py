@@ -15,7 +15,8 @@ NEWEST = "2026-08"
 RELEASES = (NEWEST, "2025-11")
 Bound = float | str
 
-# Name: (the preset that it is another name of, where it comes from).
+# Name: (the preset that it is another name of, where it comes from). seq_mis, geo_mis and ppo_is_bypass have arguments
+# or numbers of their own, and so are functions below.
 ALIASES = {
     "token_is": ("decoupled_token_is", "from the first release that had presets"),
     "token_tis": ("decoupled_token_is", "token-level TIS"),
