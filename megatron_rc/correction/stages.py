@@ -32,7 +32,8 @@ from megatron_rc.correction.rejection import Verdicts, decide, local_prompt_sums
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
 from megatron_rc.correction.token_pass.blocks import BlockPass
-from megatron_rc.correction.token_pass.terms import BlockTokens, Sums, TokenResults, term_names
+from megatron_rc.correction.token_pass.terms import Sums, term_names
+from megatron_rc.correction.token_pass.token_block import BlockTokens, TokenResults
 from megatron_rc.correction.weights import bounded_weights, normalization
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.blocks import Block
