@@ -8,7 +8,7 @@ data-parallel ranks, and micro-batches without a sequence fill up where it is no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -105,37 +105,52 @@ def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) ->
 
 def _padded(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
     rows, length = batch.tokens.shape
-    size, device = config.training.micro_batch_size, batch.tokens.device
-    cp_rank, cp_size = group_rank(groups.cp), group_size(groups.cp)
-    labels, mask, rollout_log_probs = batch.label_aligned()
+    size, cp_rank, cp_size = config.training.micro_batch_size, group_rank(groups.cp), group_size(groups.cp)
     layout, micro = (
         SequenceLayout.padded(number, length // cp_size, cp_rank=cp_rank, cp_size=cp_size) for number in (rows, size)
     )
-    local = LocalTokens(
-        layout=layout,
-        tokens=layout.cut(batch.tokens),
-        positions=layout.positions().to(device),
-        labels=layout.cut(labels),
-        response_mask=layout.cut(mask),
-        rollout_log_probs=layout.cut(rollout_log_probs),
-        policy_versions=layout.cut(batch.label_versions()),
-        routed_experts=None if batch.routed_experts is None else layout.cut(batch.routed_experts),
-        advantages=group_advantages(batch.rewards, batch.group_ids).float(),
-        sequence_ids=batch.sample_ids,
-    )
+    index = torch.arange(rows, device=batch.tokens.device)
     per_rank = config.training.global_batch_size // config.data_parallel_size
     pieces = [slice(start, start + size) for start in range(0, rows, size)]
     cuts = [Cut(piece, piece, micro) for piece in pieces]
     each = per_rank // size
-    index = torch.arange(rows, device=device)
     return LocalBatch(
-        local=local,
+        local=_local_tokens(batch, layout, index, lambda values, _: layout.cut(values)),
         rows=index,
         mini_batch_ids=index // per_rank,
         cuts=tuple(tuple(cuts[start : start + each]) for start in range(0, len(cuts), each)),
         total_tokens=(config.training.global_batch_size * length,) * (rows // per_rank),
         rows_of_model=size,
         length_of_model=length,
+    )
+
+
+def _local_tokens(
+    batch: RolloutBatch, layout: SequenceLayout, rows: Tensor, take: Callable[[Tensor, int], Tensor]
+) -> LocalTokens:
+    """What this rank holds of a rollout batch.
+
+    Args:
+        batch: the records.
+        layout: of the local tokens.
+        rows: [n], the row of the batch of each sequence, -1 for padding.
+        take: the local part of values by token, with what stands for padding.
+    """
+    labels, mask, rollout_log_probs = batch.label_aligned()
+    advantages = group_advantages(batch.rewards, batch.group_ids).float()
+    experts = batch.routed_experts
+    return LocalTokens(
+        layout=layout,
+        tokens=take(batch.tokens, 0),
+        positions=layout.positions().to(batch.tokens.device),
+        labels=take(labels, 0),
+        response_mask=take(mask, 0),
+        rollout_log_probs=take(rollout_log_probs, 0),
+        policy_versions=take(batch.label_versions(), 0),
+        # What read a token predicts its label: they stand in label positions as they are.
+        routed_experts=None if experts is None else take(experts, NO_EXPERT),
+        advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
+        sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )
 
 
@@ -179,48 +194,37 @@ def _lay_out(
     packing: Packing,
     groups: ParallelGroups,
 ) -> LocalBatch:
-    """The local tokens of micro-batches that are given as (row, length) of their sequences."""
+    """The local batch of micro-batches that are given as (row, length) of their sequences."""
     device = batch.tokens.device
     layouts = [_packed_layout([length for _, length in one], groups) for one in micro_batches]
     layout = _packed_layout([length for one in micro_batches for _, length in one], groups)
     rows = torch.tensor([row for one in micro_batches for row, _ in one])
-    lengths = torch.tensor(layout.full_lengths)
-    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    row = rows.repeat_interleave(lengths)
-    index = layout.cut(row.clamp(min=0) * batch.tokens.shape[1] + position).to(device)
-    held = layout.cut(row >= 0).to(device)
-
-    def take(values: Tensor, filler: int = 0) -> Tensor:
-        taken = values.flatten(0, 1)[index]
-        return torch.where(held.view(-1, *[1] * (taken.dim() - 1)), taken, values.new_full((), filler))
-
-    labels, mask, rollout_log_probs = batch.label_aligned()
-    advantages = group_advantages(batch.rewards, batch.group_ids).float()
-    rows = rows.to(device)
-    local = LocalTokens(
-        layout=layout,
-        tokens=take(batch.tokens),
-        positions=layout.positions().to(device),
-        labels=take(labels),
-        response_mask=take(mask),
-        rollout_log_probs=take(rollout_log_probs),
-        policy_versions=take(batch.label_versions()),
-        # What read a token predicts its label: they stand in label positions as they are.
-        routed_experts=None if batch.routed_experts is None else take(batch.routed_experts, NO_EXPERT),
-        advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
-        sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
-    )
     ids = [index for index, number in enumerate(packing.num_micro_batches) for _ in range(number)]
     counts = torch.tensor([len(one) for one in micro_batches])
     return LocalBatch(
-        local=local,
-        rows=rows,
+        local=_local_tokens(batch, layout, rows.to(device), _taker(batch, layout, rows)),
+        rows=rows.to(device),
         mini_batch_ids=torch.tensor(ids).repeat_interleave(counts).to(device),
         cuts=_consecutive(layouts, packing.num_micro_batches),
         total_tokens=tuple(number * packing.width_of_ranks for number in packing.num_micro_batches),
         rows_of_model=1,
         length_of_model=sum(layouts[0].full_lengths),
     )
+
+
+def _taker(batch: RolloutBatch, layout: SequenceLayout, rows: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """Takes ``[rows, s, ...]`` of a rollout batch to the packed layout of its sequences."""
+    lengths, device = torch.tensor(layout.full_lengths), batch.tokens.device
+    position = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    row = rows.repeat_interleave(lengths)
+    index = layout.cut(row.clamp(min=0) * batch.tokens.shape[1] + position).to(device)
+    held = layout.cut(row >= 0).to(device)
+
+    def take(values: Tensor, filler: int) -> Tensor:
+        taken = values.flatten(0, 1)[index]
+        return torch.where(held.view(-1, *[1] * (taken.dim() - 1)), taken, values.new_full((), filler))
+
+    return take
 
 
 def _packed_layout(lengths: Sequence[int], groups: ParallelGroups) -> SequenceLayout:
