@@ -54,12 +54,19 @@ class Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message[0].lower()}{message[1:]}; --help lists the flags")
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of a flag that has one; else the text says what follows."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every flag of the launcher."""
     parser = Parser(
         prog="python -m megatron_rc.launch",
         description="PPO with Rollout Correction on Megatron-Core. Flags are Megatron-LM's where it has them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}

@@ -36,6 +36,13 @@ def test_megatrons_names_are_there_and_explained(name):
     assert actions[f"--{name}"].help
 
 
+def test_the_help_names_a_default_where_there_is_one():
+    text = " ".join(build_parser().format_help().split())
+    assert "experts of each token; default: 2 --moe" in text
+    assert "responses sampled for each prompt (default: 2)" in text
+    assert "(default: None)" not in text
+
+
 def test_what_follows_from_the_flags(tmp_path):
     more = ("--tensor-model-parallel-size=2", "--context-parallel-size=2", "--micro-batch-size=4")
     config = check(tmp_path, *more, world_size=8)
