@@ -44,7 +44,7 @@ class Block:
         """True where every sequence has equally many tokens in it, and values are ``[rows, length]``."""
         return self.counts is None
 
-    def lengths(self, device: torch.device) -> Tensor:
+    def run_sizes(self, device: torch.device) -> Tensor:
         """[rows] int64, tokens of each sequence in it; sent to the device once."""
         if device not in self._sent:
             counts = self.counts if self.counts is not None else (self.shape[1],) * self.rows
@@ -63,8 +63,8 @@ class Block:
         """Each token's own value of ``[rows]``, in a shape that broadcasts against the block's values."""
         if self.is_even:
             return per_sequence.unsqueeze(1)
-        lengths = self.lengths(per_sequence.device)
-        return torch.repeat_interleave(per_sequence, lengths, output_size=self.shape[0])
+        sizes = self.run_sizes(per_sequence.device)
+        return torch.repeat_interleave(per_sequence, sizes, output_size=self.shape[0])
 
 
 def cut_padded(shape: tuple[int, ...], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
@@ -82,13 +82,13 @@ def cut_padded(shape: tuple[int, ...], num_tokens: int, most: int = sys.maxsize)
         yield Block(index, row, count, column, None, (count, stop - column))
 
 
-def cut_packed(lengths: Sequence[int], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
+def cut_packed(local_lengths: Sequence[int], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
     """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens; ``most`` likewise."""
-    ends = list(accumulate(lengths))
+    ends = list(accumulate(local_lengths))
     for low in spread(range(0, ends[-1] if ends else 0, num_tokens), most):
         high = min(low + num_tokens, ends[-1])
         first, last = bisect_right(ends, low), bisect_left(ends, high)
-        begins = [ends[i] - lengths[i] for i in range(first, last + 1)]
+        begins = [ends[i] - local_lengths[i] for i in range(first, last + 1)]
         parts = [min(end, high) - max(begin, low) for begin, end in zip(begins, ends[first : last + 1], strict=True)]
         index, start = (slice(low, high),), low - begins[0]
         if len(set(parts)) == 1:

@@ -218,9 +218,9 @@ class SequenceLayout:
             seams.fill_(-1)
         if block.is_even:
             return torch.arange(block.shape[1] - 1, device=device) != seams.unsqueeze(1)
-        lengths, total = block.lengths(device), block.shape[0]
-        begins = lengths.cumsum(0) - lengths
-        apart = torch.cat([begins - 1, torch.where((seams >= 0) & (seams < lengths), begins + seams, -1)])
+        sizes, total = block.run_sizes(device), block.shape[0]
+        begins = sizes.cumsum(0) - sizes
+        apart = torch.cat([begins - 1, torch.where((seams >= 0) & (seams < sizes), begins + seams, -1)])
         flags = torch.ones(total + 1, dtype=torch.bool, device=device)
         # What lies outside goes to the last place, which is cut off.
         flags[torch.where(apart < 0, total, apart)] = False

@@ -14,7 +14,7 @@ from megatron_rc.correction.token_pass.terms import Sums, largest
 from megatron_rc.correction.weights import bounded_weights, log_bounds, scaled_bounds
 from megatron_rc.numerics import EXP_LIMIT, MAX_ZERO_LOG_PROBS, PPL_LIMIT, exp_ratio
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import Criterion
+from megatron_rc.settings.criterion import Criterion
 
 Named = dict[str, Tensor]  # by the fields' names, record.field
 
@@ -55,7 +55,7 @@ def sequence_totals(
 def _policy_rows(sums: Sums, verdicts: Verdicts) -> tuple[Named, Named, Named]:
     """(numbers, flags, maxima) of the two policies, [n] each."""
     log_ratio = sums["log_ratio"]
-    logs = torch.stack([sums["train"], sums["rollout"], log_ratio]).div_(-sums["length"])
+    logs = torch.stack([sums["train"], sums["rollout"], log_ratio]).div_(-sums["num_tokens"])
     ppls = logs.clamp(-PPL_LIMIT, PPL_LIMIT).exp_()
     excess = torch.expm1(log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT))
     numbers = {
@@ -101,7 +101,7 @@ def _token_rows(
     if config.is_mode == "mask":
         flags["masked.sequences"] = sums["outside_above"] + sums["outside_below"] > 0
     rows = _of("weights", numbers), flags, Named()
-    return rows, 1 + sums["excess"] / sums["length"], sums["weight"] / sums["length"]
+    return rows, 1 + sums["excess"] / sums["num_tokens"], sums["weight"] / sums["num_tokens"]
 
 
 def _shared_rows(
@@ -163,13 +163,13 @@ def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Columns:
     valid = sums["valid"]
     columns = torch.stack([valid, valid - verdicts.accepted], dim=1)
     by_version = torch.cat([columns, sums["log_ratio"].unsqueeze(1)], dim=1)
-    octave = (torch.frexp(sums["length"]).exponent - 1).clamp_(max=LENGTH_BUCKETS - 1)
+    octave = (torch.frexp(sums["num_tokens"]).exponent - 1).clamp_(max=LENGTH_BUCKETS - 1)
     signs = None if shards.rewards is None else shards.rewards.sign().nan_to_num().long() + 1
     versions = None if shards.versions is None else staleness(shards.versions, shards)
     return {
-        "length": _bucket(octave, LENGTH_BUCKETS, columns),
-        "reward": _bucket(signs, len(REWARD_SIGNS), columns),
-        "staleness": _bucket(versions, shards.counts.max_staleness + 1, by_version),
+        "by_length": _bucket(octave, LENGTH_BUCKETS, columns),
+        "by_reward": _bucket(signs, len(REWARD_SIGNS), columns),
+        "by_staleness": _bucket(versions, shards.counts.max_staleness + 1, by_version),
     }
 
 

@@ -37,7 +37,7 @@ from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.token_pass.histogram import NUM_BINS, Histogram
 from megatron_rc.loss.metrics import MAXIMA, SUMS
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import Criterion
+from megatron_rc.settings.criterion import Criterion
 
 LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
 REWARD_SIGNS = ("negative", "zero", "positive")
@@ -150,7 +150,7 @@ class HeaderFields:
         return [part[row * width : (row + 1) * width] for row in range(shape[0])]
 
 
-_TABLES = ("bins", "weight_bins", "length", "reward", "staleness", "mini_batches")
+_TABLES = ("bins", "weight_bins", "by_length", "by_reward", "by_staleness", "mini_batches")
 
 
 def header_fields(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderFields:
@@ -171,9 +171,9 @@ def _header_fields(config: RolloutCorrectionConfig, num_mini_batches: int, max_s
     sums = {
         **vector(Source.SEQUENCES),
         **vector(Source.FLAGS),
-        "length": (LENGTH_BUCKETS, 2),
-        "reward": (len(REWARD_SIGNS), 2),
-        "staleness": (max_staleness + 1, 3),
+        "by_length": (LENGTH_BUCKETS, 2),
+        "by_reward": (len(REWARD_SIGNS), 2),
+        "by_staleness": (max_staleness + 1, 3),
         **vector(Source.DATA),
         "mini_batches": (num_mini_batches, 4),
         "weighed": (num_mini_batches * config.may_weigh_nothing,),

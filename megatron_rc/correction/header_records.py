@@ -219,9 +219,9 @@ class BatchHeader:
         criteria: by the criterion's name.
         bins: histogram of log ρ.
         weight_bins: histograms of the log of a sequence's weight: of its tokens, where they share it, and of sequences.
-        length: [buckets][2], valid and rejected tokens.
-        reward: likewise.
-        staleness: [buckets][3], with the sum of log ρ.
+        by_length: [buckets][2], valid and rejected tokens.
+        by_reward: likewise.
+        by_staleness: [buckets][3], with the sum of log ρ.
         mini_batches: [mini-batches][4], tokens and sequences under m, then under m'.
     """
 
@@ -235,7 +235,7 @@ class BatchHeader:
     criteria: Mapping[str, CriterionSums]
     bins: Histogram
     weight_bins: list[Histogram]
-    length: list[list[float]]
-    reward: list[list[float]]
-    staleness: list[list[float]]
+    by_length: list[list[float]]
+    by_reward: list[list[float]]
+    by_staleness: list[list[float]]
     mini_batches: list[list[float]]

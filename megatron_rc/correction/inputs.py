@@ -93,7 +93,7 @@ class Shards:
         dtype: of the arithmetic and the weights.
         sequence_ids: int64.
         mini_batch_ids: int64.
-        group_ids: int64, or None.
+        prompt_ids: int64, or None.
         advantages: one a sequence, or None (also where they are per token).
         rewards: or None.
         versions: one a sequence, or None (also where they are per token).
@@ -108,7 +108,7 @@ class Shards:
     dtype: torch.dtype
     sequence_ids: Tensor
     mini_batch_ids: Tensor
-    group_ids: Tensor | None
+    prompt_ids: Tensor | None
     advantages: Tensor | None
     rewards: Tensor | None
     versions: Tensor | None
@@ -131,7 +131,7 @@ class Shards:
         limits: tuple[tuple[str, str, int | None, int | None], ...] = (
             ("sequence_ids", "sequence_ids", 0, MAX_SEQUENCE_ID - 1),
             ("mini_batch_ids", "mini_batch_ids", 0, self.counts.num_mini_batches - 1),
-            ("group_ids", "group_ids", 0, (self.counts.num_groups or 1) - 1),
+            ("prompt_ids", "group_ids", 0, (self.counts.num_groups or 1) - 1),
             ("versions", "policy_versions", None, self.counts.current_version),
         )
         moved, bad = {}, {}
@@ -202,7 +202,7 @@ def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGro
         dtype=functools.reduce(torch.promote_types, dtypes, torch.float32),
         sequence_ids=torch.arange(sum(num)) if ids is None else ids,
         mini_batch_ids=torch.zeros(sum(num), dtype=torch.int64) if mini_batches is None else mini_batches,
-        group_ids=_per_sequence("group_ids", inputs.group_ids, is_list, num),
+        prompt_ids=_per_sequence("group_ids", inputs.group_ids, is_list, num),
         advantages=advantages,
         rewards=_per_sequence("rewards", inputs.rewards, is_list, num, floating=True),
         versions=versions,
@@ -348,7 +348,7 @@ class Masks:
 
     Attributes:
         tokens: [n] float64, local tokens of the response mask.
-        lengths: [n] float64, tokens of each whole sequence, padding included.
+        padded: [n] float64, tokens of each whole sequence, padding included.
         mini_batch_ids: [n] int64.
         num_mini_batches: of the rollout batch.
         bad_ids: [n] bool, ids that were out of range.
@@ -356,7 +356,7 @@ class Masks:
     """
 
     tokens: Tensor
-    lengths: Tensor
+    padded: Tensor
     mini_batch_ids: Tensor
     num_mini_batches: int
     bad_ids: Tensor
@@ -364,7 +364,7 @@ class Masks:
 
     def mini_batch_counts(self, tokens: Tensor) -> Tensor:
         """[num_mini_batches, 4] float64: tokens, sequences, padded tokens; ids out of range in the first row."""
-        columns = torch.stack([tokens, (tokens > 0).double(), self.lengths, torch.zeros_like(tokens)], dim=1)
+        columns = torch.stack([tokens, (tokens > 0).double(), self.padded, torch.zeros_like(tokens)], dim=1)
         counts = torch.zeros(self.num_mini_batches, 4, dtype=torch.float64, device=tokens.device)
         counts.index_add_(0, self.mini_batch_ids, columns)
         counts[0, 3] = (self.bad_ids & (tokens > 0)).sum()
@@ -380,7 +380,7 @@ def collect_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGrou
     )
     return Masks(
         tokens=torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts]),
-        lengths=torch.cat(
+        padded=torch.cat(
             [torch.tensor(part.layout.full_lengths, dtype=torch.float64, device=shards.device) for part in shards.parts]
         ),
         mini_batch_ids=shards.mini_batch_ids,

@@ -20,7 +20,7 @@ from megatron_rc.correction.header_records import (
 from megatron_rc.correction.token_pass.histogram import quantiles
 from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import Criterion
+from megatron_rc.settings.criterion import Criterion
 
 # Names that the oldest dashboards have behind their prefix once more.
 _OLDEST_PREFIX, _OLDEST_NAME = "mismatch/", "mismatch_"
@@ -287,9 +287,9 @@ def _statistic_metrics(criterion: Criterion, sums: SequenceTest | TokenTest, pol
 def _breakdowns(header: BatchHeader) -> dict[str, float]:
     """Rejected shares by length, by the reward's sign and by staleness; only buckets that hold tokens."""
     names: tuple[tuple[list[list[float]], Callable[[int], str]], ...] = (
-        (header.length, lambda bucket: f"length_{2**bucket}_{2 ** (bucket + 1) - 1}"),
-        (header.reward, lambda bucket: f"reward_{REWARD_SIGNS[bucket]}"),
-        (header.staleness, lambda bucket: f"staleness_{bucket}"),
+        (header.by_length, lambda bucket: f"length_{2**bucket}_{2 ** (bucket + 1) - 1}"),
+        (header.by_reward, lambda bucket: f"reward_{REWARD_SIGNS[bucket]}"),
+        (header.by_staleness, lambda bucket: f"staleness_{bucket}"),
     )
     metrics = {}
     for table, label in names:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.token_pass.terms import Sums
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import Criterion, Divergence, Need
+from megatron_rc.settings.criterion import Criterion, Divergence, Need
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SequenceSums:
     @property
     def num_tokens(self) -> Tensor:
         """Valid tokens, at least 1."""
-        return self.named["length"]
+        return self.named["num_tokens"]
 
     @property
     def num_lost(self) -> Tensor:
@@ -83,7 +83,7 @@ def decide(sums: Sums, shards: Shards, config: RolloutCorrectionConfig, prompts:
         if criterion.unit == "prompt":
             if prompts is None:
                 continue
-            verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]
+            verdict = _prompt_verdict(criterion, prompts, config)[shards.prompt_ids]
         else:
             # Without a valid token there is nothing to test.
             verdict = criterion.within_bounds(sequence_statistic(criterion, sums), scale) | (valid == 0)
@@ -145,17 +145,17 @@ def local_prompt_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfi
     """[num_groups, columns] float64 of this rank's responses."""
     verdicts = decide(sums, shards, config, None)
     lost = ((sums["response"] > 0) & (verdicts.accepted == 0)).double()
-    if shards.group_ids is None:
-        raise ValueError("criteria of prompts need group_ids")
+    if shards.prompt_ids is None:
+        raise ValueError("criteria of prompts need prompt_ids")
     columns = torch.stack([(sums | {"lost": lost})[name] for name in prompt_columns(config)], dim=1)
     prompts = torch.zeros(shards.counts.num_groups or 0, columns.shape[1], dtype=torch.float64, device=columns.device)
-    return prompts.index_add_(0, shards.group_ids, columns)
+    return prompts.index_add_(0, shards.prompt_ids, columns)
 
 
 def _prompt_verdict(criterion: Criterion, prompts: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """[num_groups] bool."""
     named = dict(zip(prompt_columns(config), prompts.unbind(1), strict=True))
-    named["length"] = named["valid"].clamp(min=1)
+    named["num_tokens"] = named["valid"].clamp(min=1)
     verdict = criterion.within_bounds(criterion.statistic(SequenceSums(named)))
     if not criterion.follows_others:
         return verdict

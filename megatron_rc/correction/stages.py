@@ -74,13 +74,13 @@ class LocalSums:
     def named(self, pair: Pair) -> Sums:
         """What is known of whole sequences, [n] float64 by name, from the reduced pair; maxima as ``max_<name>``.
 
-        ``length`` is the number of valid tokens, at least 1, ``log_ratio`` the sum of log ρ over them and
+        ``num_tokens`` is the number of valid tokens, at least 1, ``log_ratio`` the sum of log ρ over them and
         ``mean_log_ratio`` its mean.
         """
         named = dict(zip(self.sums.names, [*pair[0].unbind(), *pair[1].unbind()], strict=True))
-        named["length"] = named["valid"].clamp(min=1)
+        named["num_tokens"] = named["valid"].clamp(min=1)
         named["log_ratio"] = named["train"] - named["rollout"]
-        named["mean_log_ratio"] = named["log_ratio"] / named["length"]
+        named["mean_log_ratio"] = named["log_ratio"] / named["num_tokens"]
         return named
 
 
@@ -191,7 +191,7 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     Args:
         local: of this rank; its ``kept`` becomes the accepted mask.
         sequences: reduced over ``cp``.
-        prompts: reduced over ``dp_cp``; needed with group criteria.
+        prompts: reduced over ``dp_cp``; needed with criteria of prompts.
     """
     return add_up(accept(local, sequences, prompts))
 
@@ -300,7 +300,7 @@ def _check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
             raise ValueError(
                 f"rollout_rs={criterion.name} needs advantages: pass advantages=, one a sequence or one a token"
             )
-    if config.needs_prompts and shards.group_ids is None:
+    if config.needs_prompts and shards.prompt_ids is None:
         needed = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")
         raise ValueError(f"rollout_rs={needed} needs the prompt of each sequence: pass group_ids= and num_groups=")
     check_version_given(config, shards.counts)
@@ -351,7 +351,7 @@ def _token_sides(local: LocalSums, fields: HeaderFields) -> Columns:
                 valid, log_ratio = _valid_log_ratio(part, block, local.shards.dtype)
                 accepted, versions = block.take(mask), block.take(part.versions)
                 table, newer = token_staleness(valid, log_ratio, accepted, versions, local.shards)
-                sums["staleness"] = sums["staleness"] + table if "staleness" in sums else table
+                sums["by_staleness"] = sums["by_staleness"] + table if "by_staleness" in sums else table
                 bad["data.policy_versions"] = bad["data.policy_versions"] + newer
     return sums | {Source.DATA: fields.stack(Source.DATA, bad)}
 

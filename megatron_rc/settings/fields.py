@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.settings.criteria import Criterion, Divergence, Need
+from megatron_rc.settings.criterion import Criterion, Divergence, Need
 from megatron_rc.settings.staleness import StalenessScale
 
 

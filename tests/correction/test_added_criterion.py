@@ -18,7 +18,8 @@ from megatron_rc import (
 from megatron_rc.numerics import k2
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.settings.bounds import RATIO, UPPER
-from megatron_rc.settings.criteria import CRITERIA, K1, K3, Criterion, Divergence, Need, define
+from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
+from megatron_rc.settings.criterion import Criterion, Divergence, Need
 from tests.correction.test_correction import use_blocks
 from tests.correction.test_properties import correct_split
 

@@ -69,8 +69,8 @@ def test_a_column_that_is_missing_or_of_another_size_is_an_error():
     assert (len(pair[0]), len(pair[1])) == (fields.num_sums, fields.num_maxima)
     with pytest.raises(KeyError, match="mini_batches is missing"):
         fields.pack({name: value for name, value in sums.items() if name != "mini_batches"}, maxima)
-    with pytest.raises(ValueError, match=r"length has shape \(23, 2\): declared are \(24, 2\)"):
-        fields.pack(sums | {"length": torch.ones(23, 2)}, maxima)
+    with pytest.raises(ValueError, match=r"by_length has shape \(23, 2\): declared are \(24, 2\)"):
+        fields.pack(sums | {"by_length": torch.ones(23, 2)}, maxima)
 
 
 def test_terms_of_a_block_that_are_not_declared_are_an_error():

@@ -79,7 +79,10 @@ def test_a_table_that_nothing_reaches_changes_nothing():
     )
     assert torch.equal(found.mask, want.mask)
     torch.testing.assert_close(found.weights, want.weights, rtol=1e-14, atol=0)
-    assert found.metrics() == pytest.approx(want.metrics(), rel=1e-12)
+    # Bounds by staleness have no quantiles of token weights.
+    of_weights = {f"rollout_corr/rollout_is_p{percent}" for percent in (25, 50, 75)}
+    wanted = {name: value for name, value in want.metrics().items() if name not in of_weights}
+    assert found.metrics() == pytest.approx(wanted, rel=1e-12)
 
 
 BASE = {"rollout_is": "token"}

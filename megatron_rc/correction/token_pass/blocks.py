@@ -45,7 +45,7 @@ class BlockPass:
     def __call__(self, tokens: BlockTokens, results: TokenResults, block: Block) -> BlockValues:
         """The terms of one block; writes what it finds for each token to ``results``."""
         if not block.is_even:
-            return self._as_it_stands(tokens, results, block.lengths(tokens.mask.device))
+            return self._as_it_stands(tokens, results, block.run_sizes(tokens.mask.device))
         run = run_length(block.shape[1])
         tokens, results = tokens.in_runs(run), results.in_runs(run)
         if self._compile and self._compiled is None:
@@ -57,14 +57,14 @@ class BlockPass:
         mask, kept = tokens.mask.view(torch.uint8), results.kept.view(torch.uint8)
         return terms(tokens.train, tokens.rollout, mask, tokens.negative, tokens.level, results.weights, kept, zero)
 
-    def _as_it_stands(self, tokens: BlockTokens, results: TokenResults, lengths: Tensor | None) -> BlockValues:
+    def _as_it_stands(self, tokens: BlockTokens, results: TokenResults, run_sizes: Tensor | None) -> BlockValues:
         if takes_buffers(tokens.mask.device):
             shape = tuple(tokens.mask.shape)
             if self._buffers is None or self._buffers.shape != shape:
                 self._buffers = Buffers(shape, tokens.train.dtype)
-            buffered = BufferedBlock(tokens, results, self._buffers, lengths)
+            buffered = BufferedBlock(tokens, results, self._buffers, run_sizes)
             return block_terms(buffered, tokens, self._config).unnamed(self._names)
-        block = ExpressionBlock(tokens, lengths)
+        block = ExpressionBlock(tokens, run_sizes)
         terms = block_terms(block, tokens, self._config)
         results.kept.copy_(block.kept)
         if results.weights is not None and block.weights is not None:

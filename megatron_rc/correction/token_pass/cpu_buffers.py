@@ -57,13 +57,13 @@ class BufferedBlock:
         tokens: of the block, [runs, run] each, or flat.
         results: where weights and kept tokens are written to.
         buffers: of the tokens' shape; they hold everything else.
-        lengths: [runs] int64, the tokens of each run where they are flat, else None.
+        run_sizes: [runs] int64, the tokens of each run where they are flat, else None.
     """
 
     def __init__(
-        self, tokens: BlockTokens, results: TokenResults, buffers: Buffers, lengths: Tensor | None = None
+        self, tokens: BlockTokens, results: TokenResults, buffers: Buffers, run_sizes: Tensor | None = None
     ) -> None:
-        self._buffers, self._lengths, self._bits = buffers, lengths, buffers.bits
+        self._buffers, self._run_sizes, self._bits = buffers, run_sizes, buffers.bits
         self.valid, self.log_ratio = buffers.valid, buffers.log_ratio
         self.response = self.count(tokens.mask)
         self._find_valid(tokens)
@@ -135,21 +135,21 @@ class BufferedBlock:
 
     def exact_sum(self, values: Tensor) -> Tensor:
         """[runs] float64, every addition in float64; of values that stand in neither ``one`` nor ``two``."""
-        if self._lengths is not None:
-            return of_segments(values, "sum", self._lengths)
+        if self._run_sizes is not None:
+            return of_segments(values, "sum", self._run_sizes)
         return (values if values.dtype == torch.float64 else self._buffers.wide.copy_(values)).sum(1)
 
     def sum(self, values: Tensor) -> Tensor:
         """[runs], to a relative 1e-7: as many tokens as float32 adds up well are added in their own dtype."""
-        if self._lengths is not None:
-            return of_segments(values, "sum", self._lengths)
+        if self._run_sizes is not None:
+            return of_segments(values, "sum", self._run_sizes)
         return values.sum(1) if values.shape[1] <= MAX_RUN else values.sum(1, dtype=torch.float64)
 
     def count(self, flags: Tensor) -> Tensor:
         """[runs]: how many flags are set."""
         flags = self._buffers.narrow.copy_(flags)
-        if self._lengths is not None:
-            return of_segments(flags, "sum", self._lengths)
+        if self._run_sizes is not None:
+            return of_segments(flags, "sum", self._run_sizes)
         return flags.sum(1, dtype=torch.int32).to(self.log_ratio.dtype)
 
     def count_above(self, values: Tensor, bound: float) -> Tensor:
@@ -164,7 +164,7 @@ class BufferedBlock:
 
     def max(self, values: Tensor) -> Tensor:
         """[runs]: the largest value of each."""
-        return values.amax(1) if self._lengths is None else of_segments(values, "max", self._lengths)
+        return values.amax(1) if self._run_sizes is None else of_segments(values, "max", self._run_sizes)
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """([runs], [runs]): the largest valid value and the largest negative of one; -inf without one."""
@@ -172,7 +172,7 @@ class BufferedBlock:
         torch.bitwise_not(self._bits, out=self._as_bits(hole)).bitwise_and_(self._buffers.infinity)
         largest = self.max(torch.sub(values, hole, out=self._buffers.two))
         smallest = hole.add_(values)
-        if self._lengths is not None:
+        if self._run_sizes is not None:
             return largest, self.max(smallest.neg_())
         return largest, -smallest.amin(1)
 

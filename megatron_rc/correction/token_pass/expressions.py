@@ -19,11 +19,11 @@ class ExpressionBlock:
 
     Args:
         tokens: of the block, [runs, run] each, or flat.
-        lengths: [runs] int64, the tokens of each run where they are flat, else None.
+        run_sizes: [runs] int64, the tokens of each run where they are flat, else None.
     """
 
-    def __init__(self, tokens: BlockTokens, lengths: Tensor | None = None) -> None:
-        self._lengths = lengths
+    def __init__(self, tokens: BlockTokens, run_sizes: Tensor | None = None) -> None:
+        self._run_sizes = run_sizes
         self.valid = tokens.mask & is_log_prob(tokens.train) & is_log_prob(tokens.rollout)
         train, rollout = self.hold(tokens.train), self.hold(tokens.rollout)
         self.log_ratio = train - rollout
@@ -72,11 +72,11 @@ class ExpressionBlock:
 
     def exact_sum(self, values: Tensor) -> Tensor:
         """[runs] float64, every addition in float64."""
-        return values.double().sum(1) if self._lengths is None else of_segments(values, "sum", self._lengths)
+        return values.double().sum(1) if self._run_sizes is None else of_segments(values, "sum", self._run_sizes)
 
     def sum(self, values: Tensor) -> Tensor:
         """[runs], to a relative 1e-7: as many tokens as float32 adds up well are added in their own dtype."""
-        return values.sum(1) if self._lengths is None and values.shape[1] <= MAX_RUN else self.exact_sum(values)
+        return values.sum(1) if self._run_sizes is None and values.shape[1] <= MAX_RUN else self.exact_sum(values)
 
     def count(self, flags: Tensor) -> Tensor:
         """[runs]: how many flags are set."""
@@ -92,7 +92,7 @@ class ExpressionBlock:
 
     def max(self, values: Tensor) -> Tensor:
         """[runs]: the largest value of each."""
-        return values.amax(1) if self._lengths is None else of_segments(values, "max", self._lengths)
+        return values.amax(1) if self._run_sizes is None else of_segments(values, "max", self._run_sizes)
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """([runs], [runs]): the largest valid value and the largest negative of one; -inf without one."""

@@ -26,7 +26,7 @@ from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.token_pass.token_block import BlockTokens, How, TokenBlock
 from megatron_rc.correction.weights import apply_bounds, log_bounds
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criteria import Criterion, Need
+from megatron_rc.settings.criterion import Criterion, Need
 
 Sums = dict[str, Tensor]
 HOW: tuple[How, ...] = ("sum", "sum", "max", "sum", "max")  # of each kind of :class:`BlockTerms`

@@ -19,9 +19,9 @@ def run_length(length: int) -> int:
     return next((run for run in range(min(length, MAX_RUN), MIN_RUN - 1, -1) if length % run == 0), length)
 
 
-def of_segments(values: Tensor, how: How, lengths: Tensor) -> Tensor:
-    """[runs] float64: sums or maxima of the runs of a flat block, which have these lengths."""
-    return torch.segment_reduce(values.double(), how, lengths=lengths, unsafe=True)
+def of_segments(values: Tensor, how: How, run_sizes: Tensor) -> Tensor:
+    """[runs] float64: sums or maxima of the runs of a flat block, which have these sizes."""
+    return torch.segment_reduce(values.double(), how, lengths=run_sizes, unsafe=True)
 
 
 @dataclass(frozen=True)

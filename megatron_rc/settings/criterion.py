@@ -1,0 +1,188 @@
+"""A rejection criterion: what it looks at, its statistic, its verdict and its words, checked when it is defined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rc.numerics import within
+from megatron_rc.settings.bounds import Bounds
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A number x of one token, from its log ρ.
+
+    Attributes:
+        name: ``k3``; one object a name.
+        words: what x is.
+        of: x from log ρ, elementwise, in float64; 0 where log ρ is 0. None: log ρ itself.
+        least: the smallest value that x can take.
+    """
+
+    name: str
+    words: str
+    of: Callable[[Tensor], Tensor] | None
+    least: float
+
+
+class Need(NamedTuple):
+    """What is needed of the tokens of each sequence: the sum of x over them, the largest or the smallest."""
+
+    how: Literal["sum", "max", "min"]
+    divergence: Divergence
+
+    @property
+    def name(self) -> str:
+        """Name of the sum or extreme: ``sum_k3``. The sum of log ρ, which every batch has, is ``log_ratio``."""
+        of_log_ratio = self.how == "sum" and self.divergence.of is None
+        return "log_ratio" if of_log_ratio else f"{self.how}_{self.divergence.name}"
+
+
+class SequenceValues(Protocol):
+    """What a statistic is made of: [n] float64 each, of whole sequences, or of all responses of a prompt."""
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Valid tokens, at least 1."""
+
+    @property
+    def num_lost(self) -> Tensor:
+        """For prompts: how many responses lose every token to the other criteria."""
+
+    def sum(self, divergence: Divergence) -> Tensor:
+        """The sum of x over the valid tokens."""
+
+    def max(self, divergence: Divergence) -> Tensor:
+        """The largest x of a valid token; -inf without one."""
+
+    def min(self, divergence: Divergence) -> Tensor:
+        """The smallest x of a valid token; +inf without one."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One rejection test: accept where ``lower <= statistic <= upper``.
+
+    Attributes:
+        name: the canonical name, for example ``seq_mean_k1``.
+        unit: what one verdict is about: each ``token``, each ``sequence``, or all responses of a ``prompt``.
+        words: what is rejected, up to its bounds: "sequences whose Π ρ_t".
+        bounds: how its bounds are read.
+        needs: what the statistic is made of.
+        statistic: [n] float64 of whole sequences (of prompts, where these are the unit). For tests of tokens it is what
+            metrics say of a sequence.
+        tested: x of each token, where the unit is the token; else None.
+        only_negative: tokens with an advantage of 0 or more stay, whatever the verdict.
+        follows_others: the statistic looks at ``num_lost``: what the other criteria reject.
+        lower: bound on the statistic, in nats.
+        upper: likewise.
+
+    Raises:
+        ValueError: at definition: something is missing, or does not fit together.
+    """
+
+    name: str
+    unit: Literal["token", "sequence", "prompt"]
+    words: str
+    bounds: Bounds
+    needs: tuple[Need, ...]
+    statistic: Callable[[SequenceValues], Tensor]
+    tested: Divergence | None = None
+    only_negative: bool = False
+    follows_others: bool = False
+    lower: float = -math.inf
+    upper: float = math.inf
+
+    def __post_init__(self) -> None:
+        for problem in _problems(self):
+            raise ValueError(f"criterion {self.name!r}: {problem}")
+
+    @property
+    def least(self) -> float:
+        """The lower bound, or the smallest value that the statistic can take."""
+        smallest = [need.divergence.least for need in self.needs]
+        return max(self.lower, min(smallest)) if smallest else self.lower
+
+    @property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """All numbers of a token that it looks at."""
+        tested = () if self.tested is None else (self.tested,)
+        return (*tested, *(need.divergence for need in self.needs))
+
+    @property
+    def is_measured(self) -> bool:
+        """True where the statistic of tokens or sequences is described by metrics of its own."""
+        return self.unit != "prompt" and not self.only_negative
+
+    def within_bounds(self, statistic: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The verdict, bool: True where it is accepted; ``scale`` multiplies the bounds."""
+        return within(statistic if scale is None else statistic / scale, self.lower, self.upper)
+
+    def describe(self) -> str:
+        """What is rejected, in words."""
+        return " ".join(filter(None, (self.words, self.bounds.words(self.lower, self.upper), f"({self.name})")))
+
+
+class _Probe:
+    """Stands for two sequences, to find what a statistic asks for."""
+
+    def __init__(self) -> None:
+        self.asked: set[object] = set()
+        self.num_tokens = torch.ones(2, dtype=torch.float64)
+
+    def _answer(self, key: object) -> Tensor:
+        self.asked.add(key)
+        return torch.ones(2, dtype=torch.float64)
+
+    @property
+    def num_lost(self) -> Tensor:
+        return self._answer("num_lost")
+
+    def sum(self, divergence: Divergence) -> Tensor:
+        return self._answer(Need("sum", divergence))
+
+    def max(self, divergence: Divergence) -> Tensor:
+        return self._answer(Need("max", divergence))
+
+    def min(self, divergence: Divergence) -> Tensor:
+        return self._answer(Need("min", divergence))
+
+
+def _problems(criterion: Criterion) -> list[str]:
+    """What is wrong with a definition."""
+    if not criterion.name.replace("_", "").isalnum() or criterion.name != criterion.name.lower():
+        return ["the name must be letters, digits and underscores, in lower case"]
+    if criterion.unit not in ("token", "sequence", "prompt"):
+        return [f"unit={criterion.unit!r} must be token, sequence or prompt"]
+    if not criterion.words or not isinstance(criterion.bounds, Bounds) or not callable(criterion.statistic):
+        return ["words, bounds and statistic must all be given"]
+    found = []
+    if (criterion.unit == "token") != (criterion.tested is not None):
+        found.append("tested, the number of a token, is given for the unit token and for no other")
+    if criterion.only_negative and criterion.unit != "sequence":
+        found.append("only_negative is for the unit sequence")
+    if criterion.unit == "prompt" and any(need.how != "sum" for need in criterion.needs):
+        found.append("of the responses of a prompt only sums are known")
+    if criterion.bounds.on_ratio and any(divergence.of for divergence in criterion.divergences):
+        found.append("bounds on a ratio fit log ρ alone")
+    return found or _problems_of_statistic(criterion)
+
+
+def _problems_of_statistic(criterion: Criterion) -> list[str]:
+    probe = _Probe()
+    value = criterion.statistic(probe)
+    needed = {*criterion.needs, *(["num_lost"] if criterion.follows_others else [])}
+    if not isinstance(value, Tensor) or value.shape != (2,) or value.dtype != torch.float64:
+        return ["statistic must give one float64 number for each sequence"]
+    if probe.asked != needed:
+        names = [f"{need.how} of {need.divergence.name}" for need in criterion.needs]
+        return [f"statistic does not use just what needs and follows_others say: {', '.join(names) or 'nothing'}"]
+    if criterion.follows_others and criterion.unit != "prompt":
+        return ["follows_others is for the unit prompt"]
+    return []
