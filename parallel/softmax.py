@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of a chunk: what stays in a CPU's cache, what is worth a compiled call, what fills a GPU.
+# Elements of a chunk: so many stay in a CPU's cache; are worth a compiled call; fill a GPU.
 _EAGER, _COMPILED, _GPU = 2**19, 2**22, 2**25
-_LEAST_ROWS = 8  # of an eager chunk: threads share a reduction by rows
+_LEAST_ROWS = 8  # of an eager chunk: threads divide a reduction by rows, and need some each
 LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
 
 

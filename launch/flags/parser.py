@@ -21,7 +21,7 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS
 from megatron_rc.settings.flags import add_rollout_correction_args
 
-# By section: the title in --help.
+# Title of each section in --help.
 _TITLES = {
     "launch": "launch",
     "parallel": "parallelism",
@@ -38,7 +38,7 @@ _TITLES = {
     "rollouts": "rollouts",
     "engine": "rollout engine",
 }
-# What a flag may be, where a table elsewhere knows it.
+# Values of flags whose choices are the entries of a table elsewhere.
 _CHOICES = {"rollout_engine": tuple(ENGINES), "rollout_dtype": DTYPES, "tokenizer_type": TOKENIZERS}
 
 
@@ -132,7 +132,7 @@ def _add_loss_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01, help="PPO clips r below 1 - this")
     group.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01, help="PPO clips r above 1 + this")
     group.add_argument("--ppo-dual-clip", type=float, help="cap of the loss at this · |A| for A < 0; default: none")
-    # What is not given is 0 where the correction leaves no room for it: the checks fill these two in.
+    # No default here: beside batch normalisation in the loss the default is 0, which resolve.py works out.
     group.add_argument("--grpo-kl-beta", type=float, help="weight of the KL to the initial model; default: 0.001")
     group.add_argument("--kl-estimator", choices=KL_ESTIMATORS, help="of that KL; default: k3")
     group.add_argument("--grpo-entropy-term-weight", type=float, help="weight of the entropy bonus; default: 0")

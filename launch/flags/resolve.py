@@ -26,7 +26,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_correction_config_from_args
 
 _log = logging.getLogger("megatron_rc")
-# Megatron-LM's weights of the penalties.
+# Defaults of the penalties' coefficients, as Megatron-LM has them.
 _COEFFICIENTS = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
 
 

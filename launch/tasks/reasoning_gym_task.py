@@ -11,7 +11,7 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
 SIZE = 1_000_000
-_HELD_OUT = 5  # every which question is kept for evaluation
+_HELD_OUT = 5  # one question in so many is kept for evaluation
 _STRIDE, _ATTEMPTS = 9973, 200
 
 

@@ -11,7 +11,7 @@ from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
 ALPHABET = "0123456789 +=,.:?\nAnswer"
 SHOWN = ((8, 4, 5), (3, 9, 7))
-_HELD_OUT = 5  # every which problem is kept for evaluation
+_HELD_OUT = 5  # one problem in so many is kept for evaluation
 _ANSWER = re.compile(r"Answer: (\d+)\.?$")
 
 

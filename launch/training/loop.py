@@ -98,7 +98,7 @@ class _WeightSync:
         self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
         self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
         self.metrics: dict[str, float] = {}
-        # What a resumed run goes on from was evaluated at its end.
+        # A resumed run starts from weights that the run before evaluated at its end.
         self.evaluated = trainer.iteration or -1
 
     @property

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from megatron_rc.launch.run_config import RunConfig
 
-# Tokens of some sequences; 0: it has none that train, and is left out.
+# How many tokens each sequence has; one with 0 has none that train, and is left out.
 TokenCounts = Sequence[int]
-# Indices of the sequences that lie in one micro-batch each.
+# For each micro-batch the indices of its sequences.
 Bins = list[list[int]]
 
 

@@ -61,7 +61,7 @@ class Reporter:
         self.board = SummaryWriter(str(board / time.strftime("%Y%m%d-%H%M%S")), purge_step=iteration + 1)
         self.wandb = self._start_wandb()
         terminal = sys.stderr.isatty()
-        # A terminal that does not know its width would get an empty bar.
+        # Without a width of its own the bar would be empty in a terminal that does not tell its width.
         width = shutil.get_terminal_size((100, 24)).columns
         self.bar = tqdm(total=self.train_iters, initial=iteration, unit="step", disable=not terminal, ncols=width)
         self.started, self.last_line = time.monotonic(), float("-inf")

@@ -69,7 +69,7 @@ class Trainer:
             groups,
             loss=config.loss,
             has_auxiliary_losses=config.has_auxiliary_losses,
-            # Of recorded rollouts: what is sampled greedily has log-probs of 0, and was looked at when it was read.
+            # Recorded rollouts may be greedy, with log-probs of 0; they were checked when they were read.
             allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
         )
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)

@@ -13,7 +13,7 @@ from megatron_rc.correction.stages import corrected_batch
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Both modes must be there for RolloutCorrection to give one of them.
+# Importing the two modes makes them known to RolloutCorrection.
 __all__ = ["DecoupledCorrection", "InLossCorrection", "RolloutCorrection", "correct_rollouts"]
 
 

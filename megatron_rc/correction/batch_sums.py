@@ -139,7 +139,7 @@ def _add_statistic(
     criterion: Criterion, sums: Sums, scale: Tensor | None, numbers: Named, flags: Named, maxima: Named
 ) -> None:
     name, valid = criterion.name, sums["valid"]
-    # An extreme of nothing is infinite.
+    # Without a sequence the largest value is -inf and the smallest +inf.
     statistic = torch.where(valid > 0, sequence_statistic(criterion, sums), 0)
     tested = statistic if scale is None else statistic / scale
     values = {"statistic": statistic, "statistic_squared": statistic.square(), "total": statistic * valid}

@@ -26,7 +26,7 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
     """See :class:`RolloutCorrection`."""
 
     _newest: InLossPlan | None = None
-    # Since then, on every stage.
+    # The results of the steps since the newest plan, on every stage.
     _steps: tuple[StepResult, ...] = ()
 
     def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:

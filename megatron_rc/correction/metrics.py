@@ -22,7 +22,7 @@ from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
 
-# Names that the oldest dashboards have behind their prefix once more.
+# The oldest dashboards say the word twice: mismatch/mismatch_kl.
 _OLDEST_PREFIX, _OLDEST_NAME = "mismatch/", "mismatch_"
 _WEIGHT_QUANTILES = (25, 50, 75)
 
@@ -194,7 +194,7 @@ def _bounded_extremes(
         return 0.0, 0.0
     if header.extremes is not None:
         low = header.extremes.weight_min + 0.0
-        # Of weights that no bound moved, ρ is known more exactly.
+        # Where no weight was moved by a bound, the extremes of ρ say the same, and were rounded less.
         return header.extremes.weight_max, low if config.staleness_scale or outside else raw_low
     if config.is_mode == "truncate":
         return min(raw_high, upper), min(raw_low, upper)

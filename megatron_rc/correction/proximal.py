@@ -29,7 +29,7 @@ def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor,
     """
     if not updates:
         return log_probs.detach().clone()
-    # Of the policy that sampled; lerp is exact at both ends.
+    # The share of log π_rollout. lerp is exact at both ends.
     share = updates / (staleness + updates).to(log_probs.dtype)
     between = torch.lerp(log_probs.detach(), rollout_log_probs.to(log_probs.dtype), share.expand_as(log_probs))
     return torch.where(is_log_prob(rollout_log_probs), between, log_probs.detach())

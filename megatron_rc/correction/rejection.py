@@ -153,12 +153,12 @@ def local_prompt_sums(sums: Sums, shards: Shards, config: RolloutCorrectionConfi
 
 
 def _prompt_verdict(criterion: Criterion, prompts: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """[num_groups] bool."""
+    """Which prompts a criterion accepts, [num_groups] bool."""
     named = dict(zip(prompt_columns(config), prompts.unbind(1), strict=True))
     named["num_tokens"] = named["valid"].clamp(min=1)
     verdict = criterion.within_bounds(criterion.statistic(SequenceSums(named)))
     if not criterion.follows_others:
         return verdict
-    # What another criterion rejects of the whole prompt is every response of it.
+    # Another criterion on prompts that rejects one rejects all of its responses.
     others = [other for other in config.criteria if other.unit == "prompt" and not other.follows_others]
     return torch.stack([verdict, *(_prompt_verdict(other, prompts, config) for other in others)]).all(0)

@@ -22,7 +22,7 @@ class StepError(ValueError, RuntimeError):
 
 NO_MICRO_BATCH, SCALED_BEFORE, UNFINISHED, OTHER_PLAN, MIXED = range(1, 6)
 _REMEDY = "zero the gradients and call reset_step() on every rank before a schedule is run again"
-# By these numbers, of which the highest that any rank found travels to all; 0 is none.
+# What each number means. Every rank learns the highest one that any rank found; 0 is none.
 MISUSES = (
     "",
     "finish_step() without a micro-batch: no loss of this step was run backward on some rank: make it with "

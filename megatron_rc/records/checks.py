@@ -127,7 +127,7 @@ def _check_fillers(columns: Mapping[str, Tensor], top_k: int) -> None:
     mask = columns["response_mask"]
     count = mask.sum(dim=1)
     empty = ~(mask & (columns["rollout_log_probs"] != 0)).any(dim=1) & (count > 0)
-    # Short responses are told from fillers by their number.
+    # A short response may honestly have log-probs of 0; a whole batch of more tokens than that may not.
     everywhere = bool(empty[count > 0].all()) and int(count.sum()) > MAX_ZERO_LOG_PROBS
     bad = empty if everywhere else empty & (count > MAX_ZERO_LOG_PROBS)
     _refuse(

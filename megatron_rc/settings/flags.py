@@ -39,7 +39,7 @@ _HELP = {
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
 _DIALECT = "--rollout-correction-dialect"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
-# What the switch says of the weights itself.
+# Fields that the switch sets by itself, and which may therefore not be given beside it.
 _OF_MEGATRONS_SWITCH = (
     "rollout_is",
     "rollout_is_threshold",

@@ -20,7 +20,7 @@ def check_experts(config: RunConfig) -> None:
     _check_router(experts)
     _check_auxiliary_losses(config)
     if not config.launch.on_cpu:
-        # Megatron's router multiplies with it.
+        # On a GPU Megatron's router multiplies with Transformer Engine's products.
         require("transformer_engine", f"--num-experts {experts.num_moe_experts} on a GPU", "gpu")
 
 

@@ -82,7 +82,7 @@ def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
     if default_ids:
         rank, index = divmod(sample, _LOCAL_IDS)
         where = f"sample {index} of data-parallel rank {rank} (no sequence_ids given)"
-        # What lies behind the last key of a rank, or of all ranks, shares that key.
+        # Sequences beyond the last key of a rank, and ranks beyond the last of all, share that last key.
         if sample == MAX_SEQUENCE_ID - 1:
             where = f"a sample of data-parallel rank {rank} or a later one (give sequence_ids to know which)"
         elif index == _LOCAL_IDS - 1:

@@ -51,7 +51,7 @@ class Accumulator:
         self._nothing = torch.zeros(0, dtype=torch.float64, device=shards.device)
         self._codes = CodeCounter(shards.device)
         self._tables: list[list[Tensor]] = []
-        # Of each block its sequences, and how many runs each of them has in it.
+        # For each block: which sequences it holds, and how many runs each of them has in it.
         self._runs: list[tuple[slice, int]] = []
 
     def add(self, values: BlockValues, rows: slice) -> None:

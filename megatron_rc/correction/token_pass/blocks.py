@@ -21,7 +21,8 @@ from megatron_rc.correction.token_pass.token_block import BlockTokens, TokenResu
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Left to itself the compiler for CPUs keeps in memory what several sums need, and reads the tokens for every few anew.
+# By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
+# these limits out of the way it makes one.
 _ONE_LOOP: dict[str, Any] = dict.fromkeys(
     ("realize_opcount_threshold", "realize_reads_threshold", "max_fusion_size", "cpp.max_horizontal_fusion_size"), 10**4
 )

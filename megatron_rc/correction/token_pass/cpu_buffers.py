@@ -74,7 +74,7 @@ class BufferedBlock:
         self.kept, self.weights = results.kept.copy_(self.valid), results.weights
 
     def _find_valid(self, tokens: BlockTokens) -> None:
-        # What has to be cut off to make a usable log-prob of it: no bit is set where that is nothing.
+        # value - clamp(value) is 0 for a usable log-prob, and has bits set for all others, NaN and infinities included.
         for value, excess in ((tokens.train, self._buffers.one), (tokens.rollout, self._buffers.two)):
             torch.clamp(value, torch.finfo(value.dtype).min, POSITIVE_LIMIT, out=excess)
             torch.sub(value, excess, out=excess)

@@ -176,7 +176,7 @@ def _weight_terms(
     weights = block.set_weights(bounded)
     out.sequence["weight"] = block.sum(weights)
     if scale is not None or config.is_mode == "mask":
-        # Else they follow from those of the ratio.
+        # Without these the extremes of the weights follow from those of ρ.
         _set_extremes(out, "extremes.weight", block.extremes(weights))
     tested = block.log_ratio if scale is None else block.log_ratio / scale
     outside = {"above": block.count_above(tested, upper), "below": block.count_below(tested, lower)}
@@ -201,7 +201,7 @@ def _sequence_terms(need: Need, values: Tensor, block: TokenBlock, out: BlockTer
             out.exact[need.name] = block.exact_sum(values)
         return
     signed = values.double() if need.how == "max" else -values.double()
-    # Where no valid value is below 0, the zeros of the invalid ones change nothing.
+    # Invalid tokens hold 0, which must not be the extreme; as a largest value it is harmless where none is below 0.
     if need.how == "min" or need.divergence.least < 0:
         signed = torch.where(block.valid, signed, -torch.inf)
     out.sequence_max[need.name] = block.max(signed)
@@ -233,7 +233,7 @@ def _kept_terms(block: TokenBlock, tokens: BlockTokens, config: RolloutCorrectio
         out.sequence["negative"] = block.count(block.valid & tokens.negative)
     single = [criterion.name for criterion in config.criteria if criterion.unit == "token"]
     for name, chosen in subsets.items():
-        # What a single criterion leaves has been counted.
+        # With a single token-level criterion, or none, this number has been counted already.
         known = f"accepted_{single[0]}" if len(single) == 1 else "" if single else "valid"
         out.sequence[name] = out.sequence[known] if name == "kept" and known else block.count(chosen)
         if block.weights is not None and config.rollout_is_batch_normalize_scope == "accepted":
