@@ -30,8 +30,8 @@ run-smollm2: $(SMOLLM2)/config.json
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
 		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) $(FLAGS)
 
-# Two at a time: the tests that need ranks one after the other, and beside them those that need one process.
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
+# Two files at a time, since ranks wait for each other a quarter of their time; what a file sets up is set up once.
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 test: $(INSTALLED)
 	@echo "== the whole suite"
