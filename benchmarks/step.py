@@ -1,43 +1,65 @@
-"""What the correction costs in a real run, and what bypass mode saves: step times of three variants, in turns.
+"""What the correction costs in a real run, and what bypass mode saves: step times of several variants, in turns.
 
     python benchmarks/step.py [--config configs/launch/count_up.yaml] [--nproc 4] [--rounds 3] [--steps 30]
+    python benchmarks/step.py --large [--rounds 6]
 
-Prints medians over all steps but the first five of each launch, in seconds, and ratios to the run that the launch file
-describes. Without correction both policies are measured all the same: it is the preset ``disabled``. Bypass mode keeps
-the file's criteria and makes no forward-only pass. The last line is an optimizer step with its share of the plan.
+The first launches whole runs. It prints medians over all steps but the first five of each launch, in seconds, and
+ratios to the run that the launch file describes. Without correction both policies are measured all the same: it is the
+preset ``disabled``. Bypass mode keeps the file's criteria and makes no forward-only pass. The last line is an optimizer
+step with its share of the plan.
+
+``--large`` measures where arithmetic dominates: a model of 8 layers and 512 channels on sequences of 256 tokens, on one
+thread of this process, without an engine: the plan and one update of a rollout batch, each variant once in every round.
+It prints the processor's seconds for both, those that are spent in the correction itself, their share, and the ratio to
+the decoupled step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rc.launch.training.trainer import Trainer
+    from megatron_rc.records.rollout import RolloutBatch
 
 PHASES = ("sync", "rollout", "plan", "update")
-CORRECTION = ("rollout-correction-", "rollout-is", "rollout-rs")
+CRITERIA = ("--rollout-rs=token_k1", "--rollout-rs-threshold=0.9_1.1")
+# Flags of each variant: a preset takes the place of all that the launch file says of the correction.
 VARIANTS = {
-    "disabled": (CORRECTION, "rollout-correction-preset: disabled"),
-    "bypass": (CORRECTION[:2], "rollout-correction-preset: bypass_ppo_clip"),
+    "disabled": ("--rollout-correction-preset=disabled",),
+    "bypass": ("--rollout-correction-preset=bypass_ppo_clip", *CRITERIA),
 }
 WARM_UP = 5
 
+SEQUENCES, LENGTH, VOCABULARY = 4, 256, 2048
+LARGE = f"""--cpu --num-layers=8 --hidden-size=512 --ffn-hidden-size=1536 --num-attention-heads=8
+--group-query-attention --num-query-groups=4 --position-embedding-type=rope --normalization=RMSNorm --swiglu
+--disable-bias-linear --seq-length={LENGTH} --vocab-size={VOCABULARY} --task=count_up --max-response-length=200
+--grpo-prompts-per-step=2 --grpo-group-size=2 --global-batch-size={SEQUENCES} --micro-batch-size=2 --train-iters=100
+--lr=1e-5 --lr-decay-style=constant --grpo-kl-beta=0""".split()
+LARGE_VARIANTS = {
+    "decoupled, token weights": ("--rollout-is=token", *CRITERIA),
+    "bypass": ("--rollout-is=none", "--bypass-mode", *CRITERIA),
+    "decoupled, no weights": ("--rollout-is=none", *CRITERIA),
+    "decoupled, sequence weights": ("--rollout-is=sequence", *CRITERIA),
+    "decoupled, geometric weights": ("--rollout-is=geometric", *CRITERIA),
+}
 
-def variant(config: Path, name: str, folder: Path) -> Path:
-    """The same launch file with another correction."""
-    dropped, line = VARIANTS[name]
-    kept = [line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith(dropped)]
-    path = folder / f"{name}.yaml"
-    path.write_text("\n".join([*kept, line]), encoding="utf-8")
-    return path
 
-
-def launch(config: Path, processes: int, steps: int, folder: Path) -> list[dict[str, float]]:
+def launch(config: Path, flags: Sequence[str], processes: int, steps: int, folder: Path) -> list[dict[str, float]]:
     """The metrics of each step of one launch."""
-    words = ["--nproc-per-node", str(processes), "--config", str(config), "--run-name", "benchmark"]
+    words = ["--nproc-per-node", str(processes), "--config", str(config), "--run-name", "benchmark", *flags]
     command = [sys.executable, "-m", "megatron_rc.launch", *words, f"--train-iters={steps}", f"--runs-dir={folder}"]
     subprocess.run(command, check=True, capture_output=True)
     lines = (folder / "benchmark" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -45,20 +67,22 @@ def launch(config: Path, processes: int, steps: int, folder: Path) -> list[dict[
 
 
 def main() -> None:
-    """Run both in turns and print the table."""
+    """Run all in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/launch/count_up.yaml"), help="launch file")
     parser.add_argument("--nproc", type=int, default=4, help="processes")
     parser.add_argument("--rounds", type=int, default=3, help="launches of each variant")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each launch")
+    parser.add_argument("--large", action="store_true", help="a larger model, in this process, without rollouts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        files = {"as launched": args.config} | {other: variant(args.config, other, folder) for other in VARIANTS}
-        rows: dict[str, list[dict[str, float]]] = {label: [] for label in files}
+        if args.large:
+            return print_large(measure_large(args.rounds, Path(name)))
+        variants = {"as launched": (), **VARIANTS}
+        rows: dict[str, list[dict[str, float]]] = {label: [] for label in variants}
         for _ in range(args.rounds):
-            for label, path in files.items():
-                rows[label] += launch(path, args.nproc, args.steps, folder)[WARM_UP:]
+            for label, flags in variants.items():
+                rows[label] += launch(args.config, flags, args.nproc, args.steps, Path(name))[WARM_UP:]
     print_table({label: medians(found) for label, found in rows.items()})
 
 
@@ -78,6 +102,111 @@ def print_table(seconds: dict[str, dict[str, float]]) -> None:
         values = "".join(f"{found[phase]:>14.4f}" for found in seconds.values())
         ratios = "".join(f"{seconds[label][phase] / seconds[first][phase]:>16.2f}" for label in others)
         sys.stdout.write(f"{phase:<10}{values}{ratios}\n")
+
+
+def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """(seconds of plan and update, of them in the correction) of every step of each variant but the first."""
+    import torch
+
+    from megatron_rc.launch.training.cpu import cpu_backend, without_compiler
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
+    found: dict[str, list[tuple[float, float]]] = {label: [] for label in LARGE_VARIANTS}
+    with without_compiler():
+        import megatron_rc.launch.training.trainer  # noqa: F401
+    torch.set_num_threads(1)
+    with cpu_backend():
+        trainers = {label: make_trainer([*LARGE, *flags], folder) for label, flags in LARGE_VARIANTS.items()}
+        for index in range(rounds + 1):
+            batch = rollouts(trainers["decoupled, no weights"], index)
+            for label, trainer in trainers.items():
+                with timed_correction(trainer.correction) as inside:
+                    start = time.process_time()
+                    trainer.update(trainer.prepare(batch), 0)
+                    if index:
+                        found[label].append((time.process_time() - start, sum(inside)))
+    return found
+
+
+def make_trainer(words: Sequence[str], folder: Path) -> Trainer:
+    """The trainer of these flags; this process is the only rank."""
+    import torch.distributed as dist
+
+    from megatron_rc.launch.distributed import initialize
+    from megatron_rc.launch.flags.configure import configure
+    from megatron_rc.launch.training.trainer import Trainer
+    from megatron_rc.parallel import ParallelGroups
+
+    config, _ = configure([*words, f"--runs-dir={folder}"], 1, engine=False)
+    if not dist.is_initialized():
+        initialize(config)
+    return Trainer(config, ParallelGroups.from_megatron())
+
+
+def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
+    """Random tokens, with log-probs near those of the trainer."""
+    import torch
+
+    from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+
+    generator = torch.Generator().manual_seed(seed)
+    shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:, 32:240] = True
+    blank = RolloutBatch(
+        tokens=torch.randint(0, VOCABULARY, shape, generator=generator),
+        response_mask=mask,
+        rollout_log_probs=torch.where(mask, -7.0, torch.nan),
+        policy_versions=torch.zeros(shape, dtype=torch.int32),
+        sample_ids=ids,
+        group_ids=ids // 2,
+        rewards=torch.rand(SEQUENCES, generator=generator),
+        finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
+        sampling=SamplingParams(),
+    )
+    from megatron_rc.launch.training.micro_batches import cut_batch
+
+    scored = trainer.score(cut_batch(blank, trainer.config, trainer.groups))
+    noise = 0.03 * torch.randn(shape, generator=generator)
+    # Labels are the next tokens.
+    near = (scored + noise).clamp(max=-1e-3).roll(1, dims=1)
+    return RolloutBatch(**{**vars(blank), "rollout_log_probs": torch.where(mask, near, torch.nan)})
+
+
+@contextlib.contextmanager
+def timed_correction(correction: Any) -> Iterator[list[float]]:
+    """The seconds of every call of the correction inside the block."""
+    seconds: list[float] = []
+
+    def timed(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                seconds.append(time.process_time() - start)
+
+        return call
+
+    names = ("plan", "corrected", "count", "record", "finish_step")
+    for name in names:
+        setattr(correction, name, timed(getattr(correction, name)))
+    try:
+        yield seconds
+    finally:
+        for name in names:
+            delattr(correction, name)
+
+
+def print_large(found: dict[str, list[tuple[float, float]]]) -> None:
+    """One line a variant."""
+    first = statistics.median(total for total, _ in next(iter(found.values())))
+    sys.stdout.write(f"{'variant':<30}{'step s':>10}{'correction s':>14}{'its share':>11}{'step ratio':>12}\n")
+    for label, rows in found.items():
+        total, inside = (statistics.median(column) for column in zip(*rows, strict=True))
+        share = statistics.median(part / whole for whole, part in rows)
+        sys.stdout.write(f"{label:<30}{total:>10.3f}{inside:>14.5f}{share:>11.2%}{total / first:>12.3f}\n")
 
 
 if __name__ == "__main__":
