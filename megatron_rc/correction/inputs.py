@@ -25,19 +25,11 @@ MAX_SEQUENCE_ID = 2**21  # with a position below 2³² a key is exact in float64
 class PlanInputs:
     """One rank's part of a rollout batch: one tensor each, or lists with one a micro-batch.
 
-    What may be given one a sequence or one a token is read as one a sequence where both shapes are the same.
+    The fields are the arguments of the same names of :func:`correct_rollouts`, which says what each holds. What may be
+    given one a sequence or one a token is read as one a sequence where both shapes are the same.
 
     Attributes:
-        train_log_probs: log π_old, the layout's local shape, nats. None in bypass mode, where π_θ comes later.
-        rollout_log_probs: log π_rollout of the same tokens, of the same shape.
-        response_mask: bool, True where a token was sampled and trains.
-        layout: which tokens these are. Default: ``[b, s]``, whole sequences.
-        advantages: [n], or like the log-probs; ``opsm`` needs them.
-        rewards: [n]; rejected shares are reported by their sign.
-        group_ids: [n] int64 in [0, num_groups): the prompt of each sequence; group criteria need them.
-        sequence_ids: [n] int64, unique over DP, below 2²¹; error messages name them. Default: the local index.
-        policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled.
-        mini_batch_ids: [n] int64 in [0, num_mini_batches): the optimizer step that uses each sequence. Default: 0.
+        train_log_probs: None in a plan where the correction is made in the loss: π_θ comes later.
     """
 
     train_log_probs: Tensors | None

@@ -38,13 +38,13 @@ def _kind(tokens: AcceptedTokens) -> Hashable:
 
 
 def _joined(alike: Sequence[AcceptedTokens], first_id: int) -> AcceptedTokens:
-    locals_ = [tokens.local for tokens in alike]
-    sums = [local.sums for local in locals_]
+    passes = [tokens.local for tokens in alike]
+    sums = [local.sums for local in passes]
     whole = [tokens.sequences for tokens in alike]
     sequences = torch.cat([pair[0] for pair in whole], 1), torch.cat([pair[1] for pair in whole], 1)
     local = dataclasses.replace(
-        locals_[0],
-        shards=_joined_shards([local.shards for local in locals_], first_id),
+        passes[0],
+        shards=_joined_shards([local.shards for local in passes], first_id),
         sums=dataclasses.replace(
             sums[0],
             sequences=sequences[0],
@@ -53,8 +53,8 @@ def _joined(alike: Sequence[AcceptedTokens], first_id: int) -> AcceptedTokens:
             batch_max=torch.stack([one.batch_max for one in sums]).amax(0),
             bins=torch.stack([one.bins for one in sums]).sum(0),
         ),
-        weights=None if locals_[0].weights is None else tuple(w for local in locals_ for w in local.weights or ()),
-        kept=tuple(mask for local in locals_ for mask in local.kept),
+        weights=None if passes[0].weights is None else tuple(w for local in passes for w in local.weights or ()),
+        kept=tuple(mask for local in passes for mask in local.kept),
     )
     return judge(local, sequences)
 
