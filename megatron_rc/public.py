@@ -5,6 +5,7 @@
 
 from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.correction.local_tokens import sequence_sums
 from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.correction.plans import LossScale
 from megatron_rc.correction.result import CorrectionResult
@@ -15,7 +16,6 @@ from megatron_rc.correction.stages import (
     reduce_batch,
     reduce_groups,
     reduce_sequences,
-    sequence_sums,
 )
 from megatron_rc.correction.step import StepError
 from megatron_rc.loss.aggregation import aggregate_loss

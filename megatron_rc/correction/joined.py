@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
-from megatron_rc.correction.stages import AcceptedTokens, Pair, add_up, judge
+from megatron_rc.correction.local_tokens import Pair
+from megatron_rc.correction.stages import AcceptedTokens, add_up, judge
 
 
 def step_sums(micro_batches: Sequence[AcceptedTokens]) -> Pair:

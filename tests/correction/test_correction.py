@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction import stages as pipeline
+from megatron_rc.correction import local_tokens
 from megatron_rc.correction.token_pass import blocks as block_pass
 from megatron_rc.parallel import SequenceLayout
 from tests.support import correction_oracle as oracle
@@ -30,8 +30,8 @@ def correct(name, batch, **more):
 
 def use_blocks(monkeypatch, num_tokens):
     """Cut all shards into blocks of this size."""
-    monkeypatch.setattr(pipeline, "MIN_BLOCK", num_tokens)
-    monkeypatch.setattr(pipeline, "MAX_BLOCK", num_tokens)
+    monkeypatch.setattr(local_tokens, "MIN_BLOCK", num_tokens)
+    monkeypatch.setattr(local_tokens, "MAX_BLOCK", num_tokens)
 
 
 def is_quantile(name):

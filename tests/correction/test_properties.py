@@ -13,9 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rc import PlanInputs, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import (
+    PlanInputs,
+    RolloutCorrectionConfig,
+    batch_sums,
+    correct_rollouts,
+    finish,
+    group_sums,
+    sequence_sums,
+)
 from megatron_rc.correction.inputs import AgreedCounts, collect_shards
-from megatron_rc.correction.stages import batch_sums, finish, group_sums, sequence_sums
 from megatron_rc.parallel import SequenceLayout
 
 WIDTH = 8
