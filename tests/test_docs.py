@@ -17,8 +17,8 @@ from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.settings.criteria import CRITERIA
-from tests.correction.test_correction import correct
 from tests.support.correction_cases import CASES, clear_batch
+from tests.support.correction_comparison import correct
 from tests.support.paths import LINKED, ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch

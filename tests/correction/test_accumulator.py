@@ -7,7 +7,7 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.correction.token_pass.accumulator import Accumulator
 from megatron_rc.correction.token_pass.terms import BlockValues, term_names
-from tests.correction.test_correction import use_blocks
+from tests.support.correction_comparison import use_blocks
 
 CONFIG = RolloutCorrectionConfig(
     rollout_is="token", rollout_rs="token_k1,seq_max_k2,seq_mean_k3", rollout_rs_threshold="0.5_2,0.55,0.06"

@@ -20,8 +20,8 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
-from tests.correction.test_correction import use_blocks
 from tests.correction.test_properties import correct_split
+from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)

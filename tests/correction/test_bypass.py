@@ -9,9 +9,9 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank
-from tests.correction.test_correction import assert_metrics
 from tests.correction.test_shards import ROWS, WIDTH, Recorder, my_layout, my_part, my_places
 from tests.support.correction_cases import CASES, MORE_SIZES, clear_batch
+from tests.support.correction_comparison import assert_metrics
 from tests.support.ranks import Layout
 
 AGGREGATIONS = {

@@ -11,8 +11,8 @@ from megatron_rc.correction.header_records import BatchHeader, PolicySums, Sourc
 from megatron_rc.correction.token_pass.expressions import ExpressionBlock
 from megatron_rc.correction.token_pass.terms import block_terms, term_names
 from megatron_rc.correction.token_pass.token_block import BlockTokens
-from tests.correction.test_correction import config_of, correct
 from tests.support.correction_cases import CASES, clear_batch, sizes
+from tests.support.correction_comparison import config_of, correct
 
 
 @pytest.mark.parametrize("name", CASES)

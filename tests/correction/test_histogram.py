@@ -16,8 +16,8 @@ from megatron_rc.correction.token_pass.histogram import (
     codes_of,
     quantiles,
 )
-from tests.correction.test_correction import config_of, correct
 from tests.support.correction_cases import CASES, clear_batch
+from tests.support.correction_comparison import config_of, correct
 
 RELATIVE, ABSOLUTE = 1 / 32, 2**-14
 

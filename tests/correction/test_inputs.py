@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rc import PlanInputs, PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.checks.bad_tokens import describe_bad_token
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from tests.correction.test_correction import config_of
 from tests.support.correction_cases import CASES, clear_batch, make_batch, sizes
+from tests.support.correction_comparison import config_of
 
 INTS = torch.zeros(12, dtype=torch.int64)
 NAMES = ("train_log_probs", "rollout_log_probs", "response_mask")

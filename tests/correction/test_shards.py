@@ -10,8 +10,8 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, 
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
-from tests.correction.test_correction import assert_metrics, config_of
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, sizes
+from tests.support.correction_comparison import assert_metrics, config_of
 from tests.support.ranks import Layout
 
 LAYOUTS = [Layout(cp=2), Layout(cp=4), Layout(dp=2), Layout(dp=4), Layout(cp=2, dp=2)]

@@ -10,8 +10,8 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from tests.correction.test_correction import config_of, correct
 from tests.support.correction_cases import clear_batch, sizes
+from tests.support.correction_comparison import config_of, correct
 from tests.support.recorded_training import flags, run_config
 
 TABLE = "1:2,4:0.5"

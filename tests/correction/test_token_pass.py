@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_rc.correction.token_pass import blocks
-from tests.correction.test_correction import correct, pack, use_blocks
 from tests.support.correction_cases import CASES, make_batch
+from tests.support.correction_comparison import correct, pack, use_blocks
 
 
 def both_forms(monkeypatch, name, batch, **more):

@@ -1,0 +1,90 @@
+"""The library asked what the correction oracle is asked, and the answers compared."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction import local_tokens
+from megatron_rc.parallel import SequenceLayout
+from tests.support.correction_cases import CASES, sizes
+
+SIGNS = {"positive": "reward_positive", "negative": "reward_negative", "zero": "reward_zero"}
+
+
+def config_of(name):
+    return RolloutCorrectionConfig.from_dict(CASES[name].fields)
+
+
+def correct(name, batch, **more):
+    return correct_rollouts(
+        batch.train, batch.rollout, batch.mask, config_of(name), **batch.sides, **sizes(batch), **more
+    )
+
+
+def use_blocks(monkeypatch, num_tokens):
+    """Cut all shards into blocks of this size."""
+    monkeypatch.setattr(local_tokens, "MIN_BLOCK", num_tokens)
+    monkeypatch.setattr(local_tokens, "MAX_BLOCK", num_tokens)
+
+
+def pack(batch):
+    """The rows cut to where their responses end, one after the other: (batch, layout, their lengths)."""
+    ends = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in batch.mask]
+
+    def join(tensor):
+        return torch.cat([row[:end] for row, end in zip(tensor, ends, strict=True)]) if tensor.dim() == 2 else tensor
+
+    sides = {name: join(value) for name, value in batch.sides.items()}
+    packed = dataclasses.replace(
+        batch, train=join(batch.train), rollout=join(batch.rollout), mask=join(batch.mask), sides=sides
+    )
+    return packed, SequenceLayout.packed([0, *torch.tensor(ends).cumsum(0).tolist()]), ends
+
+
+def is_quantile(name):
+    """From a histogram, and as exact as its bins: compared in test_histogram."""
+    return re.search(r"(log_ratio|rollout_is|rollout_is_seq)_p\d\d$", name) is not None
+
+
+def expected_metrics(found):
+    """All that the oracle has, under the names of the library."""
+    metrics = {name: value for name, value in found.metrics.items() if not name.startswith("log_ratio_p")}
+    for bucket, row in found.breakdowns["length"].items():
+        metrics[f"rollout_rs_masked_fraction_length_{2**bucket}_{2 ** (bucket + 1) - 1}"] = row["masked_fraction"]
+    for sign, row in found.breakdowns.get("reward", {}).items():
+        metrics[f"rollout_rs_masked_fraction_{SIGNS[sign]}"] = row["masked_fraction"]
+    for bucket, row in found.breakdowns.get("staleness", {}).items():
+        metrics[f"rollout_rs_masked_fraction_staleness_{bucket}"] = row["masked_fraction"]
+        metrics[f"staleness_{bucket}_token_fraction"] = row["token_fraction"]
+        metrics[f"staleness_{bucket}_kl"] = row["kl"]
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def assert_metrics(got, found, rel):
+    expected = expected_metrics(found)
+    wrong = {
+        name: (got.get(name), value)
+        for name, value in expected.items()
+        if got.get(name) != pytest.approx(value, rel=rel, abs=rel)
+    }
+    assert not wrong
+    extra = {name for name in got if name not in expected and not is_quantile(name) and "bad_log_probs" not in name}
+    extra.discard("rollout_corr/rollout_is_batch_norm_skipped")
+    assert not extra
+
+
+def assert_same(result, found, rows=slice(None), columns=slice(None), rel=1e-9):
+    """The local part of a result is the oracle's."""
+    if found.weights is None:
+        assert result.weights is None
+    else:
+        want = torch.tensor(found.weights, dtype=torch.float64)[rows][:, columns]
+        torch.testing.assert_close(result.weights.double(), want, rtol=rel, atol=1e-12)
+    assert torch.equal(result.mask, torch.tensor(found.mask)[rows][:, columns])
+    assert result.denominators.tolist() == found.denominators
+    assert result.skip.tolist() == found.skip
+    assert result.sequence_lengths.tolist() == torch.tensor(found.sequence_lengths)[rows].tolist()
+    assert_metrics(result.metrics(), found, rel)
