@@ -111,6 +111,12 @@ class HeaderFields:
             start += math.prod(shape)
         return starts
 
+    @functools.cached_property
+    def with_step(self) -> HeaderFields:
+        """The same, and what a step adds."""
+        maxima = {**self.maxima, "loss_maxima": (len(MAXIMA),), "misuse": (1,), "factor": (1,)}
+        return dataclasses.replace(self, sums={**self.sums, "loss_sums": (len(SUMS),)}, maxima=maxima)
+
     def _shape(self, column: Source | str) -> tuple[int, ...]:
         return self.sums[column] if column in self.sums else self.maxima[column]
 
@@ -191,9 +197,7 @@ NO_FIELDS = HeaderFields({}, {}, {}, {})
 
 def step_fields(correction: HeaderFields | None) -> HeaderFields:
     """The fields of a step's header: the correction's, where it is made in the loss, and those of the step itself."""
-    known = correction or NO_FIELDS
-    maxima = {**known.maxima, "loss_maxima": (len(MAXIMA),), "misuse": (1,), "factor": (1,)}
-    return dataclasses.replace(known, sums={**known.sums, "loss_sums": (len(SUMS),)}, maxima=maxima)
+    return (correction or NO_FIELDS).with_step
 
 
 def normalization_sums(fields: HeaderFields, header: Tensor) -> tuple[Tensor, Tensor]:
