@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.numerics import UNTRUNCATED
-from megatron_rc.settings.fields import DEFAULTS, CorrectionFields
+from megatron_rc.settings.fields import CorrectionFields
+from megatron_rc.settings.spelling import flags_of
 
 _WEIGHTS = {
     "token": "token weights w_t = ρ_t",
@@ -38,7 +37,7 @@ def describe(config: CorrectionFields) -> str:
     )
     lines.append(f"the loss is averaged over {which}")
     lines.append(f"a NaN, infinite or positive log-prob at a trained position: {_BAD[config.bad_log_probs]}")
-    lines += [f"metrics are named {config.metric_prefix}…", f"flags: {shlex.join(_flags(config))}"]
+    lines += [f"metrics are named {config.metric_prefix}…", f"flags: {flags_of(config)}"]
     return "\n".join([*lines, *(f"note: {note}" for note in config.notes)])
 
 
@@ -72,17 +71,3 @@ def _weights(config: CorrectionFields) -> list[str]:
     elif not config.applies_weights:
         lines.append("the weights are measured, not applied: the ratio of the loss is the correction")
     return lines
-
-
-def _flags(config: CorrectionFields) -> list[str]:
-    """The flags without which this would be another config, ``--rollout-is`` always among them."""
-    words: list[str] = []
-    for name, value in config.to_dict().items():
-        if value == DEFAULTS[name] and name != "rollout_is":
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words.append(f"--{flag}={'none' if value is None else value}")
-    return words

@@ -15,6 +15,7 @@ from megatron_rc.settings.dialects import DIALECTS
 from megatron_rc.settings.fields import FIELDS, SWITCHES
 from megatron_rc.settings.overrides import overridden
 from megatron_rc.settings.presets import PRESETS, RELEASES
+from megatron_rc.settings.spelling import flag_of
 
 _HELP = {
     "rollout_is": "level of the importance weights: token, sequence or geometric; none: no weights",
@@ -79,9 +80,9 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     _add(parser, group, _DIALECT, metavar="NAME", help=text)
     for field in FIELDS:
         if field in SWITCHES:
-            _add(parser, group, _flag(field), action=argparse.BooleanOptionalAction, help=_help(field))
+            _add(parser, group, flag_of(field), action=argparse.BooleanOptionalAction, help=_help(field))
         else:
-            _add(parser, group, _flag(field), help=_help(field))
+            _add(parser, group, flag_of(field), help=_help(field))
     text = "weigh each token by its ratio, as Megatron-LM does; short for --rollout-is token"
     _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
     _add(parser, group, _MEGATRON_LIMIT, type=float, help=f"truncate the weights of {_MEGATRON_SWITCH} at this")
@@ -129,7 +130,7 @@ def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
     given = {field: getattr(args, name, None) for field, name in _OF_THE_LOSS.items()}
     return _named(
         lambda: PolicyLossConfig(**{field: value for field, value in given.items() if value is not None}),
-        lambda message: _flag(_OF_THE_LOSS[message.partition("=")[0]]),
+        lambda message: flag_of(_OF_THE_LOSS[message.partition("=")[0]]),
     )
 
 
@@ -137,10 +138,6 @@ def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option
     known = {text for action in parser._actions for text in action.option_strings}
     if not known & {option, f"--no-{option[2:]}"}:
         group.add_argument(option, default=None, **how)
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 def _help(field: str) -> str:
@@ -175,7 +172,7 @@ def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
     weights = _megatron_weights(given)
     if weights is not None:
         others = [_PRESET] * (name is not None) + [_FILE] * (path is not None)
-        others += [_flag(field) for field in _OF_MEGATRONS_SWITCH if field in given]
+        others += [flag_of(field) for field in _OF_MEGATRONS_SWITCH if field in given]
         if others:
             raise ValueError(f"{_MEGATRON_SWITCH} and {others[0]} contradict: give one of them")
         return weights
@@ -229,4 +226,4 @@ def _named(make: Callable[[], T], flag: Callable[[str], str]) -> T:
 
 def _flag_of_error(message: str) -> str:
     """The flag of the field that a message begins with."""
-    return next((_flag(field) for field in FIELDS if message.startswith(f"{field}=")), "rollout correction")
+    return next((flag_of(field) for field in FIELDS if message.startswith(f"{field}=")), "rollout correction")
