@@ -200,7 +200,7 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
 
 
 def print_large(found: dict[str, list[tuple[float, float]]]) -> None:
-    """One line a variant."""
+    """Print one line for each variant."""
     first = statistics.median(total for total, _ in next(iter(found.values())))
     sys.stdout.write(f"{'variant':<30}{'step s':>10}{'correction s':>14}{'its share':>11}{'step ratio':>12}\n")
     for label, rows in found.items():

@@ -69,7 +69,7 @@ def _section(section: type[Section], args: argparse.Namespace) -> Section:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    """Each value by itself."""
+    """Raise ConfigurationError for a value that is wrong by itself."""
     options = [option for _, section, _ in sections_of(RunConfig) for option in options_of(section)]
     for option in options:
         if option.required and getattr(args, option.flag) is None:

@@ -100,7 +100,7 @@ class HeaderFields:
 
     @functools.cached_property
     def num_maxima(self) -> int:
-        """How many are maxima."""
+        """How many numbers of the vector are maxima."""
         return sum(math.prod(shape) for shape in self.maxima.values())
 
     @functools.cached_property

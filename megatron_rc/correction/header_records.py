@@ -74,7 +74,7 @@ class WeightSums:
 
 @dataclass(frozen=True)
 class TokenWeights(WeightSums):
-    """One weight a token."""
+    """Sums of weights where each token has one of its own."""
 
     normalize_count: float = _from(Source.SEQUENCES)  # tokens
     weight_excess_squared: float = _from(Source.TOKENS)
@@ -84,7 +84,7 @@ class TokenWeights(WeightSums):
 
 @dataclass(frozen=True)
 class SharedWeights(WeightSums):
-    """One weight a sequence, which counts once for each of its tokens where it is not said otherwise."""
+    """Sums of weights that the tokens of a sequence share; each token counts once where nothing else is said."""
 
     normalize_count: float = _from(Source.FLAGS)  # sequences
     raw: float = _from(Source.SEQUENCES)
@@ -102,14 +102,14 @@ class SharedWeights(WeightSums):
 
 @dataclass(frozen=True)
 class MaskedWeights:
-    """With the mode ``mask``."""
+    """What the mode ``mask`` adds."""
 
     sequences: float = _from(Source.FLAGS)  # with a weight of 0
 
 
 @dataclass(frozen=True)
 class TokenExtremes:
-    """Of bounded weights of single tokens, with bounds by staleness, or with the mode ``mask``."""
+    """Extremes of bounded token weights; needed with bounds by staleness, and with the mode ``mask``."""
 
     weight_max: float = _from(Source.TOKEN_MAXIMA)
     weight_min: float = _smallest(Source.TOKEN_MAXIMA)
@@ -117,7 +117,7 @@ class TokenExtremes:
 
 @dataclass(frozen=True)
 class SequenceExtremes:
-    """The same of weights of sequences."""
+    """Extremes of bounded sequence weights, needed in the same cases."""
 
     weight_max: float = _from(Source.SEQUENCE_MAXIMA)
     weight_min: float = _smallest(Source.SEQUENCE_MAXIMA)
@@ -171,7 +171,7 @@ class OwnTokenTest(TokenTest):
 
 @dataclass(frozen=True)
 class VetoSums:
-    """With a veto."""
+    """What a veto rejects."""
 
     catastrophic: float = _from(Source.SEQUENCES)  # tokens
     vetoed: float = _from(Source.FLAGS)

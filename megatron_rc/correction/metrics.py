@@ -128,7 +128,7 @@ def _weight_metrics(
 
 
 def _sequence_weight_metrics(sums: WeightSums, sequences: float) -> dict[str, float]:
-    """Of the mean bounded weight of each sequence over its tokens."""
+    """Metrics of each sequence's mean bounded weight over its tokens."""
     return {
         "seq_mean": 1 + _ratio(sums.per_sequence_excess, sequences) if sequences else 0.0,
         "seq_std": _sample_std(sums.per_sequence_excess, sums.per_sequence_excess_squared, sequences),

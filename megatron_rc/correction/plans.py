@@ -183,7 +183,7 @@ class TrainingResult(CorrectionResult):
         return float(sum(one and other for one, other in zip(accepted, self._is_weightless, strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """Of the correction; with the mode ``mask`` also how many mini-batches have no weight left."""
+        """Metrics of the correction; with the mode ``mask`` also how many mini-batches have no weight left."""
         metrics = super().metrics()
         if self.config.may_weigh_nothing:
             metrics[f"{self.config.metric_prefix}rollout_is_weightless_mini_batches"] = self.num_weightless

@@ -29,7 +29,7 @@ _ONE_LOOP: dict[str, Any] = dict.fromkeys(
 
 
 class BlockPass:
-    """What each block contributes.
+    """Computes what each block of tokens contributes.
 
     Args:
         config: decides which terms there are.
