@@ -171,7 +171,10 @@ def _weight_terms(
     """Token-level weights; the bounds are compared in log space."""
     lower, upper = log_bounds(config)
     bounded = apply_bounds(ratio, block.log_ratio, config, scale)
-    excess = block.hold(block.minus_one(bounded))
+    excess = block.minus_one(bounded)
+    # At an invalid position ρ is 1: only bounds that exclude it leave anything there.
+    if not lower <= 0 <= upper:
+        excess = block.hold(excess)
     out.batch["weights.weight_excess_squared"] = block.sum(block.square(excess))
     weights = block.set_weights(bounded)
     out.sequence["weight"] = block.sum(weights)
