@@ -117,6 +117,7 @@ def correct_split(batch, name, replicas, cp_size, split):
 
 
 def assert_equal(got, result):
+    config = result.config
     weights, mask, metrics, denominators = got
     torch.testing.assert_close(weights, result.weights, rtol=1e-12, atol=1e-15)
     assert torch.equal(mask, result.mask)
@@ -130,6 +131,10 @@ def assert_equal(got, result):
             # what is clamped alike at either end, to 5e8 or 2e-9, has a spread of 0 or of that rounding.
             error = 1e-15 * (1 + wanted[key.removesuffix("std") + "mean"]) ** 2
             rounding = max(rounding, min(error / value, math.sqrt(error)) if value else math.sqrt(error))
+        if key.endswith("eff_sample_size") and config.rollout_is == "token" and value:
+            # mean² / E[w²], whose denominator of token weights is rounded by the same e.
+            mean = wanted[key.removesuffix("eff_sample_size") + "mean"]
+            rounding = max(rounding, min(1.0, value**2 * 1e-15 * (1 + mean) ** 2 / mean**2))
         assert metrics[key] == pytest.approx(value, rel=1e-9, abs=rounding), key
 
 
