@@ -69,6 +69,7 @@ class Plan(ABC):
         config: what is corrected.
         loss: the objective: its aggregation decides the denominators.
         agreed: the counts that all ranks agreed on.
+        groups: of this rank.
     """
 
     config: RolloutCorrectionConfig

@@ -54,6 +54,7 @@ class RolloutCorrection:
 
     Attributes:
         loss: the objective, its algorithm filled in.
+        is_wrapped: there is a ``wrap_finalize``, which ends its steps.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
