@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rc.correction.decoupled import DecoupledCorrection
-from megatron_rc.correction.in_loss import InLossCorrection
 from megatron_rc.correction.inputs import AgreedCounts, Layouts, PlanInputs, Tensors
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.rollout_correction import RolloutCorrection
@@ -13,8 +11,7 @@ from megatron_rc.correction.stages import corrected_batch
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Importing the two modes makes them known to RolloutCorrection.
-__all__ = ["DecoupledCorrection", "InLossCorrection", "RolloutCorrection", "correct_rollouts"]
+__all__ = ["RolloutCorrection", "correct_rollouts"]
 
 
 @torch.no_grad()

@@ -5,29 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.header import header_fields
+from megatron_rc.correction.header import HeaderFields, header_fields
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import DecoupledPlan, PlannedStep
 from megatron_rc.correction.result import CorrectionResult
-from megatron_rc.correction.rollout_correction import RolloutCorrection
 from megatron_rc.correction.stages import corrected_batch
+from megatron_rc.correction.step import StepError, StepResult, StepSums
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.collectives import broadcast
+from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
-class DecoupledCorrection(RolloutCorrection, corrects_in_loss=False):
-    """See :class:`RolloutCorrection`."""
+class Decoupled:
+    """See :class:`Mode`. A step reduces what its losses measured, and nothing else."""
 
-    def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> DecoupledPlan:
+    needs_steps = False
+
+    def __init__(
+        self, config: RolloutCorrectionConfig, loss: PolicyLossConfig, groups: ParallelGroups, *, compile: bool
+    ) -> None:
+        self.config, self.loss, self.groups, self.compile = config, loss, groups, compile
+
+    def plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> DecoupledPlan:
+        """The whole correction, and its header on every stage."""
         if inputs is None:
             fields = header_fields(self.config, counts)
             result = CorrectionResult(self.config, fields, torch.zeros(len(fields), dtype=torch.float64, device=device))
         else:
             result = corrected_batch(inputs, self.config, counts, self.groups, compile=self.compile)
-        result.allow_zero_log_probs = self.allow_zero_log_probs
-        result.header = self._broadcast(result.header)
+        result.header = broadcast(result.header, group_size(self.groups.pp) - 1, self.groups.pp)
         return DecoupledPlan(result, self.loss, self.groups, counts)
 
-    def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+    def newest_step(self, mini_batch: int | None) -> PlannedStep:
+        """There is none: nothing is corrected from π_θ."""
+        raise StepError("in_loss belongs to bypass_mode and proximal_interpolation, not to decoupled mode")
+
+    def from_theta(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+        """Likewise."""
+        raise StepError("in_loss belongs to bypass_mode and proximal_interpolation, not to decoupled mode")
+
+    def corrected(
+        self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep, in_loss: InLossCall
+    ) -> CorrectedMicroBatch:
+        """What the plan gave, if it is all there."""
         old, mask, lengths = micro_batch.old_log_probs, micro_batch.mask, micro_batch.lengths
         if old is None or mask is None or lengths is None:
             raise ValueError(
@@ -38,4 +61,28 @@ class DecoupledCorrection(RolloutCorrection, corrects_in_loss=False):
                 f"rollout_is={self.config.rollout_is!r} applies weights, and the micro-batch has none: pass "
                 "the plan's, MicroBatch(weights=...)"
             )
+        layout = micro_batch.layout
+        for name, value, shape in (("mask", mask, layout.shape), ("lengths", lengths, (layout.num_sequences,))):
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"MicroBatch({name}=...) has shape {tuple(value.shape)}: expected {shape}, the part of the plan's "
+                    "that belongs to this micro-batch"
+                )
+        if mask.dtype != torch.bool:
+            raise ValueError(f"MicroBatch(mask=...) is {mask.dtype}: expected bool, as the plan has it")
         return CorrectedMicroBatch(micro_batch.weights, mask, lengths, old)
+
+    def step_fields(self) -> HeaderFields | None:
+        """None: the plan has reduced it all."""
+        return None
+
+    def factor(self, ended: StepSums, result: StepResult) -> Tensor:
+        """1: the loss's denominator was known."""
+        return result.header.new_ones(())
+
+    def note_end(self, ended: StepSums, result: StepResult) -> None:
+        """Nothing to note."""
+
+    def metrics(self) -> dict[str, float]:
+        """None: those of the plan are of the whole batch."""
+        return {}

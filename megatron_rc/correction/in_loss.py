@@ -11,25 +11,34 @@ from megatron_rc.correction.header import HeaderFields, header_fields, merge_hea
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_masks, collect_shards
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import InLossPlan, PlannedStep
 from megatron_rc.correction.proximal import interpolate
-from megatron_rc.correction.rollout_correction import RolloutCorrection
 from megatron_rc.correction.stages import accepted_tokens
 from megatron_rc.correction.step import StepError, StepResult, StepSums
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import all_reduce_sum
-from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
-class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
-    """See :class:`RolloutCorrection`."""
+class InLoss:
+    """See :class:`Mode`."""
 
-    _newest: InLossPlan | None = None
-    # The results of the steps since the newest plan, on every stage.
-    _steps: tuple[StepResult, ...] = ()
+    needs_steps = True
 
-    def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
+    def __init__(
+        self, config: RolloutCorrectionConfig, loss: PolicyLossConfig, groups: ParallelGroups, *, compile: bool
+    ) -> None:
+        self.config, self.loss, self.groups, self.compile = config, loss, groups, compile
+        self._newest: InLossPlan | None = None
+        # Since then, on every stage.
+        self._steps: tuple[StepResult, ...] = ()
+
+    def plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
+        """Tokens and sequences under the response mask, on the last stage."""
         table = None
         if inputs is not None:
             masks = collect_masks(inputs, counts, self.groups)
@@ -38,85 +47,20 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, table), ()
         return self._newest
 
-    def in_loss(
-        self,
-        log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        response_mask: Tensor,
-        *,
-        layout: SequenceLayout | None = None,
-        advantages: Tensor | None = None,
-        sequence_ids: Tensor | None = None,
-        policy_versions: Tensor | None = None,
-        mini_batch: int | None = None,
-        step: PlannedStep | None = None,
-    ) -> CorrectedMicroBatch:
-        """See :meth:`RolloutCorrection.in_loss`."""
-        counts_at_once = step is None and torch.is_grad_enabled()
-        step = step or self._step_of(mini_batch)
-        inputs = PlanInputs(
-            log_probs,
-            rollout_log_probs,
-            response_mask,
-            layout,
-            advantages=advantages,
-            sequence_ids=sequence_ids,
-            policy_versions=None if step.plan.agreed.current_version is None else policy_versions,
-        )
-        with torch.no_grad():
-            found = self._correct(inputs, step)
-        if counts_at_once:
-            self.count(step, found.tokens)
-        return found
-
-    @property
-    def step(self) -> StepResult | None:
-        """See :class:`RolloutCorrection`."""
-        return None if self._ended is None and not self._open.micro_batches else self._last_step("step")
-
-    def metrics(self) -> dict[str, float]:
-        """See :class:`RolloutCorrection`. Host synchronisations: one."""
-        if not self._steps:
-            return {}
-        fields, prefix = self._step_fields(), self.config.metric_prefix
-        merged = merge_headers(fields, [step.header for step in self._steps])
-        metrics = StepResult(self.config, self.loss, fields, merged).metrics()
-        if self.config.may_weigh_nothing:
-            # Of several steps together that is not known: one of them may have weights.
-            weightless = sum(step.num_weightless for step in self._steps)
-            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = weightless
-        return metrics | {f"{prefix}mixed_policies": float(len(self._steps))}
-
-    def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
-        return self.in_loss(
-            log_probs,
-            micro_batch.rollout_log_probs,
-            micro_batch.response_mask,
-            layout=micro_batch.layout,
-            advantages=micro_batch.advantages,
-            sequence_ids=micro_batch.sequence_ids,
-            policy_versions=micro_batch.policy_versions,
-            step=step,
-        )
-
-    def _step_of(self, mini_batch: int | None) -> PlannedStep:
-        """The step of a mini-batch of the newest plan, if it may go on or begin."""
+    def newest_step(self, mini_batch: int | None) -> PlannedStep:
+        """A step of the newest plan."""
         if self._newest is None or self._newest.counts is None:
             raise StepError(
                 "in_loss belongs to bypass_mode and proximal_interpolation, after plan() on the last pipeline stage"
             )
-        step = self._newest.step(mini_batch)
-        if not self._open.is_of(step) and self._open.step is not None:
-            raise StepError(
-                f"mini_batch={step.mini_batch} in the step of mini-batch {self._open.step.mini_batch}: call "
-                "finish_step() in between, or reset_step() where that step is given up"
-            )
-        return step
+        return self._newest.step(mini_batch)
 
-    def _correct(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+    def from_theta(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+        """One micro-batch, with π_θ in the place of π_train, or what is interpolated from it."""
         # A step is one mini-batch, and no criterion that needs the prompts is there.
-        counts = _of_one_step(step.plan.agreed)
-        old = inputs.rollout_log_probs
+        counts, old = _of_one_step(step.plan.agreed), inputs.rollout_log_probs
+        if counts.current_version is None:
+            inputs = dataclasses.replace(inputs, policy_versions=None)
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, step)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
@@ -134,6 +78,34 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
             tokens=tokens,
         )
 
+    def corrected(
+        self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep, in_loss: InLossCall
+    ) -> CorrectedMicroBatch:
+        """What is found from π_θ."""
+        return in_loss(
+            log_probs,
+            micro_batch.rollout_log_probs,
+            micro_batch.response_mask,
+            layout=micro_batch.layout,
+            advantages=micro_batch.advantages,
+            sequence_ids=micro_batch.sequence_ids,
+            policy_versions=micro_batch.policy_versions,
+            step=step,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of all steps since the newest plan, each with a policy of its own. Host synchronisations: one."""
+        if not self._steps:
+            return {}
+        fields, prefix = self._steps[0].fields, self.config.metric_prefix
+        merged = merge_headers(fields, [step.header for step in self._steps])
+        metrics = StepResult(self.config, self.loss, fields, merged).metrics()
+        if self.config.may_weigh_nothing:
+            # Of several steps together that is not known: one of them may have weights.
+            weightless = sum(step.num_weightless for step in self._steps)
+            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = weightless
+        return metrics | {f"{prefix}mixed_policies": float(len(self._steps))}
+
     def _interpolated(self, inputs: PlanInputs, step: PlannedStep) -> Tensor:
         """The proximal policy's log-probs of a micro-batch: the plan's weights are the steps behind that have ended."""
         counts = _of_one_step(step.plan.agreed)
@@ -147,11 +119,12 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
         staleness = (counts.current_version - versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=step.plan.steps_ended)
 
-    def _correction_fields(self) -> HeaderFields:
+    def step_fields(self) -> HeaderFields:
+        """The batch's, of one mini-batch."""
         counts = AgreedCounts() if self._newest is None else self._newest.agreed
         return header_fields(self.config, _of_one_step(counts))
 
-    def _factor(self, ended: StepSums, result: StepResult) -> Tensor:
+    def factor(self, ended: StepSums, result: StepResult) -> Tensor:
         """D₀/G; G = (the aggregation's denominator) · w̄."""
         if ended.step is None or not isinstance(ended.step.plan, InLossPlan):
             return result.header.new_zeros(())
@@ -167,7 +140,8 @@ class InLossCorrection(RolloutCorrection, corrects_in_loss=True):
             factor = factor * normalization(*normalization_sums(fields, header))
         return torch.where(result.skip[0], 0.0, factor)
 
-    def _note_end(self, ended: StepSums, result: StepResult) -> None:
+    def note_end(self, ended: StepSums, result: StepResult) -> None:
+        """For ``metrics``, and for the weights' distance from the plan."""
         self._steps = (*self._steps, result)
         if ended.step is not None and isinstance(ended.step.plan, InLossPlan):
             ended.step.plan.steps_ended += 1

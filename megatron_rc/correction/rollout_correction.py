@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.decoupled import Decoupled
 from megatron_rc.correction.header import NO_FIELDS, HeaderFields, step_fields
+from megatron_rc.correction.in_loss import InLoss
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
 from megatron_rc.correction.joined import step_sums
 from megatron_rc.correction.local_tokens import check_version_given
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.mode import Mode
 from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
-from megatron_rc.correction.plans import Plan, PlannedStep
+from megatron_rc.correction.plans import DecoupledPlan, Plan, PlannedStep
 from megatron_rc.correction.stages import AcceptedTokens, reduce_batch
 from megatron_rc.correction.step import (
     MISUSES,
@@ -36,7 +39,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 class RolloutCorrection:
-    """The correction for a trainer; gives the class of the config's mode.
+    """The correction for a trainer: the steps and the order of calls, which both modes share, around the config's mode.
 
     Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode`` and
     ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
@@ -54,24 +57,12 @@ class RolloutCorrection:
 
     Attributes:
         loss: the objective, its algorithm filled in.
+        mode: decoupled, or in the loss.
         is_wrapped: there is a ``wrap_finalize``, which ends its steps.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
     """
-
-    _modes: ClassVar[dict[bool, type[RolloutCorrection]]] = {}
-
-    def __init_subclass__(cls, *, corrects_in_loss: bool) -> None:
-        """A mode: whether it is the one that corrects in the loss."""
-        super().__init_subclass__()
-        RolloutCorrection._modes[corrects_in_loss] = cls
-
-    def __new__(cls, config: RolloutCorrectionConfig | None = None, *args: Any, **kwargs: Any) -> RolloutCorrection:
-        """An object of the config's mode."""
-        if cls is RolloutCorrection and config is not None:
-            cls = RolloutCorrection._modes[config.corrects_in_loss]
-        return super().__new__(cls)
 
     def __init__(
         self,
@@ -87,7 +78,8 @@ class RolloutCorrection:
         self.groups = groups
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
         self.allow_zero_log_probs = allow_zero_log_probs
-        self.compile = compile
+        mode = InLoss if config.corrects_in_loss else Decoupled
+        self.mode: Mode = mode(config, self.loss, groups, compile=compile)
         self.is_wrapped = False
         self._open = StepSums()
         self._ended: StepResult | None = None
@@ -133,7 +125,10 @@ class RolloutCorrection:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
-        return self._plan(inputs, counts, device)
+        plan = self.mode.plan(inputs, counts, device)
+        if isinstance(plan, DecoupledPlan):
+            plan.allow_zero_log_probs = self.allow_zero_log_probs
+        return plan
 
     def in_loss(
         self,
@@ -171,7 +166,22 @@ class RolloutCorrection:
                 the step so far.
             StepError: decoupled mode, or no ``plan`` before.
         """
-        raise StepError("in_loss belongs to bypass_mode and proximal_interpolation, not to decoupled mode")
+        counts_at_once = step is None and torch.is_grad_enabled()
+        step = step or self._newest_step(mini_batch)
+        inputs = PlanInputs(
+            log_probs,
+            rollout_log_probs,
+            response_mask,
+            layout,
+            advantages=advantages,
+            sequence_ids=sequence_ids,
+            policy_versions=policy_versions,
+        )
+        with torch.no_grad():
+            found = self.mode.from_theta(inputs, step)
+        if counts_at_once:
+            self.count(step, found.tokens)
+        return found
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         """What the loss of a micro-batch is made from: of the plan, or found from log π_θ.
@@ -181,7 +191,7 @@ class RolloutCorrection:
         """
         if (step.plan.config, step.plan.loss) != (self.config, self.loss):
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
-        return self._corrected(micro_batch, log_probs, step)
+        return self.mode.corrected(micro_batch, log_probs, step, self.in_loss)
 
     def count(self, step: PlannedStep, tokens: AcceptedTokens | None) -> None:
         """Add a micro-batch to what ``finish_step`` reduces. Collectives: none.
@@ -189,7 +199,7 @@ class RolloutCorrection:
         Raises:
             StepError: the step is complete, and no step will ever be finished: there is no ``wrap_finalize``.
         """
-        if self.config.corrects_in_loss and self._open.is_full and self._ended is None and not self.is_wrapped:
+        if self.mode.needs_steps and self._open.is_full and self._ended is None and not self.is_wrapped:
             raise StepError(MISUSES[UNFINISHED])
         if self._open.micro_batches == 0 and self._scaled is not None:
             if self._scaled.are_untouched:
@@ -229,7 +239,7 @@ class RolloutCorrection:
             self.config, self.loss, fields, self._broadcast(header), allow_zero_log_probs=self.allow_zero_log_probs
         )
         result.check_order()
-        self._note_end(self._open, result)
+        self.mode.note_end(self._open, result)
         self._ended, self._open = result, StepSums()
         return result.factor
 
@@ -249,7 +259,9 @@ class RolloutCorrection:
         Raises:
             StepError: micro-batches that no ``finish_step`` has ended.
         """
-        return None
+        if not self.mode.needs_steps or (self._ended is None and not self._open.micro_batches):
+            return None
+        return self._last_step("step")
 
     @property
     def scales_gradients(self) -> bool:
@@ -266,7 +278,7 @@ class RolloutCorrection:
 
     def metrics(self) -> dict[str, float]:
         """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
-        return {}
+        return self.mode.metrics()
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -287,22 +299,15 @@ class RolloutCorrection:
         """The gradients of these model chunks have been scaled: nothing may be added to them before they are zeroed."""
         self._scaled = ScaledGradients(model)
 
-    def _plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> Plan:
-        raise NotImplementedError
-
-    def _corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
-        raise NotImplementedError
-
-    def _correction_fields(self) -> HeaderFields | None:
-        """What a step reduces besides what the losses measured; alike on all stages."""
-        return None
-
-    def _factor(self, ended: StepSums, result: StepResult) -> Tensor:
-        """What the gradients of a step that was just reduced are to be multiplied by; on the last stage."""
-        return result.header.new_ones(())
-
-    def _note_end(self, ended: StepSums, result: StepResult) -> None:
-        """Take note of a step that has ended."""
+    def _newest_step(self, mini_batch: int | None) -> PlannedStep:
+        """The step of a mini-batch of the newest plan, if it may go on or begin."""
+        step = self.mode.newest_step(mini_batch)
+        if not self._open.is_of(step) and self._open.step is not None:
+            raise StepError(
+                f"mini_batch={step.mini_batch} in the step of mini-batch {self._open.step.mini_batch}: call "
+                "finish_step() in between, or reset_step() where that step is given up"
+            )
+        return step
 
     def _last_step(self, name: str) -> StepResult:
         if self._ended is None or self._open.micro_batches:
@@ -314,12 +319,12 @@ class RolloutCorrection:
 
     def _step_fields(self) -> HeaderFields:
         """What lies where in a step's header."""
-        return step_fields(self._correction_fields())
+        return step_fields(self.mode.step_fields())
 
     def _reduced(self, fields: HeaderFields, device: torch.device | None) -> Tensor:
         """The header of the step that ends."""
-        opened, known = self._open, self._correction_fields() or NO_FIELDS
-        misuse = opened.found_misuse(needs_micro_batches=self.config.corrects_in_loss)
+        opened, known = self._open, self.mode.step_fields() or NO_FIELDS
+        misuse = opened.found_misuse(needs_micro_batches=self.mode.needs_steps)
         sums, maxima = step_sums(opened.tokens) if opened.tokens else (None, None)
         measured = opened.statistics or LossStatistics.nothing(device if sums is None else sums.device)
         if sums is None or maxima is None or len(sums) != known.num_sums:
@@ -329,7 +334,7 @@ class RolloutCorrection:
         codes = measured.sums.new_full((1,), float(misuse))
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima, codes])
         header = torch.cat([*reduce_batch(pair, self.groups), codes])
-        header[-1] = self._factor(opened, StepResult(self.config, self.loss, fields, header))
+        header[-1] = self.mode.factor(opened, StepResult(self.config, self.loss, fields, header))
         return header
 
     def _broadcast(self, header: Tensor) -> Tensor:

@@ -332,11 +332,21 @@ def test_a_scale_of_other_counts_is_refused():
         training.schedule(plan, 0)
 
 
-def test_the_right_class_and_its_name():
-    for mode, kind in (("decoupled", "DecoupledCorrection"), ("bypass", "InLossCorrection")):
-        correction = Training(mode).correction
-        assert isinstance(correction, RolloutCorrection)
-        assert type(correction).__name__ == kind
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda one: {"mask": one.mask.float()}, r"MicroBatch\(mask=...\) is torch.float32: expected bool"),
+        (lambda one: {"mask": one.mask[:1]}, r"MicroBatch\(mask=...\) has shape \(1, 6\): expected \(2, 6\)"),
+        (lambda one: {"lengths": one.lengths.repeat(2)}, r"MicroBatch\(lengths=...\) has shape \(4,\): expected \(2,"),
+    ],
+)
+def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):
+    training = Training("decoupled")
+    plan = training.planned()
+    whole, scale = training.micro_batch(plan, range(2)), training.scale(plan, 0)
+    micro_batch = dataclasses.replace(whole, **wrong(whole))
+    with pytest.raises(ValueError, match=message):
+        masked_loss(training.correction, micro_batch, training.model(range(2)), None, scale)
 
 
 # A step without weights
