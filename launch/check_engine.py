@@ -120,7 +120,8 @@ def judge_tokens(size: int, foreign: float, responses: float, again: float) -> F
         )
         return Finding("tokenizer", False, words)
     words = f"all sampled tokens are the tokenizer's; the text of {again:.0f} of {responses:.0f} responses gives their"
-    return Finding("tokenizer", True, f"{words} tokens again")
+    why = "" if again == responses else ": the others spell the same text with other tokens, which is no fault"
+    return Finding("tokenizer", True, f"{words} tokens again{why}")
 
 
 def _endings(batch: RolloutBatch, eos: int) -> Tensor:

@@ -60,8 +60,13 @@ class EngineKind:
     takes: tuple[str, ...] = ()
     package: str = ""
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What of the engine section it uses, besides what all engines do."""
+        return (*self.needs, *self.takes)
+
     def __post_init__(self) -> None:
-        odd = {*self.needs, *self.takes} - _FIELDS
+        odd = {*self.settings} - _FIELDS
         if odd:
             raise ValueError(f"an engine needs {', '.join(sorted(odd))}: no field of the engine section has that name")
 
@@ -125,11 +130,13 @@ def _sglang_server(inputs: EngineInputs) -> RolloutEngine:
     )
 
 
+_TO_SERVERS = ("rollout_url", "rollout_weights_dir")
+_OF_SERVERS = ("rollout_concurrency", "rollout_timeout", "rollout_attempts")
 ENGINES = {
     "transformers": EngineKind(_transformers),
     "vllm": EngineKind(_vllm, takes=("rollout_weights_dir",), package="vllm"),
-    "vllm-server": EngineKind(_vllm_server, needs=("rollout_url", "rollout_weights_dir"), takes=("rollout_model",)),
-    "sglang-server": EngineKind(_sglang_server, needs=("rollout_url", "rollout_weights_dir")),
+    "vllm-server": EngineKind(_vllm_server, needs=_TO_SERVERS, takes=(*_OF_SERVERS, "rollout_model")),
+    "sglang-server": EngineKind(_sglang_server, needs=_TO_SERVERS, takes=_OF_SERVERS),
 }
 
 

@@ -42,13 +42,18 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = build_parser()
     known, _ = _sources().parse_known_args(argv)
     base = words_of_file(parser, known.config) if known.config else []
+    try:
+        launch_file = parser.parse_args(base)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--config {known.config}: {error}") from error
     known, _ = _sources().parse_known_args([*base, *argv])
     architecture = words_of_architecture(parser, known.load_hf) if known.load_hf else []
     args, rest = parser.parse_known_args([*architecture, *base, *argv])
     if rest:
         raise ConfigurationError(unknown("flag", rest[0].split("=")[0], parser))
     # The correction's flags override those of the launch file by rules of their own.
-    args.launch_file, args.command_line = parser.parse_args(base), parser.parse_args(argv)
+    args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
+    args.typed = {word.partition("=")[0] for word in argv if word.startswith("--")}
     check_architecture_words(parser, args, architecture)
     return args
 

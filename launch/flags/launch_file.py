@@ -25,6 +25,8 @@ def find_config(name: str) -> Path:
     for path in (Path(name), CONFIGS / "launch" / f"{name}.yaml"):
         if path.is_file():
             return path
+    if Path(name).is_dir():
+        raise ConfigurationError(f"--config {name} is a folder: name a file in it")
     brought = ", ".join(sorted(path.stem for path in (CONFIGS / "launch").glob("*.yaml")))
     raise ConfigurationError(f"--config {name}: no such file; give a path, or one of the names {brought}")
 
@@ -103,5 +105,6 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"--config {path}: cannot be read as YAML ({reason})") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"--config {path}: expected lines of `name: value`, got {type(content).__name__}")
+        found = "an empty file" if content is None or content == "" else type(content).__name__
+        raise ConfigurationError(f"--config {path}: expected lines of `name: value`, got {found}")
     return {str(key): value for key, value in content.items()}

@@ -42,6 +42,10 @@ _TITLES = {
 _CHOICES = {"rollout_engine": tuple(ENGINES), "rollout_dtype": DTYPES, "tokenizer_type": TOKENIZERS}
 
 
+# Megatron-LM's weights of the penalties; filled in later, since what was not given is 0 where there can be none.
+PENALTIES = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose errors are raised instead of printed."""
 

@@ -1,6 +1,7 @@
 """From flags to settings: what a flag leaves open is worked out from the others.
 
-A default that is a constant stands with its field in ``run_config/``. Which settings go together is in ``checks/``.
+A default that is a constant stands with its flag: with its field in ``run_config/``, or in ``parser.py``. Which
+settings go together is in ``checks/``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from megatron_rc.correction.objective import resolve_objective
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
+from megatron_rc.launch.flags.idle import check_idle
+from megatron_rc.launch.flags.parser import PENALTIES
 from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
@@ -26,8 +29,6 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_correction_config_from_args
 
 _log = logging.getLogger("megatron_rc")
-# Defaults of the penalties' coefficients, as Megatron-LM has them.
-_COEFFICIENTS = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
 
 
 def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
@@ -51,6 +52,7 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     _resolve_packing(args)
     experts = None if args.num_experts is None else _section(ExpertSection, args)
     correction, loss = _resolve_correction(args, experts)
+    check_idle(args, loss)
     task = resolve_task(args)
     kinds = {name: kind for name, kind, is_optional in sections_of(RunConfig) if not is_optional}
     sections: dict[str, Any] = {name: _section(kind, args) for name, kind in kinds.items()}
@@ -153,6 +155,11 @@ def _resolve_correction(
         correction = rollout_correction_config_from_args(args.command_line, args.launch_file)
         _resolve_coefficients(args, correction)
         objective = policy_loss_config_from_args(args)
+        if correction.bypass_mode and objective.algorithm not in (None, correction.loss_type):
+            raise ConfigurationError(
+                f"--policy-loss {objective.algorithm} contradicts {correction.loss_type}, the objective in bypass "
+                f"mode: give --loss-type {objective.algorithm} instead"
+            )
         return correction, resolve_objective(correction, objective, has_auxiliary_losses=auxiliary)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
@@ -164,7 +171,7 @@ def _resolve_coefficients(args: argparse.Namespace, correction: RolloutCorrectio
     Batch normalisation inside the loss scales all gradients by one factor when they are done, penalties' among them.
     """
     excluded = correction.rollout_is_batch_normalize and correction.corrects_in_loss
-    for name, default in _COEFFICIENTS.items():
+    for name, default in PENALTIES.items():
         if getattr(args, name) is not None:
             continue
         setattr(args, name, 0.0 if excluded else default)

@@ -31,8 +31,10 @@ def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
     """The files of each rollout batch, in the order of steps and replicas.
 
     Raises:
-        ValueError: there are none, or a batch lacks a replica that another one has.
+        ValueError: no such folder, none in it, or a batch lacks a replica that another one has.
     """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder")
     found: Mapping[int, dict[int, Path]] = defaultdict(dict)
     for path in sorted(Path(folder).glob("*.safetensors")):
         match = _NAME.fullmatch(path.name)

@@ -101,8 +101,8 @@ class HuggingFaceText:
 
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise ConfigurationError(
-                f"{folder} holds no tokenizer: name one with --tokenizer-model DIR, or use --tokenizer-type "
-                "CharacterTokenizer"
+                f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json): give the directory of one as "
+                "--tokenizer-model, or use --tokenizer-type CharacterTokenizer"
             )
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -7,9 +7,6 @@ from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.run_config import RunConfig
 
-# What the flags of an engine must be, or may be: the others do nothing.
-_OF_ENGINES = ("rollout_url", "rollout_model", "rollout_weights_dir")
-
 
 def check_recorded(config: RunConfig) -> None:
     """Rollouts that are read instead of sampled."""
@@ -75,17 +72,11 @@ def check_engine(config: RunConfig) -> None:
     engine = ENGINES[name]
     if engine.package:
         require(engine.package, f"--rollout-engine {name}", engine.package)
-    for field in _OF_ENGINES:
-        value = getattr(config.engine, field)
-        if value is None and field in engine.needs:
+    for field in engine.needs:
+        if getattr(config.engine, field) is None:
             raise ConfigurationError(f"--rollout-engine {name} needs {flag(field)}")
-        if value is not None and field not in (*engine.needs, *engine.takes):
-            users = [user for user, other in ENGINES.items() if field in (*other.needs, *other.takes)]
-            raise ConfigurationError(
-                f"{flag(field)} {value} does nothing with --rollout-engine {name}: drop it, or use {' or '.join(users)}"
-            )
     urls = config.engine.rollout_url
-    if urls is not None and len(urls.split(",")) != dp:
+    if urls is not None and "rollout_url" in engine.needs and len(urls.split(",")) != dp:
         raise ConfigurationError(
             f"--rollout-url names {len(urls.split(','))} servers for {dp} data-parallel ranks: each needs one of its "
             "own, which gets its weights"

@@ -312,6 +312,44 @@ def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):
         check(tmp_path, f"--save={tmp_path}/save", "--save-interval=3")
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            "--rollout-concurrency=64",
+            "--rollout-concurrency 64 does nothing with --rollout-engine transformers",
+        ),
+        ("--rollout-attempts=2", "or use vllm-server or sglang-server"),
+        (
+            "--no-group-query-attention --num-query-groups=2",
+            "--num-query-groups 2 does nothing without",
+        ),
+        ("--kl-estimator=k1 --grpo-kl-beta=0", "--kl-estimator k1 does nothing with --grpo-kl-beta 0"),
+        ("--policy-loss=cispo --bypass-mode", "--policy-loss cispo contradicts ppo_clip, the objective in bypass mode"),
+        ("--tokenizer-model=/nowhere", "/nowhere holds no tokenizer (tokenizer.json or"),
+        ("--load-rollouts=/nowhere", "--load-rollouts /nowhere: no such folder"),
+        ("--config=/tmp", "--config /tmp is a folder: name a file in it"),
+    ],
+)
+def test_flags_that_would_do_nothing_and_paths_that_lead_nowhere_are_one_sentence(tmp_path, more, message):
+    with pytest.raises(ConfigurationError) as caught:
+        check(tmp_path, *more.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_only_the_launch_file_says_may_be_idle(tmp_path):
+    (tmp_path / "a.yaml").write_text("rollout-concurrency: 8\nkl-estimator: k1\n")
+    config = check(tmp_path, f"--config={tmp_path}/a.yaml", "--grpo-kl-beta=0")
+    assert config.engine.rollout_concurrency == 8
+
+
+def test_a_wrong_value_in_a_launch_file_names_the_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("num-layers: two\n")
+    with pytest.raises(ConfigurationError, match=r"--config .*a\.yaml: argument --num-layers: .* 'two'"):
+        check(tmp_path, f"--config={tmp_path}/a.yaml")
+
+
 @pytest.mark.parametrize("name", ["num-layers", "hidden-size", "lr", "train-iters", "global-batch-size"])
 def test_what_is_missing_is_named(tmp_path, name):
     words = [word for word in flags(tmp_path) if not word.startswith(f"--{name}=")]
