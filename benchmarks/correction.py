@@ -43,7 +43,7 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks import naive  # noqa: E402
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts  # noqa: E402
-from megatron_rc.correction.token_pass import blocks  # noqa: E402
+from megatron_rc.correction.token_pass import dispatch  # noqa: E402
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Result = tuple[dict[str, float], Tensor, Tensor]  # metrics, weights, mask
@@ -79,7 +79,7 @@ def peak(function: Callable[[], object]) -> int:
 
 def ours(batch: Batch, *, compile: bool = False, buffers: bool = True) -> Result:
     """Our correction, in whatever form of the token pass."""
-    with mock.patch.object(blocks, "takes_buffers", return_value=buffers):
+    with mock.patch.object(dispatch, "takes_buffers", return_value=buffers):
         result = correct_rollouts(*batch, CONFIG, compile=compile)
     result.check()
     return result.metrics(), result.weights, result.mask

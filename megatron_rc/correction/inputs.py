@@ -12,13 +12,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from megatron_rc.numerics import NUM_SEQUENCE_IDS
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 
 T = TypeVar("T")
 Tensors = Tensor | Sequence[Tensor]
 Layouts = SequenceLayout | Sequence[SequenceLayout]
-MAX_SEQUENCE_ID = 2**21  # with a position below 2³² a key is exact in float64
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Shards:
     def checked(self, device: torch.device) -> Shards:
         """These shards on a device, with ids clamped into their range, and flags where one was not or was NaN."""
         limits: tuple[tuple[str, str, int | None, int | None], ...] = (
-            ("sequence_ids", "sequence_ids", 0, MAX_SEQUENCE_ID - 1),
+            ("sequence_ids", "sequence_ids", 0, NUM_SEQUENCE_IDS - 1),
             ("mini_batch_ids", "mini_batch_ids", 0, self.counts.num_mini_batches - 1),
             ("prompt_ids", "group_ids", 0, (self.counts.num_groups or 1) - 1),
             ("versions", "policy_versions", None, self.counts.current_version),

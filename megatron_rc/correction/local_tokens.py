@@ -13,9 +13,9 @@ from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts, Part, Shards
 from megatron_rc.correction.rejection import Verdicts, threshold_scale
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
-from megatron_rc.correction.token_pass.blocks import BlockPass
+from megatron_rc.correction.token_pass.dispatch import BlockPass
+from megatron_rc.correction.token_pass.operations import BlockTokens, TokenResults
 from megatron_rc.correction.token_pass.terms import Sums, term_names
-from megatron_rc.correction.token_pass.token_block import BlockTokens, TokenResults
 from megatron_rc.correction.weights import bounded_weights
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.blocks import Block

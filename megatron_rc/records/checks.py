@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, POSITIVE_LIMIT
+from megatron_rc.numerics import MAX_ZERO_LOG_PROBS, NUM_SEQUENCE_IDS, POSITIVE_LIMIT
 
 FINISH_REASONS = ("stop", "length", "abort")
-MAX_SAMPLE_ID = 2**21 - 1  # id · 2³² + position, the key of a token in error messages, stays exact in float64
 
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 _INTEGERS = (*_SIGNED, torch.uint8)
@@ -106,8 +105,8 @@ def check_values(columns: Mapping[str, Tensor], top_k: int, vocab_size: int | No
 
 def _check_ids(columns: Mapping[str, Tensor]) -> None:
     ids, number = columns["sample_ids"], len(FINISH_REASONS)
-    bad = (ids < 0) | (ids.long() > MAX_SAMPLE_ID)
-    expected = f"expected 0 to {MAX_SAMPLE_ID}: number the samples of a rollout batch from 0"
+    bad = (ids < 0) | (ids.long() >= NUM_SEQUENCE_IDS)
+    expected = f"expected 0 to {NUM_SEQUENCE_IDS - 1}: number the samples of a rollout batch from 0"
     _refuse(ids, bad, "sample_ids has {1}: " + expected, ids)
     known, counts = ids.unique(return_counts=True)
     if (counts > 1).any():

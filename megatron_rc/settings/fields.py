@@ -34,9 +34,9 @@ class CorrectionFields:
         rollout_staleness_scale: bounds by staleness, ``"1:1.5,4:2"``: in nats, times 1.5 where the weights that sampled
             are 1 to 3 versions old, times 2 from 4 on. Holds for the weights' bounds and those of ``rollout_rs``: of
             single tokens by their own version, of whole sequences by their oldest one. The veto stays as it is.
-        rejection_denominator: which tokens the loss is averaged over: the ``accepted`` ones, or all that were there
-            ``original``-ly.
-        bad_log_probs: what a NaN, infinite or positive log-prob at a valid position does: ``error``, or it is counted
+        rejection_denominator: which tokens the loss is averaged over: the ``accepted`` ones, or the ``original`` ones,
+            rejected tokens among them.
+        bad_log_probs: what a NaN, infinite or positive log-prob at a trained position does: ``error``, or it is counted
             and the token (``reject_token``) or its sequence (``reject_sequence``) is rejected.
         metric_prefix: in front of every metric's name. ``mismatch/`` gives the names of the oldest dashboards.
         proximal_interpolation: decoupled, without the forward-only pass: log π_old lies between log π_rollout and log

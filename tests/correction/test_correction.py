@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.token_pass import blocks as block_pass
+from megatron_rc.correction.token_pass import dispatch
 from tests.support import correction_oracle as oracle
 from tests.support.correction_cases import CASES, ROWS, WIDTH, clear_batch, make_batch, sizes
 from tests.support.correction_comparison import assert_same, config_of, correct, pack, use_blocks
@@ -210,7 +210,7 @@ def trace_blocks(monkeypatch):
             return right(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(block_pass, "_compiled_terms", functools.cache(block_pass._compiled_terms.__wrapped__))
+    monkeypatch.setattr(dispatch, "_compiled_terms", functools.cache(dispatch._compiled_terms.__wrapped__))
     return calls
 
 

@@ -9,8 +9,8 @@ from megatron_rc import AgreedCounts, RolloutCorrectionConfig
 from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, step_fields
 from megatron_rc.correction.header_records import BatchHeader, PolicySums, Source
 from megatron_rc.correction.token_pass.expressions import ExpressionBlock
+from megatron_rc.correction.token_pass.operations import BlockTokens
 from megatron_rc.correction.token_pass.terms import block_terms, term_names
-from megatron_rc.correction.token_pass.token_block import BlockTokens
 from tests.support.correction_cases import CASES, clear_batch, sizes
 from tests.support.correction_comparison import config_of, correct
 

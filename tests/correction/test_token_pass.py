@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron_rc.correction.token_pass import blocks
+from megatron_rc.correction.token_pass import dispatch
 from tests.support.correction_cases import CASES, make_batch
 from tests.support.correction_comparison import correct, pack, use_blocks
 
@@ -15,11 +15,11 @@ def both_forms(monkeypatch, name, batch, **more):
     """(by buffers, by expressions), and that they are two."""
     used = []
     for form in ("BufferedBlock", "ExpressionBlock"):
-        right = getattr(blocks, form)
-        monkeypatch.setattr(blocks, form, lambda *given, form=form, right=right: used.append(form) or right(*given))
+        right = getattr(dispatch, form)
+        monkeypatch.setattr(dispatch, form, lambda *given, form=form, right=right: used.append(form) or right(*given))
     found = []
     for buffered in (True, False):
-        monkeypatch.setattr(blocks, "takes_buffers", lambda device, buffered=buffered: buffered)
+        monkeypatch.setattr(dispatch, "takes_buffers", lambda device, buffered=buffered: buffered)
         used.clear()
         found.append(correct(name, batch, **more))
         assert set(used) == {"BufferedBlock" if buffered else "ExpressionBlock"}
@@ -58,5 +58,5 @@ def test_both_forms_add_up_long_rows_alike(length, monkeypatch):
 
 
 def test_a_cpu_takes_buffers_and_a_gpu_expressions():
-    assert blocks.takes_buffers(torch.device("cpu"))
-    assert not blocks.takes_buffers(torch.device("cuda", 1))
+    assert dispatch.takes_buffers(torch.device("cpu"))
+    assert not dispatch.takes_buffers(torch.device("cuda", 1))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import MAX_SEQUENCE_ID, Part, Shards
-from megatron_rc.numerics import unusable
+from megatron_rc.correction.inputs import Part, Shards
+from megatron_rc.numerics import NUM_SEQUENCE_IDS, unusable
 
 _STRIDE = 2**32
 _PIECE = 2**18  # tokens of a sequence that are looked at together
@@ -28,8 +28,8 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
     """
     ids = shards.sequence_ids
     if shards.default_ids:
-        last = _LOCAL_IDS - 1 if shards.rank * _LOCAL_IDS < MAX_SEQUENCE_ID else 0
-        ids = ids.clamp(max=last) + min(shards.rank * _LOCAL_IDS, MAX_SEQUENCE_ID - 1)
+        last = _LOCAL_IDS - 1 if shards.rank * _LOCAL_IDS < NUM_SEQUENCE_IDS else 0
+        ids = ids.clamp(max=last) + min(shards.rank * _LOCAL_IDS, NUM_SEQUENCE_IDS - 1)
     keys = torch.where(bad > 0, ids.double() * _STRIDE, torch.inf)
     found = [keys.new_full((1,), torch.inf)]
     for part in shards.parts:
@@ -83,7 +83,7 @@ def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
         rank, index = divmod(sample, _LOCAL_IDS)
         where = f"sample {index} of data-parallel rank {rank} (no sequence_ids given)"
         # Sequences beyond the last key of a rank, and ranks beyond the last of all, share that last key.
-        if sample == MAX_SEQUENCE_ID - 1:
+        if sample == NUM_SEQUENCE_IDS - 1:
             where = f"a sample of data-parallel rank {rank} or a later one (give sequence_ids to know which)"
         elif index == _LOCAL_IDS - 1:
             where = f"sample {index} or a later one of data-parallel rank {rank} (give sequence_ids to know which)"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.token_pass.histogram import CodeCounter, bins_from_codes
+from megatron_rc.correction.token_pass.operations import How
 from megatron_rc.correction.token_pass.terms import HOW, BlockValues, TermNames, largest
-from megatron_rc.correction.token_pass.token_block import How
 
 _LONG_RUN = 512  # tokens: runs that may be kept until the end, a few bytes a token
 

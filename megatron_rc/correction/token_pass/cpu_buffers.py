@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.token_pass.histogram import codes_of
-from megatron_rc.correction.token_pass.token_block import MAX_RUN, BlockTokens, TokenResults, of_segments
+from megatron_rc.correction.token_pass.operations import MAX_RUN, BlockTokens, TokenResults, of_segments
 from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio
 
 _BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
@@ -48,7 +48,7 @@ class Buffers:
 
 
 class BufferedBlock:
-    """One block of tokens: a :class:`~megatron_rc.correction.token_pass.token_block.TokenBlock`.
+    """One block of tokens: a :class:`~megatron_rc.correction.token_pass.operations.TokenBlock`.
 
     ``ratio`` and every count write to ``two``; ``hold``, ``minus_one``, ``square`` and ``clamp`` to ``one``; exact
     sums, ``extremes`` and ``codes`` to both. The tests compare all of it with the expressions.

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.token_pass.histogram import codes_of
-from megatron_rc.correction.token_pass.token_block import MAX_RUN, BlockTokens, of_segments
+from megatron_rc.correction.token_pass.operations import MAX_RUN, BlockTokens, of_segments
 from megatron_rc.numerics import exp_ratio, is_log_prob
 
 
 class ExpressionBlock:
-    """One block of tokens: a :class:`~megatron_rc.correction.token_pass.token_block.TokenBlock`.
+    """One block of tokens: a :class:`~megatron_rc.correction.token_pass.operations.TokenBlock`.
 
     Args:
         tokens: of the block, [runs, run] each, or flat.

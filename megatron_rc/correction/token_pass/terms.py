@@ -7,7 +7,7 @@ batch. A block's sums are those of its runs, which are short enough for the log-
 from there on they are added up in float64, over blocks, micro-batches and ranks in any order.
 
 The pass is written once, in the operations of a :class:`TokenBlock`. ``expressions`` has them as they are written in a
-formula; ``cpu_buffers`` has them in the form that is fast on a CPU; ``blocks`` chooses.
+formula; ``cpu_buffers`` has them in the form that is fast on a CPU; ``dispatch`` chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_rc.correction.header import check_names, header_fields
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts
-from megatron_rc.correction.token_pass.token_block import BlockTokens, How, TokenBlock
+from megatron_rc.correction.token_pass.operations import BlockTokens, How, TokenBlock
 from megatron_rc.correction.weights import apply_bounds, log_bounds
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion, Need

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rc.correction.token_pass.cpu_buffers import BufferedBlock, Buffers
 from megatron_rc.correction.token_pass.expressions import ExpressionBlock
+from megatron_rc.correction.token_pass.operations import BlockTokens, TokenResults, run_length
 from megatron_rc.correction.token_pass.terms import BlockValues, TermNames, block_terms
-from megatron_rc.correction.token_pass.token_block import BlockTokens, TokenResults, run_length
 from megatron_rc.parallel.blocks import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
