@@ -49,9 +49,9 @@ def masked_loss(
     Raises:
         ValueError: a tensor that the mode or the objective needs is missing, or the scale is of another correction.
     """
-    step = scale.step
+    step = scale.step if isinstance(scale, LossScale) else None
     if step is None:
-        raise ValueError("scale has no step: take it from plan.loss_scale()")
+        raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
     found = correction.corrected(micro_batch, log_probs, step)
     per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
     total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.lengths, micro_batch.layout)

@@ -170,7 +170,7 @@ def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGro
         raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
     train = _listed("train_log_probs", inputs.train_log_probs, is_list, len(masks))
     rollout = _listed("rollout_log_probs", inputs.rollout_log_probs, is_list, len(masks))
-    layouts = _layouts(inputs.layout, masks, is_list, groups)
+    layouts = layouts_of(inputs.layout, masks, is_list, groups)
     for tensors in zip(masks, layouts, train, rollout, strict=True):
         _check_tokens(*tensors)
         _check_cut(tensors[1], groups)
@@ -205,6 +205,9 @@ def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGro
 
 def check_counts(counts: AgreedCounts) -> None:
     """Raise ValueError for counts that cannot be."""
+    for name, value in vars(counts).items():
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} must be a whole number")
     if counts.num_mini_batches < 1:
         raise ValueError(f"num_mini_batches={counts.num_mini_batches} must be at least 1")
     if counts.num_groups is not None and counts.num_groups < 1:
@@ -228,6 +231,10 @@ def _check_pairs(inputs: PlanInputs, counts: AgreedCounts) -> None:
 
 def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:
     """One value for each micro-batch, given as a list or, for a single one, as it is."""
+    if not isinstance(value, (Tensor, SequenceLayout, list, tuple)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}: expected a torch.Tensor, or a list with one a micro-batch"
+        )
     if is_list != isinstance(value, (list, tuple)):
         raise ValueError(
             f"{name} is a {type(value).__name__}: give one tensor for everything, or a list with one a micro-batch for "
@@ -239,9 +246,10 @@ def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None)
     return values
 
 
-def _layouts(
+def layouts_of(
     value: Layouts | None, masks: Sequence[Tensor], is_list: bool, groups: ParallelGroups | None
 ) -> list[SequenceLayout]:
+    """The layout of each micro-batch; without one, padded rows cut as ``groups.cp`` says."""
     if value is not None:
         return _listed("layout", value, is_list, len(masks))
     cp = None if groups is None else groups.cp

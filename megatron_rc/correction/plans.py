@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, layouts_of
+from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 _MOST_TOKENS = 2**31  # Megatron counts them in int32
@@ -138,6 +142,29 @@ class Plan(ABC):
             step=step,
         )
 
+    def micro_batches(self, inputs: PlanInputs) -> list[MicroBatch]:
+        """What the loss of each micro-batch needs, of what the plan was given and of what it found; on the last stage.
+
+        Args:
+            inputs: those of the plan, in lists with one entry a micro-batch (or of a single one).
+
+        Raises:
+            ValueError: there are no advantages.
+        """
+        if inputs.advantages is None:
+            raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")
+        masks = _one_each(inputs.response_mask, 1)
+        is_list, number = not isinstance(inputs.response_mask, Tensor), len(masks)
+        layouts = layouts_of(inputs.layout, masks, is_list, self.groups)
+        names = ("rollout_log_probs", "advantages", "sequence_ids", "policy_versions")
+        columns = {name: _one_each(getattr(inputs, name), number) for name in names}
+        columns |= {"layout": layouts, "response_mask": masks} | self._found(inputs, layouts)
+        return [MicroBatch(**{name: column[index] for name, column in columns.items()}) for index in range(number)]
+
+    def _found(self, inputs: PlanInputs, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+        """What the plan has found of each micro-batch, by the names of MicroBatch's fields."""
+        return {}
+
     def step(self, mini_batch: int | None = None) -> PlannedStep:
         """The optimizer step of a mini-batch, which may be left out where there is one.
 
@@ -222,6 +249,17 @@ class DecoupledPlan(TrainingResult, Plan):
         )
         self.loss, self.groups, self.agreed = loss, groups, agreed
 
+    def _found(self, inputs: PlanInputs, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+        number = len(layouts)
+        if self.sequence_lengths is None:
+            raise ValueError("micro_batches() on a pipeline stage without log-probs: the loss is on the last one")
+        return {
+            "old_log_probs": _one_each(inputs.train_log_probs, number),
+            "weights": _one_each(self.weights, number),
+            "mask": _one_each(self.mask, number),
+            "lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
+        }
+
     @property
     def counted(self) -> Tensor:
         """See :class:`Plan`."""
@@ -277,3 +315,8 @@ class InLossPlan(Plan):
     def bad_ids(self) -> Tensor:
         """0-D float64: mini-batch ids that were out of range."""
         return torch.zeros(()) if self.counts is None else self.counts[0, 3]
+
+
+def _one_each(value: Any, number: int) -> list[Any]:
+    """The entries of a list; else the value for each."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * number

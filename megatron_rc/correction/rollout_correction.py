@@ -74,6 +74,11 @@ class RolloutCorrection:
         allow_zero_log_probs: bool = False,
         compile: bool = False,
     ) -> None:
+        if not isinstance(groups, ParallelGroups):
+            raise ValueError(
+                f"groups is a {type(groups).__name__}: pass ParallelGroups.from_megatron(), or ParallelGroups() where "
+                "nothing is split"
+            )
         self.config = config
         self.groups = groups
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)

@@ -349,6 +349,40 @@ def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):
         masked_loss(training.correction, micro_batch, training.model(range(2)), None, scale)
 
 
+def test_what_is_no_scale_no_group_and_no_tensor_is_named():
+    training = Training("decoupled")
+    micro_batch = training.micro_batch(training.planned(), range(2))
+    with pytest.raises(ValueError, match=r"scale is None: take it from plan\.loss_scale"):
+        masked_loss(training.correction, micro_batch, training.model(range(2)), None, None)
+    with pytest.raises(ValueError, match=r"groups is a NoneType: pass ParallelGroups"):
+        RolloutCorrection(training.correction.config, None, loss=PolicyLossConfig())
+    with pytest.raises(ValueError, match=r"response_mask is a NoneType: expected a torch\.Tensor"):
+        correct_rollouts(training.old, training.rollout, None, training.correction.config)
+    with pytest.raises(ValueError, match=r"num_mini_batches=2\.5 must be a whole number"):
+        training.correction.plan(PlanInputs(training.old, training.rollout, training.mask), num_mini_batches=2.5)
+
+
+def test_the_plan_makes_the_micro_batches():
+    for mode in MODES:
+        training = Training(mode)
+        whole = training.planned()
+        rows = [slice(start, start + 2) for start in range(0, ROWS, 2)]
+        old = None if mode == "bypass" else [training.old[row] for row in rows]
+        tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))
+        advantages = [training.advantages[row] for row in rows]
+        ids = [torch.full((2,), index // 2) for index in range(4)]
+        inputs = PlanInputs(old, *tensors, advantages=advantages, mini_batch_ids=ids)
+        found = training.correction.plan(inputs, num_mini_batches=2).micro_batches(inputs)
+        assert len(found) == 4
+        for index, micro_batch in enumerate(found):
+            known = training.micro_batch(whole, range(2 * index, 2 * index + 2))
+            for name, value in vars(known).items():
+                got = getattr(micro_batch, name)
+                assert torch.equal(got, value) if isinstance(value, torch.Tensor) else type(got) is type(value), name
+        with pytest.raises(ValueError, match="advantages are missing"):
+            whole.micro_batches(dataclasses.replace(inputs, advantages=None))
+
+
 # A step without weights
 
 
