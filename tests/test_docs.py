@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.token_pass.histogram import QUANTILES
+from megatron_rc.correction.histogram import QUANTILES
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups

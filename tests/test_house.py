@@ -116,6 +116,26 @@ def test_no_import_goes_in_a_circle():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+FOLDERS = sorted(name for name, path in modules().items() if path.name == "__init__.py" and "." in name)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_is_one_piece(folder):
+    """Nothing that a folder imports imports the folder in turn, through whatever modules."""
+
+    def piece(module: str) -> str:
+        return folder if module == folder or module.startswith(f"{folder}.") else module
+
+    joined: dict[str, set[str]] = {}
+    for module, imported in graph().items():
+        joined.setdefault(piece(module), set()).update(piece(name) for name in imported)
+    joined[folder].discard(folder)
+    try:
+        list(TopologicalSorter(joined).static_order())
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
 def test_a_circle_is_found():
     with pytest.raises(CycleError):
         list(TopologicalSorter({"a": {"b"}, "b": {"c"}, "c": {"a"}}).static_order())

@@ -33,8 +33,8 @@ from megatron_rc.correction.header_records import (
     TokenWeights,
     VetoSums,
 )
+from megatron_rc.correction.histogram import NUM_BINS, Histogram
 from megatron_rc.correction.inputs import AgreedCounts
-from megatron_rc.correction.token_pass.histogram import NUM_BINS, Histogram
 from megatron_rc.loss.metrics import MAXIMA, SUMS
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rc.correction.token_pass.histogram import Histogram
+from megatron_rc.correction.histogram import Histogram
 
 
 class Source(Enum):

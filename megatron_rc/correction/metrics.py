@@ -17,7 +17,7 @@ from megatron_rc.correction.header_records import (
     TokenWeights,
     WeightSums,
 )
-from megatron_rc.correction.token_pass.histogram import quantiles
+from megatron_rc.correction.histogram import quantiles
 from megatron_rc.numerics import EXP_LIMIT, NORMALIZE_LIMIT
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.token_pass.histogram import (
+from megatron_rc.correction.histogram import (
     NUM_BINS,
     NUM_CODES,
     QUANTILES,

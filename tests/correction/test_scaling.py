@@ -6,6 +6,7 @@ a program.
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -15,6 +16,9 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
+from megatron_rc.correction.header import LENGTH_BUCKETS
+from megatron_rc.correction.histogram import NUM_BINS
+from megatron_rc.settings.criteria import CRITERIA
 from tests.support.paths import ROOT
 
 SMALL, LARGE = LAYOUTS[2], LAYOUTS[3]
@@ -154,6 +158,17 @@ def test_the_document_has_the_formulas_of_every_trace(traces, document):
 def test_the_document_has_the_bytes_that_follow(document, name):
     table = scaling.table_of_bytes(scaling.read_formulas(document), name, LAYOUTS)
     assert table in document, "the tables of bytes: python benchmarks/scaling.py"
+
+
+def test_the_document_says_what_the_constants_are_made_of(document):
+    text = " ".join(document.split())
+    (every,) = re.findall(r"^\| all criteria.*", document, flags=re.MULTILINE)
+    sums, maxima = (re.search(rf"{kind} cp: (\d+) n", every).group(1) for kind in ("SUM", "MAX"))
+    assert f"up to {sums} sums and {maxima} maxima with all {len(CRITERIA)} criteria at once" in text
+    assert f"{NUM_BINS} are the bins of the histogram of log ρ" in text
+    assert f"{2 * LENGTH_BUCKETS} the breakdown by length" in text
+    (constant,) = re.findall(r"^\| token IS \|.*?SUM dp_cp: (\d+)", document, flags=re.MULTILINE)
+    assert f"an all-reduce of {8 * int(constant) / 1000:.0f} kB" in text
 
 
 def test_no_collective_in_a_group_of_one(document):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.token_pass.histogram import codes_of
+from megatron_rc.correction.histogram import codes_of
 from megatron_rc.correction.token_pass.operations import MAX_RUN, BlockTokens, TokenResults, of_segments
 from megatron_rc.numerics import POSITIVE_LIMIT, exp_ratio
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.token_pass.histogram import codes_of
+from megatron_rc.correction.histogram import codes_of
 from megatron_rc.correction.token_pass.operations import MAX_RUN, BlockTokens, of_segments
 from megatron_rc.numerics import exp_ratio, is_log_prob
 
