@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -206,7 +207,7 @@ def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGro
 def check_counts(counts: AgreedCounts) -> None:
     """Raise ValueError for counts that cannot be."""
     for name, value in vars(counts).items():
-        if value is not None and not isinstance(value, int):
+        if value is not None and not isinstance(value, numbers.Integral):
             raise ValueError(f"{name}={value!r} must be a whole number")
     if counts.num_mini_batches < 1:
         raise ValueError(f"num_mini_batches={counts.num_mini_batches} must be at least 1")
