@@ -1,4 +1,7 @@
-"""Numbers that every part agrees on: which log-probs can be used, the limits of exp, and the divergences k1, k2, k3."""
+"""Numbers that every part agrees on: which log-probs can be used, the limits of exp, and the divergences k1, k2, k3.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The masked loss on its way into Megatron's pipeline schedule, and the gradients on their way out of it."""
+"""The masked loss on its way into Megatron's pipeline schedule, and the gradients on their way out of it.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """The documents say what the code does: every metric is named in docs/metrics.md, and README's examples run."""
 
 import ast
+import dataclasses
 import functools
 import importlib
 import itertools
 import pkgutil
 import re
+import textwrap
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from megatron_rc.correction.histogram import QUANTILES
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.settings.criteria import CRITERIA
+from megatron_rc.settings import bounds, criterion
+from megatron_rc.settings.criteria import CRITERIA, K1
+from tests.correction.test_added_criterion import SEQ_MIN
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import correct
 from tests.support.paths import LINKED, ROOT
@@ -312,3 +316,26 @@ def test_readme_carries_the_sums_by_itself():
 
 def test_every_example_is_run():
     assert len(examples()) == 5
+
+
+def test_the_records_page_runs(tmp_path, monkeypatch):
+    (block,) = examples(ROOT / "docs" / "rollouts.md")
+    monkeypatch.chdir(tmp_path)
+    found = {"batch": recorded_batch(0)}
+    exec(compile(block, "docs/rollouts.md", "exec"), found)
+    assert found["batch"].num_sequences == 2 + found["other"].num_sequences
+
+
+def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^    define\(\n(?:    .*\n)+", text, flags=re.MULTILINE)
+    found = []
+    exec(textwrap.dedent(block), {"define": found.append, **vars(criterion), **vars(bounds), "K1": K1})
+    for field in dataclasses.fields(SEQ_MIN):
+        if field.name != "statistic":
+            assert getattr(found[0], field.name) == getattr(SEQ_MIN, field.name)
+
+
+@pytest.mark.parametrize("package", ["settings", "correction", "correction/token_pass", "loss"])
+def test_packages_point_to_the_words(package):
+    assert "docs/design.md" in (ROOT / "megatron_rc" / package / "__init__.py").read_text(encoding="utf-8")

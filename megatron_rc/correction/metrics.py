@@ -1,4 +1,7 @@
-"""Metrics from sums over the whole batch: a mean is a quotient of two sums, never a mean of means."""
+"""Metrics from sums over the whole batch: a mean is a quotient of two sums, never a mean of means.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a plan knows of a rollout batch before its optimizer steps, and the factors of each step that follow from it."""
+"""What a plan knows of a rollout batch before its optimizer steps, and the factors of each step that follow from it.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a correction gives: weights and mask of the local tokens, and what is known of the whole batch."""
+"""What a correction gives: weights and mask of the local tokens, and what is known of the whole batch.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

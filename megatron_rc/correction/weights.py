@@ -1,4 +1,7 @@
-"""Importance weights from log-ratios: w = exp(log ρ) of a token, a sequence or its geometric mean, then bounded."""
+"""Importance weights from log-ratios: w = exp(log ρ) of a token, a sequence or its geometric mean, then bounded.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How per-token losses become one number: a sum inside, one global denominator outside."""
+"""How per-token losses become one number: a sum inside, one global denominator outside.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 To add one, define it at the end. Everything else asks the object: the flags and their errors, the config, the loss, the
 metrics and the words.
+
+``docs/design.md`` begins with the words and symbols that are used here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Every setting of the correction, and what follows from the settings together."""
+"""Every setting of the correction, and what follows from the settings together.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
 
 from __future__ import annotations
 
