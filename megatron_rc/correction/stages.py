@@ -46,10 +46,11 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 @dataclass(frozen=True)
 class AcceptedTokens:
-    """The verdicts on whole sequences and tokens: all that a loss needs.
+    """The verdicts on whole sequences, and the tokens that they are about: all that a loss needs.
 
     Attributes:
-        local: of the first pass; ``kept`` is by now the accepted mask m'.
+        local: of the first pass. After :func:`accept` its ``kept`` is the accepted mask m'; after :func:`judge` it is
+            as it was.
         sequences: what is known of whole sequences, reduced over ``cp``.
         named: the same by name, [n] float64 each.
         verdicts: on whole sequences.
@@ -129,7 +130,7 @@ def accept(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> Ac
 
 
 def judge(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> AcceptedTokens:
-    """The verdicts on whole sequences; ``kept`` stays as it is."""
+    """The verdicts on whole sequences alone, for tokens whose accepted mask is known already."""
     named = local.named(sequences)
     verdicts = decide(named, local.shards, local.config, None if prompts is None else prompts[0])
     return AcceptedTokens(local, sequences, named, verdicts)

@@ -131,7 +131,10 @@ def _problems(objective: Objective) -> list[str]:
     ):
         if any((flag is not None) != has for flag in flags):
             return [f"{given}={has} does not agree with what loss says of clipped tokens"]
-    return []
+        if any(flag is not None and (flag.dtype != torch.bool or flag.shape != (3,)) for flag in flags):
+            return ["what loss says of clipped tokens must be bool, one a token"]
+    (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    return [] if found.loss.isfinite().all() and gradient.isfinite().all() else ["loss and gradient must be finite"]
 
 
 def _ppo_clip(terms: TokenTerms) -> TokenLoss:

@@ -101,6 +101,7 @@ def _max_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
     return lambda values: values.max(divergence)
 
 
+# Schulman's k1 is -log ρ. Tested is log ρ, so that the bounds are on ρ; metrics describe -log ρ, as verl's.
 K1 = Divergence("k1", "log ρ", of=None, least=-math.inf)
 K2 = Divergence("k2", "k2 = ½(log ρ)²", of=k2, least=0.0)
 K3 = Divergence("k3", "k3 = ρ - 1 - log ρ", of=k3, least=0.0)

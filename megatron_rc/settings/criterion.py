@@ -23,12 +23,19 @@ class Divergence:
         words: what x is.
         of: x from log ρ, elementwise, in float64; 0 where log ρ is 0. None: log ρ itself.
         least: the smallest value that x can take.
+
+    Raises:
+        ValueError: at definition: what ``of`` gives is not what is said of it.
     """
 
     name: str
     words: str
     of: Callable[[Tensor], Tensor] | None
     least: float
+
+    def __post_init__(self) -> None:
+        for problem in _problems_of_divergence(self):
+            raise ValueError(f"divergence {self.name!r}: {problem}")
 
 
 class Need(NamedTuple):
@@ -129,8 +136,25 @@ class Criterion:
         return " ".join(filter(None, (self.words, self.bounds.words(self.lower, self.upper), f"({self.name})")))
 
 
+def _problems_of_divergence(divergence: Divergence) -> list[str]:
+    """What a few values of log ρ show."""
+    if not isinstance(divergence.name, str) or not divergence.name or not divergence.words:
+        return ["name and words must be given"]
+    if divergence.of is None:
+        return [] if divergence.least == -math.inf else ["log ρ itself has no smallest value: least must be -inf"]
+    if not callable(divergence.of) or not isinstance(divergence.least, (int, float)):
+        return ["of must be a function of log ρ, and least a number"]
+    log_ratio = torch.tensor([-50.0, -1.0, -0.1, 0.0, 0.1, 1.0, 50.0], dtype=torch.float64)
+    values = divergence.of(log_ratio)
+    if not isinstance(values, Tensor) or values.shape != log_ratio.shape or values.dtype != torch.float64:
+        return ["of must give one float64 number for each log ρ"]
+    if not values.isfinite().all() or values[3] != 0:
+        return ["of must be finite, and 0 where log ρ is 0"]
+    return [f"of gives {values.min().item():g}, below least"] if values.min() < divergence.least else []
+
+
 class _Probe:
-    """Stands for two sequences, to find what a statistic asks for."""
+    """Stands for two sequences, to find what a statistic asks for; each answer has other numbers."""
 
     def __init__(self) -> None:
         self.asked: set[object] = set()
@@ -138,7 +162,8 @@ class _Probe:
 
     def _answer(self, key: object) -> Tensor:
         self.asked.add(key)
-        return torch.ones(2, dtype=torch.float64)
+        count = len(self.asked)
+        return torch.tensor([1 + 0.7 * count, 2 + 0.3 * count**2], dtype=torch.float64)
 
     @property
     def num_lost(self) -> Tensor:
@@ -162,6 +187,10 @@ def _problems(criterion: Criterion) -> list[str]:
         return [f"unit={criterion.unit!r} must be token, sequence or prompt"]
     if not criterion.words or not isinstance(criterion.bounds, Bounds) or not callable(criterion.statistic):
         return ["words, bounds and statistic must all be given"]
+    if not isinstance(criterion.needs, tuple) or any(not isinstance(need, Need) for need in criterion.needs):
+        return [f"needs={criterion.needs!r} must be a tuple of Need"]
+    if any(need.how not in ("sum", "max", "min") for need in criterion.needs):
+        return ["a need is a sum, max or min"]
     found = []
     if (criterion.unit == "token") != (criterion.tested is not None):
         found.append("tested, the number of a token, is given for the unit token and for no other")
@@ -183,6 +212,8 @@ def _problems_of_statistic(criterion: Criterion) -> list[str]:
     if probe.asked != needed:
         names = [f"{need.how} of {need.divergence.name}" for need in criterion.needs]
         return [f"statistic does not use just what needs and follows_others say: {', '.join(names) or 'nothing'}"]
+    if not value.isfinite().all() or value[0] == value[1]:
+        return ["statistic must be finite, and differ between sequences that differ"]
     if criterion.follows_others and criterion.unit != "prompt":
         return ["follows_others is for the unit prompt"]
     return []

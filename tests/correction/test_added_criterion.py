@@ -1,6 +1,7 @@
 """A criterion that is added as CONTRIBUTING says: one object. Everything else follows, on every layout."""
 
 import argparse
+import dataclasses
 import math
 
 import pytest
@@ -255,6 +256,11 @@ def test_an_incomplete_one_cannot_be_defined(missing):
         ({"needs": ()}, "does not use just what needs"),
         ({"needs": (Need("max", K3),)}, "does not use just what needs .*: max of k3"),
         ({"needs": (Need("sum", K3), Need("min", K1))}, "does not use just what needs"),
+        ({"needs": "sum k3"}, "must be a tuple of Need"),
+        ({"needs": (("sum", K3),)}, "must be a tuple of Need"),
+        ({"needs": (Need("mean", K3),)}, "a need is a sum, max or min"),
+        ({"statistic": lambda values: values.sum(K3) * 0}, "differ between sequences that differ"),
+        ({"statistic": lambda values: values.sum(K3) / 0}, "must be finite"),
         ({"statistic": lambda values: values.sum(K3).sum()}, "one float64 number for each sequence"),
         ({"statistic": lambda values: values.sum(K3).float()}, "one float64 number for each sequence"),
         ({"follows_others": True}, "does not use just what needs and follows_others say"),
@@ -264,6 +270,26 @@ def test_one_that_does_not_fit_together_cannot_be_defined(changed, message):
     Criterion(**SOUND)
     with pytest.raises(ValueError, match=f"criterion '.*{message}"):
         Criterion(**SOUND | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"words": ""}, "name and words must be given"),
+        ({"of": "abs"}, "must be a function"),
+        ({"least": None}, "and least a number"),
+        ({"least": 0.5}, "of gives 0, below least"),
+        ({"of": lambda x: x}, "of gives -50, below least"),
+        ({"of": torch.exp}, "0 where log ρ is 0"),
+        ({"of": lambda x: x / 0}, "must be finite"),
+        ({"of": lambda x: x.abs().sum()}, "one float64 number for each"),
+        ({"of": lambda x: x.abs().float()}, "one float64 number for each"),
+        ({"of": None}, "least must be -inf"),
+    ],
+)
+def test_a_divergence_that_is_not_what_it_says_cannot_be_defined(changed, message):
+    with pytest.raises(ValueError, match=f"divergence 'distance': .*{message}"):
+        dataclasses.replace(DISTANCE, **changed)
 
 
 def test_a_name_stands_for_one_criterion_and_one_divergence():
