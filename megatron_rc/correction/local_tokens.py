@@ -19,7 +19,7 @@ from megatron_rc.correction.token_pass.terms import Sums, term_names
 from megatron_rc.correction.weights import bounded_weights
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.blocks import Block
-from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 Pair = tuple[Tensor, Tensor]
 # Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
@@ -73,8 +73,9 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         compile: run the pass over padded tokens through ``torch.compile``.
 
     Raises:
-        ValueError: a criterion needs advantages or group ids that are not there.
+        ValueError: a criterion needs advantages or group ids that are not there, or ``config`` is no config.
     """
+    check_config(config)
     _check_needs(shards, config)
     weights: list[Tensor] | None = None
     if config.rollout_is is not None:

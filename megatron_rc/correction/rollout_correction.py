@@ -35,7 +35,7 @@ from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
-from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 
 class RolloutCorrection:
@@ -74,6 +74,7 @@ class RolloutCorrection:
         allow_zero_log_probs: bool = False,
         compile: bool = False,
     ) -> None:
+        check_config(config)
         if not isinstance(groups, ParallelGroups):
             raise ValueError(
                 f"groups is a {type(groups).__name__}: pass ParallelGroups.from_megatron(), or ParallelGroups() where "

@@ -160,7 +160,9 @@ def _number(field: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{field}={text!r} is not a number") from None
+        raise ValueError(
+            f"{field}={text!r} is not a number: give digits, such as 2.0, or 0.5_2.0 for two bounds"
+        ) from None
     if "_" in text:  # float() takes 0_5 for 5; here an underscore separates bounds
         raise ValueError(f"{field}={text!r} must be one number, not a pair")
     return value

@@ -14,7 +14,7 @@ from megatron_rc.settings.bounds import one_of, weight_bounds
 from megatron_rc.settings.consistency import check_together, check_values
 from megatron_rc.settings.criteria import parse_criteria
 from megatron_rc.settings.description import describe
-from megatron_rc.settings.dialects import translate
+from megatron_rc.settings.dialects import known_elsewhere, translate
 from megatron_rc.settings.fields import FIELDS, CorrectionFields
 from megatron_rc.settings.files import read_fields
 from megatron_rc.settings.presets import PRESETS, RELEASES, Presets
@@ -73,8 +73,10 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
                 would have ignored is dropped, and ``notes`` (also logged) say so.
 
         Raises:
-            ValueError: an unknown field or dialect, or a value that a field does not take.
+            ValueError: an unknown field or dialect, or a value that a field does not take; or ``fields`` is no mapping.
         """
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name")
         if dialect != "megatron_rc":
             own, notes = translate(fields, dialect)
             for note in notes:
@@ -83,7 +85,9 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         known = (*FIELDS, "use_policy_gradient")
         for name in fields:
             if name not in known:
-                raise ValueError(f"unknown field {name!r} of the rollout correction: known are {', '.join(known)}")
+                raise ValueError(
+                    f"unknown field {name!r} of the rollout correction{known_elsewhere(name, dialect, known)}"
+                )
         return cls(**fields)
 
     @classmethod
@@ -91,8 +95,7 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         """A config from a YAML file of fields by name; ``dialect`` as in :meth:`from_dict`.
 
         Raises:
-            ValueError: the file holds no mapping, or a field is wrong.
-            OSError: the file cannot be read.
+            ValueError: the file cannot be read or holds no mapping, or a field is wrong.
         """
         return cls.from_dict(read_fields(Path(path)), dialect)
 
@@ -115,6 +118,20 @@ def _restored(
     kind: type[RolloutCorrectionConfig], fields: dict[str, Any], notes: tuple[str, ...]
 ) -> RolloutCorrectionConfig:
     return kind(**fields, notes=notes)
+
+
+def check_config(config: object) -> None:
+    """Raise ValueError, with what to pass instead, for anything but a :class:`RolloutCorrectionConfig`."""
+    if isinstance(config, RolloutCorrectionConfig):
+        return
+    remedy = "a RolloutCorrectionConfig, for example RolloutCorrectionConfig.decoupled_token_is()"
+    if isinstance(config, Mapping):
+        remedy = "RolloutCorrectionConfig.from_dict(...)"
+    elif isinstance(config, (str, Path)):
+        remedy = "RolloutCorrectionConfig.from_yaml(...)"
+        if config in PRESETS:
+            remedy = f"the preset as RolloutCorrectionConfig.{config}()"
+    raise ValueError(f"config is a {type(config).__name__}: pass {remedy}")
 
 
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:

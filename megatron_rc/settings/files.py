@@ -14,19 +14,29 @@ def read_fields(path: Path) -> dict[str, Any]:
     """The fields of a file.
 
     Raises:
-        ValueError: the file holds no mapping.
-        OSError: the file cannot be read.
+        ValueError: no such file, no text, or no mapping; names the path and the remedy.
     """
     import yaml
 
-    text = path.read_text(encoding="utf-8")
+    text = _read_text(path)
     try:
         fields, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: expected lines of `field: value`, got {type(fields).__name__}")
+        got = "an empty file" if fields is None else type(fields).__name__
+        raise ValueError(f"{path}: expected lines of `field: value`, got {got}")
     return _as_written(fields, written)
+
+
+def _read_text(path: Path) -> str:
+    remedy = "name a YAML file with lines of `field: value`"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {remedy}") from error
 
 
 def _as_written(fields: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,8 +191,6 @@ def _from_file(path: str, dialect: str | None) -> RolloutCorrectionConfig:
     own = RolloutCorrectionConfig.from_yaml
     try:
         return _named(lambda: own(path, dialect or "megatron_rc"), lambda _: f"{_FILE} {path}")
-    except OSError as error:
-        raise ValueError(f"{_FILE} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         if dialect is None and "unknown field" in str(error):
             raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error

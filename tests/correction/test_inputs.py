@@ -80,6 +80,23 @@ def test_wrong_shapes_and_dtypes_are_errors_at_once(change, message):
 
 
 @pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rollout_is": "token"}, r"config is a dict: pass RolloutCorrectionConfig.from_dict\(...\)"),
+        ("decoupled_token_is", r"config is a str: pass the preset as RolloutCorrectionConfig.decoupled_token_is\(\)"),
+        ("my_run.yaml", r"config is a str: pass RolloutCorrectionConfig.from_yaml\(...\)"),
+        (None, "config is a NoneType: pass a RolloutCorrectionConfig, for example"),
+        (RolloutCorrectionConfig, "config is a type: pass a RolloutCorrectionConfig, for example"),
+    ],
+)
+def test_what_is_no_config_is_an_error_that_says_what_to_pass(config, message):
+    with pytest.raises(ValueError, match=message):
+        correct_rollouts(**arguments(), config=config)
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [("groups", "needs the prompt of each sequence: pass group_ids"), ("sequence icepop", "opsm needs advantages")],
 )
@@ -124,6 +141,9 @@ def test_versions_of_tokens_are_checked_too():
         result.check()
 
 
+_KINDS = {"nan": "NaN", "inf": "infinite", "-inf": "infinite", "0.0002": "positive"}
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e-4])
 @pytest.mark.parametrize("policy", ["train_log_probs", "rollout_log_probs"])
 def test_the_lowest_bad_token_is_named(policy, value):
@@ -135,7 +155,9 @@ def test_the_lowest_bad_token_is_named(policy, value):
     result = correct_rollouts(**given, config=config_of("token"), sequence_ids=ids)
     name = "training" if policy[0] == "t" else "rollout"
     with pytest.raises(
-        ValueError, match=rf"the {name} log-prob of sample 2, position 0 .* \(3 such tokens in the batch\)"
+        ValueError,
+        match=rf"the {name} log-prob of sample 2, position 0 is {_KINDS[str(value)]} \(.* positive log-probs: 3\): "
+        r"repair .*, or set bad_log_probs=reject_token",
     ):
         result.check()
 
@@ -326,4 +348,4 @@ def test_views_and_mixed_dtypes_are_read_as_they_are():
     ],
 )
 def test_a_key_that_several_samples_share_says_so(sample, words):
-    assert words in describe_bad_token(sample * 2.0**32 + 6, 1, default_ids=True)
+    assert words in describe_bad_token(sample * 2.0**32 + 8 * 3, 1, default_ids=True)

@@ -254,9 +254,9 @@ def test_a_bad_token_on_one_rank_is_the_same_error_on_all(ranks, policy, value):
     """Rank 3 is CP rank 1 of replica 1: its sixth local token is position 9 of the sequence with id 10."""
     messages = ranks.run(check_bad_token, Layout(cp=2, dp=2), policy, value, True)
     assert set(messages) == {messages[0]}
-    assert messages[0].startswith(
-        f"the {policy} log-prob of sample 10, position 9 is NaN, infinite or positive (1 such"
-    )
+    kind = "NaN" if math.isnan(value) else "infinite" if math.isinf(value) else "positive"
+    assert messages[0].startswith(f"the {policy} log-prob of sample 10, position 9 is {kind} (tokens of the batch with")
+    assert "positive log-probs: 1)" in messages[0]
 
 
 def test_without_ids_the_error_names_the_replica(ranks):

@@ -132,7 +132,7 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2"}, "must be a finite positive number"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_2"}, "'a' is not a number"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_2"}, "'a' is not a number: give digits, such as 2.0"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2"}, "token_k3 takes one upper bound, in nats"),
         ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 bounds for 2 criteria"),
         ({"rollout_rs": "opsm", "rollout_rs_threshold": -0.1}, "opsm takes one number, 0 or more"),
@@ -497,7 +497,10 @@ def test_flags_over_a_launch_file_that_cannot_work_are_named(file, line, message
             "--rollout-is-threshold: rollout_is_threshold='0.5_5.0' has a lower bound that",
         ),
         ("--rollout-correction-preset disabled --rollout-correction-config x.yaml", "contradict: give one of them"),
-        ("--rollout-correction-config x/none.yaml", "--rollout-correction-config x/none.yaml cannot be read: No such"),
+        (
+            "--rollout-correction-config x/none.yaml",
+            "--rollout-correction-config x/none.yaml: x/none.yaml cannot be read: No such",
+        ),
         ("--rl-importance-sampling-truncation-coef 2", "does nothing without --rl-inference-logprobs-is-correction"),
         (
             "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef -2",
@@ -563,6 +566,38 @@ def test_files_that_are_wrong_are_named(tmp_path):
     (tmp_path / "field.yaml").write_text("rollout: token\n")
     with pytest.raises(ValueError, match=r"--rollout-correction-config .*field.yaml: unknown field 'rollout'"):
         from_flags("--rollout-correction-config", str(tmp_path / "field.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory; name a YAML file with lines of `field: value`"),
+        ("directory", "cannot be read: Is a directory; name a YAML file"),
+        (b"rollout_is: \xff\xfe", "is no text: name a YAML file with lines of `field: value`"),
+        (b"", "expected lines of `field: value`, got an empty file"),
+    ],
+)
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_a_path_that_is_no_file_of_fields_is_named(tmp_path, content, message, by_flag):
+    path = tmp_path / "fields.yaml"
+    if content == "directory":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}:? {re.escape(message)}"):
+        from_flags("--rollout-correction-config", str(path)) if by_flag else RolloutCorrectionConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize("dialect", ["megatron_rc", "verl"])
+@pytest.mark.parametrize("fields", [None, "rollout_is", [("rollout_is", "token")]])
+def test_fields_that_are_no_mapping_are_refused(fields, dialect):
+    with pytest.raises(ValueError, match=f"fields is a {type(fields).__name__}: pass a dict"):
+        RolloutCorrectionConfig.from_dict(fields, dialect)
+
+
+def test_weights_are_on_where_only_a_criterion_is_given():
+    """As README says of the default."""
+    assert RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0).rollout_is == "sequence"
 
 
 VERL = """algorithm:

@@ -604,6 +604,13 @@ def test_that_rejection_is_nemo_rls():
             )
             for dialect in DIALECTS
         ),
+        ("verl", {"use_tis": True}, "'use_tis', a name of slime: read these settings with dialect='slime'"),
+        ("slime", {"loss_fn": {}}, "'loss_fn', a name of nemo-rl: read these settings with dialect='nemo-rl'"),
+        ("verl", {"rollout_is_level": "token"}, "a name of verl-2025-10: read these settings with"),
+        ("nemo-rl", {"bad_log_probs": "error"}, "a name of megatron_rc: read these settings with"),
+        ("megatron_rc", {"use_tis": True}, "'use_tis' .*, a name of slime: read these settings with dialect='slime'"),
+        ("megatron_rc", {"algorithm": {}}, "a name of verl and verl-2025-11 and verl-2025-10: read"),
+        ("slime", {3: True}, "unknown setting '3': known are use_tis"),
         ("verl", {"use_policy_gradient": True}, "unknown setting 'use_policy_gradient'"),
         ("verl", {"rollout_token_veto_threshold": 1e-4}, "unknown setting 'rollout_token_veto_threshold'"),
         ("verl", {"rollout_correction": 3}, "rollout_correction=3 must hold settings"),

@@ -1,8 +1,8 @@
 """The first log-prob that cannot be used, found without looking at the host, and named alike on every rank.
 
-A token's key is id · 2³² + 2 · position + policy, exact in float64 with ids below 2²¹; the smallest key of all ranks
-wins. Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper
-bits.
+A token's key is id · 2³² + 8 · position + 4 · policy + kind; the kind says what the log-prob is: NaN, infinite or
+positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in float64; the smallest one of all ranks wins.
+Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron_rc.correction.inputs import Part, Shards
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, unusable
 
 _STRIDE = 2**32
+_KINDS = ("NaN", "infinite", "positive")
 _PIECE = 2**18  # tokens of a sequence that are looked at together
 _LOCAL_IDS = 2**11  # sequences that a rank can tell apart where none has an id
 
@@ -41,7 +42,7 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
 
 
 def _first_of_sequence(part: Part, sequence: Tensor, dtype: torch.dtype) -> Tensor:
-    """[1] float64: 2 · position + policy of the first unusable local token of one sequence; +inf without one."""
+    """[1] float64: the key, but for the id, of the first unusable local token of one sequence; +inf without one."""
     longest = max(part.layout.full_lengths) // part.layout.cp_size
     pieces = range(0, longest, _PIECE)
     return torch.cat(
@@ -52,13 +53,17 @@ def _first_of_sequence(part: Part, sequence: Tensor, dtype: torch.dtype) -> Tens
 def _first_of_piece(part: Part, sequence: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """The lowest key among the local tokens ``start`` to ``stop`` of one sequence."""
     mask, train, rollout = _piece(part, sequence, start, stop)
-    bad = unusable(torch.stack([train, rollout]).to(dtype))
+    values = torch.stack([train, rollout]).to(dtype)
+    bad = unusable(values)
     # The first flag is the one that is furthest from the end. Floats: on a CPU bools take several times as long.
     length = stop - start
     from_end = torch.arange(length, 0, -1, dtype=dtype, device=mask.device)
     furthest = from_end.mul_(torch.maximum(*bad)).mul_(mask).amax().view(1)
     place = (length - furthest).clamp_(max=length - 1).long()
-    key = 2.0 * part.layout.position_of(sequence, place + start).double() + (1 - bad[0][place])
+    position, of_rollout = part.layout.position_of(sequence, place + start).double(), 1 - bad[0][place]
+    value = torch.where(of_rollout > 0, values[1][place], values[0][place])
+    kind = 2.0 - 2.0 * value.isnan() - 1.0 * value.isinf()
+    key = 8.0 * position + 4.0 * of_rollout + kind
     return torch.where(furthest > 0, key, torch.inf)
 
 
@@ -77,7 +82,8 @@ def _piece(part: Part, sequence: Tensor, start: int, stop: int) -> list[Tensor]:
 def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
     """One sentence for the error: which token, and what to do."""
     sample, rest = divmod(int(key), _STRIDE)
-    position, policy = divmod(rest, 2)
+    position, rest = divmod(rest, 8)
+    policy, kind = divmod(rest, 4)
     where = f"sample {sample}"
     if default_ids:
         rank, index = divmod(sample, _LOCAL_IDS)
@@ -88,6 +94,7 @@ def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
         elif index == _LOCAL_IDS - 1:
             where = f"sample {index} or a later one of data-parallel rank {rank} (give sequence_ids to know which)"
     return (
-        f"the {('training', 'rollout')[policy]} log-prob of {where}, position {position} is NaN, infinite or positive "
-        f"({count:.0f} such tokens in the batch): repair the log-probs, mask these tokens, or set bad_log_probs"
+        f"the {('training', 'rollout')[policy]} log-prob of {where}, position {position} is {_KINDS[kind]} "
+        f"(tokens of the batch with NaN, infinite or positive log-probs: {count:.0f}): repair the log-probs, mask "
+        "these tokens, or set bad_log_probs=reject_token, which rejects and counts them"
     )

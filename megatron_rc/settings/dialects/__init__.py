@@ -7,7 +7,7 @@ setting that the program itself would have ignored is dropped with a note; an un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_rc.settings.bounds import one_of
@@ -15,6 +15,7 @@ from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
 from megatron_rc.settings.dialects.reader import Dialect, Settings
 from megatron_rc.settings.dialects.slime import SLIME
 from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
+from megatron_rc.settings.fields import FIELDS
 
 BY_NAME = {dialect.name: dialect for dialect in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL)}
 DIALECTS = tuple(BY_NAME)
@@ -36,13 +37,28 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     one_of("dialect", dialect, DIALECTS)
     program = BY_NAME[dialect]
     given, unread = _inside(fields, program)
-    settings = Settings({program.spelled(name): value for name, value in given.items()}, program.defaults)
+    given = {program.spelled(str(name)): value for name, value in given.items()}
+    for name in given:
+        if name not in program.defaults:
+            raise ValueError(f"unknown setting {name!r}{known_elsewhere(name, dialect, program.defaults)}")
+    settings = Settings(given, program.defaults)
     own = program.read(settings)
     became = ", ".join(f"{name}={value!r}" for name, value in own.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
     if unread:
         notes.append(f"not read, no part of the correction: {', '.join(unread)}")
     return own, notes
+
+
+def known_elsewhere(name: object, dialect: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: whose it is, where another dialect has it; else the known ones."""
+    owners = ["megatron_rc"] if name in FIELDS else []
+    for program in BY_NAME.values():
+        if name in program.sections or name in program.elsewhere or program.spelled(str(name)) in program.defaults:
+            owners.append(program.name)
+    if not owners or dialect in owners:
+        return f": known are {', '.join(known)}"
+    return f", a name of {' and '.join(owners)}: read these settings with dialect={' or '.join(map(repr, owners))}"
 
 
 def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], list[str]]:

@@ -16,20 +16,15 @@ class Settings:
     """The settings of one foreign configuration, and the notes that its translation leaves.
 
     Args:
-        given: as the user wrote them.
+        given: as the user wrote them; every key is one of ``defaults``.
         defaults: every known key with the value that the foreign program gives it.
 
     Attributes:
         notes: one line for each thing that was dropped or means something else here.
 
-    Raises:
-        ValueError: an unknown key.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        for name in given:
-            if name not in defaults:
-                raise ValueError(f"unknown setting {name!r}: known are {', '.join(defaults)}")
         self._values = {**defaults, **given}
         self._defaults = defaults
         self.given = frozenset(given)
