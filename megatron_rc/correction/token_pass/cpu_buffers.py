@@ -114,7 +114,7 @@ class BufferedBlock:
 
     def unchanged(self, values: Tensor, clamped: Tensor) -> Tensor:
         """Valid tokens that clamping left alone."""
-        flags = torch.eq(values, clamped, out=self._buffers.flags)
+        flags = self._buffers.flags.copy_(torch.eq(values, clamped, out=self._buffers.two))
         return torch.logical_and(flags, self.valid, out=flags)
 
     def _room_for_weights(self) -> Tensor:
