@@ -12,9 +12,7 @@ from torch import Tensor
 
 POSITIVE_LIMIT = 1e-4  # a log-prob above this is no rounding error
 MAX_ZERO_LOG_PROBS = 8  # so many sampled tokens can honestly have probability 1 in float32; more of them are fillers
-NUM_SEQUENCE_IDS = (
-    2**21
-)  # ids lie below: id · 2³², plus less than that, the key of a token in error messages, is exact in float64
+NUM_SEQUENCE_IDS = 2**21  # ids lie below: a token's key in error messages, id · 2³² and more, is exact in float64
 EXP_LIMIT = 20.0  # a ratio is exp(clamp(x, ±20))
 UNTRUNCATED = math.exp(EXP_LIMIT)  # no weight lies above this: truncation here is no truncation
 PPL_LIMIT = 80.0  # a perplexity is exp(clamp(x, ±80))

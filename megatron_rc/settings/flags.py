@@ -192,7 +192,7 @@ def _from_file(path: str, dialect: str | None) -> RolloutCorrectionConfig:
     try:
         return _named(lambda: own(path, dialect or "megatron_rc"), lambda _: f"{_FILE} {path}")
     except ValueError as error:
-        if dialect is None and "unknown field" in str(error):
+        if "with dialect=" in str(error) or (dialect is None and "unknown field" in str(error)):
             raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error
         raise
 
