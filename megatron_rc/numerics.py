@@ -53,3 +53,9 @@ def factor_error(log_ratio: Tensor) -> Tensor:
 def within(values: Tensor, lower: float, upper: float) -> Tensor:
     """Where lower <= values <= upper; False for NaN and infinities. One comparison, which on a CPU costs most."""
     return values - values.clamp(lower, upper) == 0
+
+
+def check_mask(name: str, mask: Tensor) -> None:
+    """Raise ValueError unless the mask is bool: 0 and 1 of another dtype would be taken for indices, or multiplied."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} is {mask.dtype}: expected bool, True where a token counts: pass {name}.bool()")

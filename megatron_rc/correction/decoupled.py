@@ -61,6 +61,11 @@ class Decoupled:
                 f"rollout_is={self.config.rollout_is!r} applies weights, and the micro-batch has none: pass "
                 "the plan's, MicroBatch(weights=...)"
             )
+        if micro_batch.weights is not None and not self.config.applies_weights:
+            raise ValueError(
+                f"rollout_is={self.config.rollout_is!r}, rollout_is_apply={self.config.rollout_is_apply}: no weights "
+                "are applied, and the micro-batch has some: leave MicroBatch(weights=...) out"
+            )
         layout = micro_batch.layout
         for name, value, shape in (("mask", mask, layout.shape), ("lengths", lengths, (layout.num_sequences,))):
             if tuple(value.shape) != shape:

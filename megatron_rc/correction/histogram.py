@@ -53,11 +53,12 @@ class CodeCounter:
         self._one = self.counts.new_ones(1, 1)
 
     def add(self, codes: Tensor) -> None:
-        """Count int64 codes, contiguous, of any shape."""
+        """Count int64 codes, of any shape."""
+        codes = codes.reshape(-1)
         rest = codes.numel() % len(self.counts)
-        self._add(self.counts, codes.view(-1)[rest:] if rest else codes)
+        self._add(self.counts, codes[rest:])
         if rest:
-            self._add(self.counts[:1], codes.view(-1)[:rest])
+            self._add(self.counts[:1], codes[:rest])
         self.num_values += codes.numel()
 
     def _add(self, counts: Tensor, codes: Tensor) -> None:

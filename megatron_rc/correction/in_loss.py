@@ -15,7 +15,7 @@ from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import InLossPlan, PlannedStep
 from megatron_rc.correction.proximal import interpolate
 from megatron_rc.correction.stages import accepted_tokens
-from megatron_rc.correction.step import StepError, StepResult, StepSums
+from megatron_rc.correction.step import OTHER_TOKENS, StepError, StepResult, StepSums
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -132,6 +132,7 @@ class InLoss:
         # Found by the plan, which the other stages did not see.
         fields.number(header, "data.mini_batch_ids", Source.DATA).add_(ended.step.plan.bad_ids)
         tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[0]
+        self._compare_with_plan(ended.step, fields, header)
         if self.config.rejection_denominator == "accepted":
             tokens, sequences = accepted_tokens, accepted_sequences
         unknown = denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
@@ -139,6 +140,19 @@ class InLoss:
         if self.config.rollout_is_batch_normalize:
             factor = factor * normalization(*normalization_sums(fields, header))
         return torch.where(result.skip[0], 0.0, factor)
+
+    def _compare_with_plan(self, step: PlannedStep, fields: HeaderFields, header: Tensor) -> None:
+        """Note in the header if the step has counted other tokens than its mini-batch in the plan has."""
+        if not isinstance(step.plan, InLossPlan) or step.plan.counts is None:
+            return
+        counted = fields.column(header, "mini_batches")[0, 0]
+        if self.config.bad_log_probs == "reject_token":
+            # Those are not counted as tokens under the mask; the plan does not know them.
+            counted = counted + fields.number(header, "data.bad_tokens", Source.DATA)
+        # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
+        differs = (counted != step.plan.counts[step.mini_batch, 0]) & (step.plan.bad_ids == 0)
+        misuse = fields.column(header, "misuse")
+        misuse.copy_(torch.where(differs, misuse.clamp(min=float(OTHER_TOKENS)), misuse))
 
     def note_end(self, ended: StepSums, result: StepResult) -> None:
         """For ``metrics``, and for the weights' distance from the plan."""

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rc.numerics import NUM_SEQUENCE_IDS
+from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 
@@ -283,10 +283,7 @@ def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: 
             raise ValueError(f"{name} has shape {tuple(value.shape)}: the layout's local shape is {layout.shape}")
         if value.device != mask.device:
             raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
-    if mask.dtype != torch.bool:
-        raise ValueError(
-            f"response_mask is {mask.dtype}: expected bool, True where a token counts: pass response_mask.bool()"
-        )
+    check_mask("response_mask", mask)
     for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout)):
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")

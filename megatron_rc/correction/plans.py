@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,8 +104,12 @@ class Plan(ABC):
         """Metrics of what is known already, equal on every rank."""
 
     @abstractmethod
-    def skips(self, mini_batch: int = 0) -> bool:
-        """Whether it is known already, on every rank, that the optimizer step must not be made."""
+    def skips(self, mini_batch: int | None = None) -> bool:
+        """Whether it is known already, on every rank, that the optimizer step must not be made.
+
+        Raises:
+            ValueError: a mini-batch that is not there, or none named where there are several.
+        """
 
     def loss_scale(
         self,
@@ -127,8 +132,8 @@ class Plan(ABC):
         Raises:
             ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be.
         """
-        if num_microbatches < 1:
-            raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+        if not isinstance(num_microbatches, numbers.Integral) or num_microbatches < 1:
+            raise ValueError(f"num_microbatches={num_microbatches!r} must be at least 1, and an integer")
         if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:
             raise ValueError(
                 f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
@@ -174,12 +179,7 @@ class Plan(ABC):
         Raises:
             ValueError: as :meth:`loss_scale`.
         """
-        number = self.num_mini_batches
-        if mini_batch is None and number > 1:
-            raise ValueError(f"the plan has {number} mini-batches: say which with mini_batch=")
-        index = mini_batch or 0
-        if not 0 <= index < number:
-            raise ValueError(f"mini_batch={index} is not in [0, {number}) of the plan")
+        index = _index(mini_batch, self.num_mini_batches)
         return PlannedStep(self, index, self._denominator(index))
 
     def _denominator(self, mini_batch: int) -> Tensor:
@@ -203,9 +203,11 @@ class TrainingResult(CorrectionResult):
         skip = super().skip
         return skip | (self.fields.column(self.header, "weighed") == 0) if self._needs_weights else skip
 
-    def skips(self, mini_batch: int = 0) -> bool:
+    def skips(self, mini_batch: int | None = None) -> bool:
         """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes."""
-        return self.denominators_on_host()[mini_batch][2] == 0 or self._is_weightless[mini_batch]
+        counts = self.denominators_on_host()
+        index = _index(mini_batch, len(counts))
+        return counts[index][2] == 0 or self._is_weightless[index]
 
     @property
     def num_weightless(self) -> float:
@@ -310,14 +312,25 @@ class InLossPlan(Plan):
         """No metrics yet: those of a step follow ``finish_step``."""
         return {}
 
-    def skips(self, mini_batch: int = 0) -> bool:
+    def skips(self, mini_batch: int | None = None) -> bool:
         """Not known on every rank before the step: its result says so."""
+        _index(mini_batch, self.num_mini_batches)
         return False
 
     @property
     def bad_ids(self) -> Tensor:
         """0-D float64: mini-batch ids that were out of range."""
         return torch.zeros(()) if self.counts is None else self.counts[0, 3]
+
+
+def _index(mini_batch: int | None, number: int) -> int:
+    """The mini-batch that is meant, of so many."""
+    if mini_batch is None and number > 1:
+        raise ValueError(f"the plan has {number} mini-batches: say which with mini_batch=")
+    index = mini_batch or 0
+    if not 0 <= index < number:
+        raise ValueError(f"mini_batch={index} is not in [0, {number}) of the plan")
+    return index
 
 
 def _one_each(value: Any, number: int) -> list[Any]:

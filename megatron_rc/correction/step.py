@@ -20,7 +20,7 @@ class StepError(ValueError, RuntimeError):
     """A call at a time when it would train wrongly: wrong of the caller, and because of what was called before."""
 
 
-NO_MICRO_BATCH, SCALED_BEFORE, UNFINISHED, OTHER_PLAN, MIXED = range(1, 6)
+NO_MICRO_BATCH, SCALED_BEFORE, OTHER_TOKENS, UNFINISHED, OTHER_PLAN, MIXED = range(1, 7)
 _REMEDY = "zero the gradients and call reset_step() on every rank before a schedule is run again"
 # What each number means. Every rank learns the highest one that any rank found; 0 is none.
 MISUSES = (
@@ -29,6 +29,9 @@ MISUSES = (
     "masked_loss() in a schedule that is not forward-only, or call in_loss()",
     "two schedules without an optimizer step and zeroed gradients in between: those of the one before were scaled "
     f"already; {_REMEDY}",
+    "the tokens that this step has counted are not those of its mini-batch in the plan: a micro-batch is missing, or "
+    "was counted twice (an evaluation with in_loss() and gradients on, or a schedule that failed and was run again); "
+    f"{_REMEDY}",
     "a schedule started on sums that no step has finished (one failed, or finish_step() was not called): this step has "
     f"another number of micro-batches than num_microbatches of its LossScale; {_REMEDY}, and end each step with "
     "finish_step(), as wrap_finalize() does",

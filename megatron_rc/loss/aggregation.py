@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
@@ -55,6 +56,7 @@ def aggregate_loss(
     for name, value in (("mask", mask), ("denominator_mask", counted)):
         if value.shape != per_token.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(per_token.shape)} of per_token")
+        check_mask(name, value)
     groups = groups or ParallelGroups()
     cp = groups.cp
     if layout is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
-from megatron_rc.numerics import EXP_LIMIT
+from megatron_rc.numerics import EXP_LIMIT, check_mask
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -125,6 +125,7 @@ def policy_loss(
     for name, value in (("old_log_probs", old_log_probs), ("response_mask", response_mask), ("weights", weights)):
         if value is not None and value.shape != log_probs.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
+    check_mask("response_mask", response_mask)
     layout = layout or _rows(log_probs)
     zero = log_probs.new_zeros(())
     log_probs = torch.where(response_mask, log_probs, zero)

@@ -291,6 +291,7 @@ def test_weights_that_the_config_applies_must_be_given():
         ({"mini_batch": 2, "num_microbatches": 2}, r"mini_batch=2 is not in \[0, 2\)"),
         ({"mini_batch": -1, "num_microbatches": 2}, "mini_batch=-1 is not in"),
         ({"mini_batch": 0, "num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
+        ({"mini_batch": 0, "num_microbatches": 2.0}, "num_microbatches=2.0 must be at least 1, and an integer"),
         ({"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}, "local_tokens=0, total_tokens=0"),
         (
             {
@@ -304,6 +305,55 @@ def test_weights_that_the_config_applies_must_be_given():
 def test_scales_that_cannot_be_are_refused(training, arguments, message):
     with pytest.raises(ValueError, match=message):
         training.planned().loss_scale(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("mini_batch", "message"),
+    [(None, "the plan has 2 mini-batches: say which"), (-1, "mini_batch=-1 is not in"), (2, "mini_batch=2 is not in")],
+)
+def test_a_plan_is_asked_of_a_mini_batch_that_it_has(training, mini_batch, message):
+    plan = training.planned()
+    assert not plan.skips(0)
+    assert not plan.skips(1)
+    with pytest.raises(ValueError, match=message):
+        plan.skips(mini_batch)
+
+
+def test_weights_that_are_not_applied_are_refused():
+    training = Training("decoupled", CONFIG | {"rollout_is_apply": False})
+    plan = training.planned()
+    layout, rows = SequenceLayout.padded(2, WIDTH), slice(0, 2)
+    found = {"mask": plan.mask[rows], "lengths": plan.sequence_lengths[rows], "old_log_probs": training.old[rows]}
+    micro_batch = MicroBatch(layout, training.mask[rows], training.advantages[rows], training.rollout[rows], **found)
+    masked_loss(training.correction, micro_batch, training.model(range(2)), None, training.scale(plan, 0))
+    weighted = dataclasses.replace(micro_batch, weights=torch.ones(2, WIDTH))
+    with pytest.raises(ValueError, match=r"rollout_is_apply=False: no weights are applied.* leave MicroBatch"):
+        masked_loss(training.correction, weighted, training.model(range(2)), None, training.scale(plan, 0))
+
+
+@pytest.mark.parametrize("bad_log_probs", ["error", "reject_token", "reject_sequence"])
+@pytest.mark.parametrize("rows", [[(0, 2), (2, 4), (0, 2)], [(0, 2)]], ids=["one twice", "one missing"])
+def test_a_step_counts_the_tokens_of_its_mini_batch(rows, bad_log_probs):
+    """An evaluation by in_loss() with gradients on, or a repeated or incomplete schedule without a LossScale."""
+    training = Training("bypass", CONFIG | {"bad_log_probs": bad_log_probs})
+    if bad_log_probs != "error":
+        training.rollout[1, int(training.mask[1].nonzero()[0])] = torch.nan
+    correction = training.correction
+
+    def count(pieces):
+        for start, end in pieces:
+            at = slice(start, end)
+            correction.in_loss(training.old[at], training.rollout[at], training.mask[at], mini_batch=0)
+
+    training.planned()
+    count([(0, 2), (2, 4)])
+    factor = correction.finish_step()
+    count(rows)
+    with pytest.raises(StepError, match=r"not those of its mini-batch in the plan.*reset_step"):
+        correction.finish_step()
+    correction.reset_step()
+    count([(0, 2), (2, 4)])
+    assert torch.equal(correction.finish_step(), factor)
 
 
 def test_the_mini_batch_is_named_where_there_are_several():

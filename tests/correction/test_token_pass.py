@@ -60,3 +60,16 @@ def test_both_forms_add_up_long_rows_alike(length, monkeypatch):
 def test_a_cpu_takes_buffers_and_a_gpu_expressions():
     assert dispatch.takes_buffers(torch.device("cpu"))
     assert not dispatch.takes_buffers(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("names", [("mask",), ("train", "rollout"), ("mask", "train", "rollout")], ids="+".join)
+def test_both_forms_take_tokens_that_lie_transposed_in_memory(names, monkeypatch):
+    """Megatron's tensors are [s, b]: their transposes are [b, s], and not contiguous."""
+    batch = make_batch(CASES["token"], 5)
+    turned = {name: getattr(batch, name).t().contiguous().t() for name in names}
+    assert not any(value.is_contiguous() for value in turned.values())
+    want = correct("token", batch)
+    for got in both_forms(monkeypatch, "token", dataclasses.replace(batch, **turned)):
+        assert torch.equal(got.header, want.header)
+        assert torch.equal(got.mask, want.mask)
+        assert torch.equal(got.weights, want.weights)

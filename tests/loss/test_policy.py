@@ -398,3 +398,12 @@ def test_schedule_factors_cancel_megatrons(per_token):
             gradients[rank] += loss if per_token else loss / count / 3
     total = gradients.sum() / counts if per_token else gradients.mean()
     assert float(total) == pytest.approx(float(sums.sum()) / 7)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 2), torch.ones(1, 2, dtype=torch.int64)], ids=["float", "int"])
+def test_masks_are_bool(mask):
+    values = float64([[-1.0, -2.0]])
+    with pytest.raises(ValueError, match=r"response_mask is torch\.\w+: expected bool.*pass response_mask\.bool\(\)"):
+        policy_loss(values, values, float64([1.0]), mask)
+    with pytest.raises(ValueError, match=r"denominator_mask is torch\.\w+: expected bool"):
+        aggregate_loss(values, values < 0, denominator_mask=mask)

@@ -213,7 +213,7 @@ def train_on_rejected(words, why):
     if why == "bad":
         batch = replace(batch, rollout_log_probs=torch.full_like(batch.rollout_log_probs, math.nan))
     else:
-        trainer.correction.config = reject_all(trainer.config.correction)
+        trainer.correction.config = trainer.correction.mode.config = reject_all(trainer.config.correction)
     prepared = trainer.prepare(batch)
     metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
     after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
