@@ -170,7 +170,7 @@ def bad_token_in_one_micro_batch():
     correction = RolloutCorrection(config, groups, loss=PolicyLossConfig())
     layout = my_layout([WIDTH] * 2, "padded")
     train, mask = torch.full(layout.shape, -1.0), torch.ones(layout.shape, dtype=torch.bool)
-    correction.plan(PlanInputs(None, train, mask, layout))
+    correction.plan(PlanInputs(None, [train] * 2, [mask] * 2, [layout] * 2))
     for index in range(2):
         theta = train.clone()
         if index and group_rank(groups.dp_cp) == 3:
