@@ -48,6 +48,7 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
         batch = dataclasses.replace(
             batch, old_log_probs=old, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths
         )
+    wrap_finalize(correction, lambda model: None)
     scale = plan.loss_scale(num_microbatches=1)
     loss, count, log = masked_loss(correction, batch, theta, entropy, scale)
     loss.backward()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class Plan(ABC):
         config: what is corrected.
         loss: the objective: its aggregation decides the denominators.
         agreed: the counts that all ranks agreed on.
+        is_wrapped: says whether there is a ``wrap_finalize``, which ends the steps; None where they need no end.
         groups: of this rank.
     """
 
@@ -84,6 +85,7 @@ class Plan(ABC):
     loss: PolicyLossConfig
     agreed: AgreedCounts
     groups: ParallelGroups
+    is_wrapped: Callable[[], bool] | None = None
 
     @property
     def num_mini_batches(self) -> int:
@@ -130,8 +132,14 @@ class Plan(ABC):
             total_tokens: tokens of all micro-batches of the step on all ranks with different tokens.
 
         Raises:
-            ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be.
+            ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be; in
+                the loss, no ``wrap_finalize``: nothing would end the step and scale its gradients.
         """
+        if self.is_wrapped is not None and not self.is_wrapped():
+            raise ValueError(
+                "no step will be ended, and its gradients not be scaled: before the schedule set "
+                "finalize_model_grads_func=wrap_finalize(correction) in Megatron's config, on every pipeline stage"
+            )
         if not isinstance(num_microbatches, numbers.Integral) or num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches!r} must be at least 1, and an integer")
         if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:

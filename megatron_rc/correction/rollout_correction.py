@@ -18,7 +18,7 @@ from megatron_rc.correction.local_tokens import check_version_given
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.mode import Mode
 from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
-from megatron_rc.correction.plans import DecoupledPlan, Plan, PlannedStep
+from megatron_rc.correction.plans import DecoupledPlan, InLossPlan, Plan, PlannedStep
 from megatron_rc.correction.stages import AcceptedTokens, reduce_batch
 from megatron_rc.correction.step import (
     MISUSES,
@@ -91,6 +91,7 @@ class RolloutCorrection:
         self._ended: StepResult | None = None
         self._scaled: ScaledGradients | None = None
         self._is_ending = False
+        self._ends_steps = False
 
     @torch.no_grad()
     def plan(
@@ -134,6 +135,8 @@ class RolloutCorrection:
         plan = self.mode.plan(inputs, counts, device)
         if isinstance(plan, DecoupledPlan):
             plan.allow_zero_log_probs = self.allow_zero_log_probs
+        if isinstance(plan, InLossPlan):
+            plan.is_wrapped = lambda: self.is_wrapped
         return plan
 
     def in_loss(
@@ -203,9 +206,10 @@ class RolloutCorrection:
         """Add a micro-batch to what ``finish_step`` reduces. Collectives: none.
 
         Raises:
-            StepError: the step is complete, and no step will ever be finished: there is no ``wrap_finalize``.
+            StepError: two steps have been counted, and nothing has ever ended one: what ``wrap_finalize`` gave is not
+                in Megatron's config.
         """
-        if self.mode.needs_steps and self._open.is_full and self._ended is None and not self.is_wrapped:
+        if self.mode.needs_steps and self._open.holds_two_steps and not self._ends_steps:
             raise StepError(MISUSES[UNFINISHED])
         if self._open.micro_batches == 0 and self._scaled is not None:
             if self._scaled.are_untouched:
@@ -295,7 +299,7 @@ class RolloutCorrection:
         """
         if self._is_ending:
             raise StepError("wrap_finalize() inside another of the same correction: wrap Megatron's function once")
-        self._is_ending = True
+        self._is_ending = self._ends_steps = True
         try:
             yield
         finally:

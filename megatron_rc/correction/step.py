@@ -79,9 +79,9 @@ class StepSums:
         return self.step is None or (self.step.plan is step.plan and self.step.mini_batch == step.mini_batch)
 
     @property
-    def is_full(self) -> bool:
-        """Whether all micro-batches have been counted."""
-        return self._wanted is not None and self.micro_batches >= self._wanted
+    def holds_two_steps(self) -> bool:
+        """Whether twice as many micro-batches have been counted as a step has: one that failed leaves fewer."""
+        return self._wanted is not None and self.micro_batches >= 2 * self._wanted
 
     def found_misuse(self, *, needs_micro_batches: bool) -> int:
         """The index into ``MISUSES`` of what is wrong with a step that ends now."""

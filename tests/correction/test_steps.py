@@ -252,16 +252,31 @@ def test_a_wrapped_function_is_not_wrapped_again(training):
     wrap_finalize(Training(training.mode).correction, training.finalize)
 
 
-def test_without_a_wrapped_function_nothing_can_be_read():
+def test_without_a_wrapped_function_no_step_begins_in_the_loss():
+    """On every pipeline stage, since all of them take the scale: the last, and one that sees no log-probs."""
+    config = RolloutCorrectionConfig(**CONFIG, **MODES["bypass"])
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    log_probs = torch.full((2, WIDTH), -1.0)
+    plan = correction.plan(PlanInputs(None, log_probs, log_probs < 0))
+    with pytest.raises(ValueError, match=r"finalize_model_grads_func=wrap_finalize\(correction\)"):
+        plan.loss_scale(num_microbatches=1)
+    wrap_finalize(correction, lambda model: None)
+    assert plan.loss_scale(num_microbatches=1).denominator == 2 * WIDTH
+    decoupled = RolloutCorrection(RolloutCorrectionConfig(**CONFIG), ParallelGroups(), loss=PolicyLossConfig())
+    decoupled.plan(PlanInputs(log_probs, log_probs, log_probs < 0)).loss_scale(num_microbatches=1)
+
+
+def test_a_wrapped_function_that_is_not_called_ends_no_step():
+    """It was made, and never given to Megatron's config."""
     training = Training("bypass")
-    training.correction.is_wrapped = False
     plan = training.planned()
     training.schedule(plan, 0, finalize=False)
     for read in (lambda: training.correction.step, training.correction.loss_metrics):
         with pytest.raises(StepError, match=r"before finish_step\(\): end every step, as wrap_finalize"):
             read()
+    training.schedule(plan, 1, finalize=False)
     with pytest.raises(StepError, match="sums that no step has finished"):
-        training.schedule(plan, 1, finalize=False)
+        training.schedule(plan, 0, finalize=False)
 
 
 def test_a_step_of_nothing_is_refused_where_the_loss_corrects():

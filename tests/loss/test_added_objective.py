@@ -20,7 +20,7 @@ from megatron_rc import (
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import masked_loss
+from megatron_rc.schedule import masked_loss, wrap_finalize
 
 # Learns from what was good alone.
 GOOD = Objective(
@@ -95,6 +95,7 @@ def test_in_bypass_mode_it_trains_with_its_weights():
         rollout_is="token", rollout_is_threshold=1.2, bypass_mode=True, loss_type="good_only"
     )
     correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    wrap_finalize(correction, lambda model: None)
     plan = correction.plan(PlanInputs(None, rollout, mask))
     theta = theta.requires_grad_()
     batch = MicroBatch(SequenceLayout.padded(4, 6), mask, advantages, rollout)

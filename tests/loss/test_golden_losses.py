@@ -26,7 +26,7 @@ from megatron_rc.loss.aggregation import aggregate_loss, denominator, loss_sum
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import masked_loss
+from megatron_rc.schedule import masked_loss, wrap_finalize
 from tests.correction import test_golden
 from tests.golden.load import cases
 
@@ -214,6 +214,7 @@ def bypassed(case, **changes):
     config = RolloutCorrectionConfig(**(config.to_dict() | more))
     correction, plan = started(case, config, **changes)
     mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
+    wrap_finalize(correction, lambda model: None)
     scale = plan.loss_scale(num_microbatches=1)
     layout = SequenceLayout.padded(*mask.shape)
     micro_batch = MicroBatch(layout, mask, arrays["advantages"], arrays["rollout_log_prob"])

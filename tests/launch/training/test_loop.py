@@ -289,7 +289,9 @@ def test_bad_log_probs_raise_alike_on_every_stage(ranks, tmp_path, layout, more)
     found = ranks.run(train_on_bad_data, layout, flags(tmp_path, *more, *layout.flags()))
     for message, row, position, untouched in found:
         # Position t of the correction speaks of token t + 1.
-        assert message.startswith(f"the rollout log-prob of sample {row}, position {position - 1} is infinite (tokens of")
+        assert message.startswith(
+            f"the rollout log-prob of sample {row}, position {position - 1} is infinite (tokens of"
+        )
         assert message == found[0][0]
         assert untouched
 
