@@ -57,9 +57,9 @@ def correct_rollouts(
         max_staleness: the last bucket of staleness holds everything from here on.
         mini_batch_ids: [n] int64 in [0, num_mini_batches). Default: 0.
         num_mini_batches: optimizer steps that share the batch.
-        allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs are all
-            exactly 0. Without it they are an error: an engine that was not asked for log-probs, or a field that was
-            never filled; only greedy sampling gives them honestly.
+        allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs sum to
+            exactly 0, as where all are 0. Without it they are an error: an engine that was not asked for log-probs, or
+            a field that was never filled; only greedy sampling gives them honestly.
         compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
             configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
             For batches of many tokens; the launcher leaves it off: its runs on a CPU lost seconds at the start and

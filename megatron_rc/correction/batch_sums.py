@@ -178,7 +178,7 @@ def data_totals(sums: Sums, shards: Shards, fields: HeaderFields) -> Tensor:
     flagged = (torch.stack(list(shards.bad.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
     tokens = (sums["response"] - sums["valid"]).sum()
     values = dict(zip(shards.bad, flagged, strict=True))
-    # Log-probs are at most 0, but for rounding: where all are 0, and only there, so is their sum.
+    # Log-probs are at most 0: but for rounding above it, which may cancel, all are 0 where their sum is.
     zeros = (sums["rollout"] == 0) & (sums["valid"] > MAX_ZERO_LOG_PROBS)
     values |= {"bad_tokens": tokens, "default_ids": tokens.new_full((), shards.default_ids)}
     values |= {"zero_log_probs": zeros.sum(dtype=torch.float64)}

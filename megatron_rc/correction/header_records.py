@@ -189,7 +189,7 @@ class DataSums:
     rewards: float = _from(Source.DATA)
     bad_tokens: float = _from(Source.DATA)  # with an unusable log-prob
     default_ids: float = _from(Source.DATA)  # ranks whose sequences have no ids
-    zero_log_probs: float = _from(Source.DATA)  # sequences whose rollout log-probs are all 0
+    zero_log_probs: float = _from(Source.DATA)  # sequences whose rollout log-probs sum to exactly 0
     first_bad_key: float = _smallest(Source.KEY)
 
 

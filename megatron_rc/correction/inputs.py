@@ -370,12 +370,10 @@ class Masks:
 
 
 def collect_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups) -> Masks:
-    """The response masks of a rollout batch, checked as :func:`collect_shards` does; log-probs are not looked at."""
+    """The response masks of a rollout batch, checked as :func:`collect_shards` does; π_θ is not known yet."""
     mask = inputs.response_mask
     stand_in: Tensors = mask.float() if isinstance(mask, Tensor) else [part.float() for part in mask]
-    shards = collect_shards(
-        dataclasses.replace(inputs, train_log_probs=stand_in, rollout_log_probs=stand_in), counts, groups
-    )
+    shards = collect_shards(dataclasses.replace(inputs, train_log_probs=stand_in), counts, groups)
     return Masks(
         tokens=torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts]),
         padded=torch.cat(

@@ -37,7 +37,7 @@ class CorrectionResult:
         sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator; None likewise.
         header: 1-D float64, the global sums and maxima that everything else is read from.
         fields: what lies where in it.
-        allow_zero_log_probs: ``check()`` takes sequences whose rollout log-probs are all exactly 0.
+        allow_zero_log_probs: ``check()`` takes sequences whose rollout log-probs sum to exactly 0.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class CorrectionResult:
         Raises:
             ValueError: a log-prob at a trained position is NaN, infinite or positive (unless ``bad_log_probs`` rejects
                 those): names the policy, the lowest sample and position, and how many there are. Ids, versions, rewards
-                or advantages out of range. Rollout log-probs that are all exactly 0 over more than 8 trained tokens of
-                a sequence (unless ``allow_zero_log_probs``), or shifted by one position.
+                or advantages out of range. Rollout log-probs whose sum is exactly 0 over more than 8 trained tokens of
+                a sequence (unless ``allow_zero_log_probs``), or that are shifted by one position.
         """
         data = self.on_host().data
         for name, remedy in _SIDES.items():
@@ -95,9 +95,9 @@ class CorrectionResult:
             raise ValueError(describe_bad_token(data.first_bad_key, data.bad_tokens, bool(data.default_ids)))
         if data.zero_log_probs and not self.allow_zero_log_probs:
             raise ValueError(
-                f"rollout_log_probs: all are exactly 0 at the trained tokens of {data.zero_log_probs:.0f} sequences of "
-                f"more than {MAX_ZERO_LOG_PROBS} such tokens: the engine returned none, ask it for log-probs; if they "
-                "are right (greedy sampling), pass allow_zero_log_probs=True"
+                f"rollout_log_probs: their sum is exactly 0 at the trained tokens of {data.zero_log_probs:.0f} "
+                f"sequences of more than {MAX_ZERO_LOG_PROBS} such tokens, as where the engine returned none and all "
+                "are 0: ask it for log-probs; if they are right (greedy sampling), pass allow_zero_log_probs=True"
             )
         lag = find_lag(self.on_host().shift)
         if lag:

@@ -257,6 +257,35 @@ def test_a_trainer_refuses_zero_log_probs_too(bypass):
             result.check()
 
 
+def test_log_probs_that_cancel_are_not_called_zeros():
+    given = zeros(9, 1)
+    given["rollout_log_probs"][0, :2] = torch.tensor([5e-5, -5e-5])
+    with pytest.raises(ValueError, match="their sum is exactly 0 at the trained tokens of 1 sequences"):
+        correct_rollouts(**given, config=config_of("token")).check()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (torch.zeros(12, 16, dtype=torch.bfloat16), "rollout_log_probs is torch.bfloat16, which shifts the ratios"),
+        (torch.zeros(12, 16, dtype=torch.float16), "rollout_log_probs is torch.float16, which shifts the ratios"),
+        (torch.zeros(12, 16, dtype=torch.int64), "rollout_log_probs is torch.int64: expected a float"),
+        (torch.zeros(12, 15), r"rollout_log_probs has shape \(12, 15\)"),
+        (None, "rollout_log_probs are missing"),
+    ],
+)
+def test_bypass_refuses_rollout_log_probs_in_the_plan(rollout, message, listed):
+    """In the schedule, where other pipeline stages would wait, it is too late."""
+    config = RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce")
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    mask = arguments()["response_mask"]
+    if listed:
+        rollout, mask = None if rollout is None else [rollout], [mask]
+    with pytest.raises(ValueError, match=message):
+        correction.plan(PlanInputs(None, rollout, mask))
+
+
 def test_rounding_above_zero_is_no_error():
     given = arguments()
     given["train_log_probs"] = torch.full((12, 16), 9e-5)
