@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,8 @@ class Block:
         return torch.repeat_interleave(per_sequence, sizes, output_size=self.shape[0])
 
 
-def cut_padded(shape: tuple[int, ...], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
-    """Blocks of a ``[b, s]`` shard: whole rows while they fit, else pieces of one row; ``most`` of them, spread."""
+def cut_padded(shape: tuple[int, ...], num_tokens: int) -> Iterator[Block]:
+    """Blocks of a ``[b, s]`` shard: whole rows while they fit, else pieces of one row."""
     rows, length = shape
     if not length:
         return
@@ -76,16 +72,16 @@ def cut_padded(shape: tuple[int, ...], num_tokens: int, most: int = sys.maxsize)
     # Equal blocks where that does not make them much smaller.
     step = next((step for step in range(fitting, fitting // 2, -1) if rows % step == 0), fitting)
     width = min(length, num_tokens)
-    for row, column in spread(list(product(range(0, rows, step), range(0, length, width))), most):
+    for row, column in product(range(0, rows, step), range(0, length, width)):
         count, stop = min(step, rows - row), min(column + width, length)
         index = (slice(row, row + count), slice(column, stop))
         yield Block(index, row, count, column, None, (count, stop - column))
 
 
-def cut_packed(local_lengths: Sequence[int], num_tokens: int, most: int = sys.maxsize) -> Iterator[Block]:
-    """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens; ``most`` likewise."""
+def cut_packed(local_lengths: Sequence[int], num_tokens: int) -> Iterator[Block]:
+    """Blocks of a flat shard of sequences of these lengths, cut at every ``num_tokens`` tokens."""
     ends = list(accumulate(local_lengths))
-    for low in spread(range(0, ends[-1] if ends else 0, num_tokens), most):
+    for low in range(0, ends[-1] if ends else 0, num_tokens):
         high = min(low + num_tokens, ends[-1])
         first, last = bisect_right(ends, low), bisect_left(ends, high)
         begins = [ends[i] - local_lengths[i] for i in range(first, last + 1)]
@@ -95,12 +91,3 @@ def cut_packed(local_lengths: Sequence[int], num_tokens: int, most: int = sys.ma
             yield Block(index, first, len(parts), start, None, (len(parts), parts[0]))
         else:
             yield Block(index, first, len(parts), start, tuple(parts), (high - low,))
-
-
-def spread(values: Sequence[T], most: int) -> Sequence[T]:
-    """At most so many of the values, one of each of as many equal stretches, at another place in every one.
-
-    Equal places would all be the same columns, where rows have as many blocks as a stretch.
-    """
-    count = min(most, len(values))
-    return [values[i * len(values) // count + i % (len(values) // count)] for i in range(count)]

@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,45 +185,38 @@ class SequenceLayout:
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         return per_sequence[self.sequence_index.to(per_sequence.device)].view(self.shape)
 
-    def blocks(self, num_tokens: int, most: int = sys.maxsize) -> list[Block]:
-        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once.
-
-        With ``most``, only so many of them, evenly spread.
-        """
-        if (num_tokens, most) not in self._cuts:
+    def blocks(self, num_tokens: int) -> list[Block]:
+        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once."""
+        if num_tokens not in self._cuts:
             if len(self.shape) == 2:
-                pieces = cut_padded(self.shape, num_tokens, most)
+                pieces = cut_padded(self.shape, num_tokens)
             else:
-                pieces = cut_packed(self.local_lengths.tolist(), num_tokens, most)
-            self._cuts[num_tokens, most] = list(pieces)
-        return self._cuts[num_tokens, most]
+                pieces = cut_packed(self.local_lengths.tolist(), num_tokens)
+            self._cuts[num_tokens] = list(pieces)
+        return self._cuts[num_tokens]
 
     @cached_property
-    def _cuts(self) -> dict[tuple[int, int], list[Block]]:
+    def _cuts(self) -> dict[int, list[Block]]:
         return {}
 
-    def neighbours(self, block: Block, device: torch.device) -> Tensor | bool:
-        """Which tokens of a block are followed by the next position of their sequence, in the block.
+    def followed(self, places: Tensor) -> Tensor:
+        """Which local tokens have the next position of their sequence as the next local token.
+
+        Args:
+            places: [k] int64, among the local tokens, counted from 0.
 
         Returns:
-            bool, the block's shape less the last token of its last dimension, or True for all of them.
+            [k], bool.
         """
-        if block.is_even and (self.cp_size == 1 or self.split == "contiguous"):
-            return True
-        # Where each sequence has its seam between two chunks, counted from its first token in the block.
-        seams = self.local_lengths[block.first : block.first + block.rows].to(device) // 2 - 1
-        seams[0] -= block.start
-        if self.cp_size == 1 or self.split == "contiguous":
-            seams.fill_(-1)
-        if block.is_even:
-            return torch.arange(block.shape[1] - 1, device=device) != seams.unsqueeze(1)
-        sizes, total = block.run_sizes(device), block.shape[0]
-        begins = sizes.cumsum(0) - sizes
-        apart = torch.cat([begins - 1, torch.where((seams >= 0) & (seams < sizes), begins + seams, -1)])
-        flags = torch.ones(total + 1, dtype=torch.bool, device=device)
-        # What lies outside goes to the last place, which is cut off.
-        flags[torch.where(apart < 0, total, apart)] = False
-        return flags[: total - 1]
+        chunks = 2 if self.cp_size > 1 and self.split == "zigzag" else 1
+        if len(self.shape) == 2:
+            return (places + 1) % max(self.shape[1] // chunks, 1) != 0
+        local = self.local_lengths.to(places.device)
+        ends = local.cumsum(0)
+        sequences = torch.searchsorted(ends, places, right=True)
+        behind = ends[sequences] - places - 1
+        # Neither the last token of the sequence nor, of two chunks, that of the first.
+        return (behind != 0) & (behind * chunks != local[sequences] * (chunks - 1))
 
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
         """Positions in their whole sequences of some local tokens.

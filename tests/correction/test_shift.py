@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.checks.shift import MIN_PAIRS, find_lag, shift_sums
+from megatron_rc import PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction.checks.shift import MIN_PAIRS, _window_places, find_lag, shift_sums
 from megatron_rc.correction.header_records import ShiftSums
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
-from megatron_rc.parallel import SequenceLayout
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
 
@@ -27,14 +27,26 @@ def make_batch(seed=0, shape=(32, 64), noise=0.05, holes=0.1):
     return train, rollout, torch.rand(shape, generator=generator) > holes
 
 
-@pytest.mark.parametrize("most", [1, 4, 10**6])
-def test_few_blocks_are_some_of_all(most):
-    for layout in (SequenceLayout.padded(13, 8), SequenceLayout.padded(3, 64), SequenceLayout.packed([0, 5, 60, 100])):
-        every, some = layout.blocks(7), layout.blocks(7, most)
-        assert 0 < len(some) <= most
-        assert all(block in every for block in some)
-        assert some[0] == every[0]
-        assert some == every or len(some) > most / 2
+@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 4000, 16384, 16385, 33000, 50001, 400000])
+def test_few_pairs_are_some_of_all_and_none_of_them_twice(num_tokens, parts):
+    """And all of them where they are few, or where responses are what a window holds."""
+    stretch = max(64, -(-num_tokens * parts // 256))
+    mask = torch.zeros(num_tokens, dtype=torch.bool)
+    mask[num_tokens // 3 :] = True
+    places = _window_places(mask, stretch)
+    assert len(places) <= num_tokens / stretch + 1
+    firsts = places[:, :-1][places[:, :-1] < num_tokens - 1]
+    assert len(firsts.unique()) == len(firsts)
+    assert stretch > 64 or len(firsts) == num_tokens - 1
+    assert mask[firsts].sum() >= 64 * (num_tokens * 2 // 3 // stretch - 1)
+
+
+def test_every_pair_of_a_batch_that_is_not_large_is_compared():
+    for shape in ((256, 64), (1, 2**14)):
+        train, rollout, mask = make_batch(shape=shape, holes=0)
+        (part,) = collect_shards(PlanInputs(train, rollout, mask), AgreedCounts()).parts
+        assert shift_sums([part])[0] == shape[0] * (shape[1] - 1)
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -98,22 +110,21 @@ def test_shards_compare_true_neighbours_only(split):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 100])
-def test_neighbours_are_next_positions_of_one_sequence(cp_size, num_tokens):
-    """In every block, whatever it cuts: sequences of many lengths, none at all, two chunks each under zigzag."""
+@pytest.mark.parametrize("split", ["zigzag", "contiguous"])
+def test_neighbours_are_next_positions_of_one_sequence(cp_size, split):
+    """Sequences of many lengths, none at all, two chunks each under zigzag."""
     local = [0, 6, 2, 2, 0, 4, 8, 8, 2]
     bounds = [sum(local[:index]) for index in range(len(local) + 1)]
     for layout in (
-        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size),
-        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size),
-        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size),
+        SequenceLayout.packed(bounds, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.padded(3, 8, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.padded(0, 8, cp_rank=0, cp_size=cp_size, split=split),
+        SequenceLayout.packed([0], cp_rank=0, cp_size=cp_size, split=split),
     ):
-        positions, sequences = layout.positions(), layout.sequence_index.view(layout.shape)
-        for block in layout.blocks(num_tokens):
-            here, of = block.take(positions), block.take(sequences)
-            want = (here[..., 1:] == here[..., :-1] + 1) & (of[..., 1:] == of[..., :-1])
-            got = layout.neighbours(block, positions.device)
-            assert torch.equal(torch.as_tensor(got).expand(want.shape), want)
+        here, of = layout.positions().view(-1), layout.sequence_index
+        want = (here[1:] == here[:-1] + 1) & (of[1:] == of[:-1])
+        want = torch.cat([want, torch.zeros(min(len(here), 1), dtype=torch.bool)])
+        assert torch.equal(layout.followed(torch.arange(len(here))), want)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,46 @@ def test_a_shift_is_seen_wherever_the_responses_lie(shape, valid, pieces):
     parts = [list(tensor.chunk(pieces)) for tensor in (train, late, mask)]
     with pytest.raises(ValueError, match="shifted by"):
         correct_rollouts(*parts, CONFIG).check()
+
+
+@pytest.mark.parametrize(("count", "length"), [(16, 65), (64, 64), (256, 64), (200, 8)])
+def test_a_shift_is_seen_in_short_micro_batches(count, length):
+    train, rollout, mask = make_batch(shape=(count, length), holes=0)
+    for given, lag in ((rollout, 0), (rollout.roll(1, dims=1), 1)):
+        parts = [list(tensor.split(1)) for tensor in (train, given, mask)]
+        assert find_lag(correct_rollouts(*parts, CONFIG).on_host().shift) == lag
+
+
+@pytest.mark.parametrize(("lag", "count"), [(0, 64), (1, 64), (-1, 64), (1, 16)])
+def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
+    train, rollout, mask = make_batch(shape=(count, 65), holes=0)
+    rollout = rollout.roll(lag, dims=1)
+    config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, loss_type="reinforce")
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    correction.plan(PlanInputs(None, rollout, mask))
+    for part in zip(train.split(1), rollout.split(1), mask.split(1), strict=True):
+        correction.in_loss(*part)
+    correction.finish_step()
+    assert find_lag(correction.step.on_host().shift) == lag
+
+
+@pytest.mark.parametrize(
+    ("shape", "trained"), [((256, 8192), 100), ((512, 2048), 20), ((64, 2048), 30), ((64, 8192), 120)]
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
+    values = make_batch(shape=(shape[0], 4 * trained))[:2]
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:, shape[1] // 2 :][:, :trained] = True
+    train, rollout = (torch.zeros(shape).masked_scatter_(mask, one[:, :trained]) for one in values)
+    late = torch.zeros(shape).masked_scatter_(mask, values[1].roll(1, dims=1)[:, :trained])
+    layout = None
+    if packed:
+        layout = SequenceLayout.packed(range(0, mask.numel() + 1, shape[1]))
+        train, rollout, late, mask = (one.view(-1) for one in (train, rollout, late, mask))
+    for given, lag in ((rollout, 0), (late, 1)):
+        (part,) = collect_shards(PlanInputs(train, given, mask, layout), AgreedCounts()).parts
+        assert find_lag(ShiftSums(*shift_sums([part]).tolist())) == lag
 
 
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])

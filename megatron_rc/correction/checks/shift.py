@@ -6,11 +6,17 @@ reported where the crosswise distance is less than half of the straight one, ove
 1,024 tokens in responses of a few are enough. Honest batches stay near or above 1, because neighbouring tokens'
 log-probs have little to do with each other; among 20,000 batches of 512 pairs, from unrelated policies that are certain
 of 98 % of their tokens, the smallest quotient was 0.75.
+
+Not every pair of a large batch is looked at, so that the cost does not grow with it. A rank's tokens, over all of its
+micro-batches, are cut into at most 256 stretches of equal length (and one more a micro-batch), and 64 pairs are
+compared in each, from its first trained token on. That token is looked for at 256 evenly spaced places of the stretch.
+Up to 16,384 local tokens this compares every pair. Beyond, a response is found that is as long as the distance of these
+places, which is local tokens / 65,536, or longer; a shorter one only where it happens to lie on a place. A shift is
+missed where fewer than 512 pairs are found in the whole batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,31 +24,61 @@ from torch import Tensor
 
 from megatron_rc.correction.header_records import ShiftSums
 from megatron_rc.correction.inputs import Part
-from megatron_rc.parallel.blocks import Block, spread
 
 MIN_PAIRS = 512
 RATIO = 0.5
 CLIP = 2.0
-_RUN_TOKENS = 2**13  # consecutive tokens that are looked at together
-_MAX_RUNS = 4  # of one rank, evenly spread: enough for the verdict, and no cost that grows
+Window = tuple[Tensor, Tensor, Tensor, Tensor]  # flat: train, rollout, mask, is followed by the next position
+_WINDOWS = 256  # of one rank, over all of its micro-batches, which have one each at least
+_PAIRS = 64  # neighbouring pairs that a window holds
+_LOOKS = 256  # places of a stretch where its first trained token is looked for
 
 
 def shift_sums(parts: Sequence[Part]) -> Tensor:
-    """[5] float64, the fields of :class:`ShiftSums`: distances over neighbouring pairs in some runs of local tokens."""
-    cuts = [(part, block) for part in parts for block in part.layout.blocks(_RUN_TOKENS, _MAX_RUNS)]
-    runs = spread([(part, block) for part, block in cuts if block.shape[-1] > 1], _MAX_RUNS)
-    if not runs:
+    """[5] float64, the fields of :class:`ShiftSums`: distances over some neighbouring pairs of local tokens."""
+    some = [part for part in parts if part.mask.numel()]
+    if not some:
         return torch.zeros(5, dtype=torch.float64, device=parts[0].mask.device)
-    return _distances(runs).double()
+    stretch = max(_PAIRS, -(-sum(part.mask.numel() for part in some) // _WINDOWS))
+    return _distances([_window(part, stretch) for part in some]).double()
 
 
-def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
-    """[5] float32: the same, over some runs that stand one after the other."""
-    values = [block.take(part.train).flatten() for part, block in runs]
-    values += [block.take(part.rollout).flatten() for part, block in runs]
-    train, rollout = torch.cat(values).float().nan_to_num_(0.0, 0.0, 0.0).view(2, -1)
-    mask = torch.cat([block.take(part.mask).flatten() for part, block in runs])
-    pairs = (mask[:-1] & mask[1:] & _followed(runs)).float()
+def _window(part: Part, stretch: int) -> Window:
+    """The tokens of a part that are looked at; how many depends on shapes alone, not on data."""
+    count, device = part.mask.numel(), part.mask.device
+    if stretch == _PAIRS:
+        every = torch.arange(count, device=device)
+        return part.train.reshape(-1), part.rollout.reshape(-1), part.mask.reshape(-1), part.layout.followed(every)
+    places = _window_places(part.mask, stretch)
+    taken = places.clamp(max=count - 1)
+    followed = part.layout.followed(taken.view(-1)).view(taken.shape)
+    # The last token of a window is the second of a pair only; beyond the end of the tokens there are none.
+    followed[:, -1] = False
+    train, rollout, mask = (tensor.take(taken).view(-1) for tensor in (part.train, part.rollout, part.mask))
+    return train, rollout, mask, followed.view(-1)
+
+
+def _window_places(mask: Tensor, stretch: int) -> Tensor:
+    """[windows, 65] int64, places among the local tokens; those of the last window may lie beyond the end.
+
+    No place but a window's last is in two windows, so that no pair is.
+    """
+    count, device = mask.numel(), mask.device
+    begins = torch.arange(0, count, stretch, device=device).unsqueeze(1)
+    width = min(stretch, count)
+    looks = torch.arange(0, width, -(-width // _LOOKS), device=device)
+    # Among equal values it is the first one; bools have no argmax.
+    found = mask.take((begins + looks).clamp_(max=count - 1)).to(torch.uint8).argmax(1, keepdim=True)
+    starts = begins + looks[found].clamp_(max=max(width - _PAIRS, 0))
+    return starts + torch.arange(min(width, _PAIRS) + 1, device=device)
+
+
+def _distances(windows: Sequence[Window]) -> Tensor:
+    """[5] float32: the same, over windows that stand one after the other."""
+    trains, rollouts, masks, flags = zip(*windows, strict=True)
+    train, rollout = torch.cat(trains + rollouts).float().nan_to_num_(0.0, 0.0, 0.0).view(2, -1)
+    mask = torch.cat(masks)
+    pairs = (mask[:-1] & mask[1:] & torch.cat(flags)[:-1]).float()
     # The first or second train token of each pair against its first or second rollout token. Given an output, the loop
     # runs along the pairs; without one it would run along the overlapping views' other dimension.
     apart = pairs.new_empty(2, 2, len(pairs))
@@ -50,15 +86,6 @@ def _distances(runs: Sequence[tuple[Part, Block]]) -> Tensor:
     torch.sub(train, rollout, out=apart)
     sums = apart.abs_().clamp_(max=CLIP).view(4, -1) @ pairs
     return torch.cat([pairs.sum().view(1), sums])
-
-
-def _followed(runs: Sequence[tuple[Part, Block]]) -> Tensor:
-    """[t - 1] bool: all but the last token of the runs, True where the next position of its sequence comes next."""
-    sizes = [math.prod(block.shape) for _, block in runs]
-    flags = torch.zeros(sum(sizes), dtype=torch.bool, device=runs[0][0].mask.device)
-    for (part, block), own in zip(runs, flags.split(sizes), strict=True):
-        own.view(block.shape)[..., :-1] = part.layout.neighbours(block, flags.device)
-    return flags[:-1]
 
 
 def find_lag(sums: ShiftSums) -> int:
