@@ -151,8 +151,9 @@ class InLoss:
             counted = counted + fields.number(header, "data.bad_tokens", Source.DATA)
         # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
         differs = (counted != step.plan.counts[step.mini_batch, 0]) & (step.plan.bad_ids == 0)
+        # What a rank found by itself says more, and a rank without a micro-batch does not come here to say the same.
         misuse = fields.column(header, "misuse")
-        misuse.copy_(torch.where(differs, misuse.clamp(min=float(OTHER_TOKENS)), misuse))
+        misuse.copy_(torch.where(differs & (misuse == 0), float(OTHER_TOKENS), misuse))
 
     def note_end(self, ended: StepSums, result: StepResult) -> None:
         """For ``metrics``, and for the weights' distance from the plan."""
