@@ -25,14 +25,14 @@ class CountUp:
         self.max_response_length = len(DIGITS)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Two random digits; the data is the right answer."""
+        """Two random digits; the label is the right answer."""
         if held_out:
             raise ConfigurationError("--task count_up holds no problems out: it trains on all hundred there are")
         return [self._problem(number) for number in range(start, start + count)]
 
     def reward(self, problem: Problem, response: str) -> float:
         """Share of the answer's places (digits and the end) before the first mistake."""
-        answer: str = problem.data
+        answer: str = problem.label
         right = sum(response.startswith(answer[:length]) for length in range(1, len(answer) + 1))
         return (right + (response == answer)) / (len(answer) + 1)
 

@@ -59,7 +59,7 @@ class ReasoningGym:
 
     def reward(self, problem: Problem, response: str) -> float:
         """The data set's own score."""
-        return float(self.dataset.score_answer(response.strip(), problem.data))
+        return float(self.dataset.score_answer(response.strip(), dict(problem.record)))
 
     def _problem(self, number: int, held_out: bool) -> Problem:
         """The first that fits, of those that stand for this number; the question's text decides on which side it is."""
@@ -67,7 +67,7 @@ class ReasoningGym:
         for attempt in range(_ATTEMPTS):
             entry: Any = self.dataset[(number + attempt * _STRIDE) % SIZE]
             if (zlib.crc32(entry["question"].encode()) % _HELD_OUT == 0) == held_out:
-                problem = Problem(entry["question"] + "\n", entry)
+                problem = Problem(entry["question"] + "\n", entry["answer"], record=entry)
                 length = 0 if self._longest_prompt is None else len(self.text.encode(problem))
                 if length <= (self._longest_prompt or 0):
                     return problem

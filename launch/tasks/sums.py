@@ -36,7 +36,7 @@ class Sums:
         self._examples = tuple((_question(numbers), _solution(*numbers)) for numbers in SHOWN)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Training problems come in rounds, each in an order of its own; the data is the sum."""
+        """Training problems come in rounds, each in an order of its own; the label is the sum."""
         if not held_out:
             return [self._problem(self._training(number)) for number in range(start, start + count)]
         if start + count > len(self._kept):
@@ -49,7 +49,7 @@ class Sums:
         """Whether the answer at the end of the first line is right."""
         first, _, _ = response.strip().partition("\n")
         found = _ANSWER.search(first.strip())
-        return float(found is not None and int(found[1]) == problem.data)
+        return float(found is not None and int(found[1]) == problem.label)
 
     def _training(self, number: int) -> tuple[int, ...]:
         turn, index = divmod(number, len(self._trained))

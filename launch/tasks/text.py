@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,17 +15,21 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and whatever the task needs to score a response to it.
+    """A prompt, and what a response to it is scored by.
 
     Attributes:
-        prompt: what is asked, with the white space that stands before an answer.
-        data: the task's own.
+        prompt: what is asked, with the white space that stands before an answer; of a conversation its last message.
+        label: the right answer, or whatever the reward compares a response with; None: there is none.
         examples: prompts and their answers that are shown before it.
+        messages: the whole conversation, each message with ``role`` and ``content``; empty: the prompt is plain text.
+        record: the row of a file that the problem was read from, with all its keys.
     """
 
     prompt: str
-    data: Any
+    label: Any = None
     examples: tuple[tuple[str, str], ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Text(Protocol):
@@ -136,11 +140,7 @@ class HuggingFaceText:
         return ids
 
     def _as_turns(self, problem: Problem) -> str:
-        said = [text for example in problem.examples for text in example]
-        roles = ("user", "assistant")
-        turns = [
-            {"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])
-        ]
+        turns = [dict(message) for message in problem.messages] or _turns(problem)
         try:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like
@@ -154,3 +154,10 @@ class HuggingFaceText:
 def as_plain_text(problem: Problem) -> str:
     """The examples, each on lines of its own, and the prompt."""
     return "".join(f"{prompt}{answer}\n" for prompt, answer in problem.examples) + problem.prompt
+
+
+def _turns(problem: Problem) -> list[dict[str, str]]:
+    """The examples and the prompt, said in turn by a user and an assistant."""
+    said = [text for example in problem.examples for text in example]
+    roles = ("user", "assistant")
+    return [{"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])]

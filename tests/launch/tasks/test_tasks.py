@@ -33,9 +33,9 @@ def test_count_up_rewards_what_is_right_up_to_the_first_mistake(count_up, answer
 
 def test_the_answers_count_up_to_nine(count_up):
     problems = count_up.problems(0, 50)
-    assert {len(problem.data) for problem in problems} == set(range(10))
+    assert {len(problem.label) for problem in problems} == set(range(10))
     for problem in problems:
-        assert problem.prompt[-1] + problem.data == "0123456789"[-len(problem.data) - 1 :]
+        assert problem.prompt[-1] + problem.label == "0123456789"[-len(problem.label) - 1 :]
 
 
 @pytest.mark.parametrize("name", ["count_up", "sums", "reasoning_gym:chain_sum"])
@@ -65,7 +65,7 @@ def test_questions_that_leave_no_room_are_passed_over():
 def test_reasoning_gym_scores_its_own_answers():
     task = make_task("reasoning_gym:chain_sum", 1)
     for problem in task.problems(0, 5):
-        assert task.reward(problem, problem.data["answer"]) == 1
+        assert task.reward(problem, problem.label) == 1
         assert task.reward(problem, "no idea") < 0.1
 
 

@@ -55,6 +55,13 @@ def test_a_conversation_shows_the_examples_as_turns(tmp_path):
     assert ids.count(text.eos) == 3
 
 
+def test_a_conversation_that_a_problem_brings_is_shown_whole(tmp_path):
+    text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
+    said = ({"role": "system", "content": "add"}, {"role": "user", "content": " 4 + 5 "})
+    shown = text.tokenizer.decode(text.encode(Problem(" 4 + 5 ", "9", messages=said)))
+    assert shown == "[system]add</s>[user] 4 + 5 </s>[assistant]"
+
+
 def test_a_response_is_decoded_without_its_end(tmp_path):
     text = HuggingFaceText(tokenizer_folder(tmp_path), chat=True)
     ids = text.tokenizer.encode("12 </s>")

@@ -489,7 +489,7 @@ def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks
     task = make_task("sums", 1234)
     problems = task.problems(0, 5, held_out=True)
     prompts = [task.text.decode(task.text.encode(problem)) for problem in problems]
-    known = {prompt: problem.data for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
+    known = {prompt: problem.label for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
     words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *layout.flags())
     found = ranks.run(evaluate_pupil, layout, words, known)
     assert [metrics for metrics, _ in found] == [{"eval/reward": 0.6, "eval/exact_match": 0.6}] * layout.world
