@@ -18,7 +18,7 @@ from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rc.launch.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
@@ -90,7 +90,8 @@ class Trainer:
         if files.save is None:
             raise ValueError("there is no folder for checkpoints: give --save DIR")
         optimizer = None if files.no_save_optim else self.optimizer
-        save_checkpoint(files.save, self.iteration, self.model, optimizer, self.scheduler, self.reference)
+        parts = self.model, optimizer, self.scheduler, self.reference
+        save_checkpoint(self.config, files.save, self.iteration, *parts)
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.

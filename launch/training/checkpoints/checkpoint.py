@@ -19,40 +19,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder, latest_iteration
+from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.model import unwrap
 from megatron_rc.parallel.collectives import all_reduce_max
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def latest_iteration(folder: str | Path) -> int | None:
-    """The newest checkpoint in the folder, or None.
-
-    Raises:
-        ValueError: the tracker file holds no number, or names a checkpoint that is not there.
-    """
-    tracker = Path(folder) / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
-        raise ValueError(f"{tracker} holds {text!r}: expected the number of a checkpoint")
-    if not (iteration_folder(folder, int(text)) / "metadata.json").is_file():
-        raise ValueError(f"{tracker} names checkpoint {text}, which is not complete: write the number of another one")
-    return int(text)
-
-
-def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Megatron's name of one checkpoint."""
-    return Path(folder) / f"iter_{iteration:07d}"
-
 
 def save_checkpoint(
-    save: str, iteration: int, model: list[Any], optimizer: Any | None, scheduler: Any, reference: list[Any]
+    config: RunConfig,
+    save: str,
+    iteration: int,
+    model: list[Any],
+    optimizer: Any | None,
+    scheduler: Any,
+    reference: list[Any],
 ) -> None:
     """Write a checkpoint of all ranks, then point the tracker file at it: a half-written one is never loaded.
 
     Args:
+        config: of the run; kept beside the weights.
         save: the folder of all checkpoints.
         iteration: optimizer steps made.
         model: this rank's chunks.
@@ -76,6 +61,7 @@ def save_checkpoint(
         raise ValueError(f"--save {save}: checkpoint {iteration} could not be written ({_reason(error)})") from error
     dist.barrier(group=dist.group.WORLD)
     if dist.get_rank() == 0:
+        (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8")
         written = Path(save) / f"{TRACKER}.partial"
         written.write_text(str(iteration), encoding="utf-8")
         written.replace(Path(save) / TRACKER)

@@ -1,0 +1,46 @@
+"""The settings of the run that wrote a checkpoint, as they were resolved, beside its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder, latest_iteration
+
+SETTINGS = "settings.json"
+
+
+def settings_text(config: RunConfig) -> str:
+    """What stands in a checkpoint's ``settings.json``: every section of the launcher under its name."""
+    sections = {name: getattr(config, name) for name, _, _ in sections_of(RunConfig)}
+    known = {name: None if section is None else dataclasses.asdict(section) for name, section in sections.items()}
+    return json.dumps(known, indent=1) + "\n"
+
+
+def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
+    """The sections of the run that wrote a checkpoint, field by field; None for one that it did not have.
+
+    Args:
+        load: the folder of all checkpoints.
+        iteration: which of them; None: the newest.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it was written without settings, or they cannot be read.
+    """
+    if iteration is None:
+        iteration = latest_iteration(load)
+    if iteration is None:
+        raise ValueError(f"{load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    path = iteration_folder(load, iteration) / SETTINGS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: checkpoint {iteration} says nothing of its model") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict) or not all(value is None or isinstance(value, dict) for value in found.values()):
+        raise ValueError(f"{path} cannot be read (expected one object for each section)")
+    return found
