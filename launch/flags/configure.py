@@ -53,9 +53,15 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError(unknown("flag", rest[0].split("=")[0], parser))
     # The correction's flags override those of the launch file by rules of their own.
     args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
-    args.typed = {word.partition("=")[0] for word in argv if word.startswith("--")}
+    args.typed, args.in_launch_file = _names(argv), _names(base)
     check_architecture_words(parser, args, architecture)
     return args
+
+
+def _names(words: Sequence[str]) -> set[str]:
+    """The flags among these words, with underscores; one that takes a switch back has the switch's name."""
+    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
+    return {name.removeprefix("--").removeprefix("no-").replace("-", "_") for name in flags}
 
 
 def _sources() -> argparse.ArgumentParser:

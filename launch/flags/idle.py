@@ -1,34 +1,68 @@
-"""Flags that would do nothing beside the others, although they have a default: only what was typed is refused."""
+"""Flags that would do nothing beside the others, although they have a default: only what was given is refused."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
+
+_OBJECTIVE = (
+    *("policy_loss", "loss_type", "bypass_mode"),
+    *("rollout_correction_preset", "rollout_correction_config"),
+)
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """A flag that does nothing here.
+
+    Attributes:
+        name: of the flag, with underscores.
+        why: and the remedy.
+        because_of: the flags that decide it.
+    """
+
+    name: str
+    why: str
+    because_of: tuple[str, ...]
 
 
 def check_idle(args: argparse.Namespace, loss: PolicyLossConfig) -> None:
-    """Refuse them; what only the launch file says may serve another choice than the one that was typed.
+    """Refuse them. What the launch file says may serve another choice than the one that was typed beside it.
 
     Raises:
         ConfigurationError: names the flag, what makes it idle, and the remedy.
     """
-    for name, why in _idle(args, loss):
-        if flag(name) in args.typed:
-            raise ConfigurationError(f"{flag(name)} {getattr(args.command_line, name)} does nothing {why}")
+    for idle in _idle(args, loss):
+        if idle.name in args.typed:
+            value = getattr(args.command_line, idle.name)
+            raise ConfigurationError(f"{flag(idle.name)} {value} does nothing {idle.why}")
+        if idle.name in args.in_launch_file and args.typed.isdisjoint(idle.because_of):
+            value = getattr(args.launch_file, idle.name)
+            key = flag(idle.name).removeprefix("--")
+            raise ConfigurationError(f"--config {args.config}: {key}: {value} does nothing {idle.why}")
 
 
-def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[tuple[str, str]]:
-    """(flag, why it does nothing here)."""
+def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
     used = ENGINES[args.rollout_engine].settings
     for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
         users = " or ".join(other for other, engine in ENGINES.items() if name in engine.settings)
         if name not in used:
-            yield name, f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
+            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
+            yield _Idle(name, why, ("rollout_engine",))
     if not args.group_query_attention:
-        yield "num_query_groups", "without --group-query-attention: give both, or neither"
+        why = "without --group-query-attention: give both, or neither"
+        yield _Idle("num_query_groups", why, ("group_query_attention",))
     if loss.kl_coef == 0:
-        yield "kl_estimator", "with --grpo-kl-beta 0: give that, or drop it"
+        because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)
+        yield _Idle("kl_estimator", "with --grpo-kl-beta 0: give that, or drop it", because_of)
+    if loss.algorithm is not None and not OBJECTIVES[loss.algorithm].clips:
+        clipping = ", ".join(name for name, objective in OBJECTIVES.items() if objective.clips)
+        why = f"with the objective {loss.algorithm}, which clips no ratio: drop it, or use one of {clipping}"
+        for name in ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper"):
+            yield _Idle(name, why, _OBJECTIVE)

@@ -20,13 +20,15 @@ GPT2 = "--num-layers=4 --hidden-size=32 --ffn-hidden-size=48 --num-attention-hea
 COMMON = f"""--cpu --seq-length={LENGTH} --make-vocab-size-divisible-by=4 --init-method-std=0.08 --task=count_up
 --max-response-length=10 --micro-batch-size=4 --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=2
 --global-batch-size={SEQUENCES} --train-iters=100 --lr=0.02 --lr-decay-style=constant --weight-decay=0
---grpo-clamp-eps-lower=0.02 --grpo-clamp-eps-upper=0.03 --rollout-is=token --rollout-is-threshold=1.5
---rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2.5,0.27""".split()
+--rollout-is=token --rollout-is-threshold=1.5 --rollout-rs=token_k1,seq_mean_k3
+--rollout-rs-threshold=0.5_2.5,0.27""".split()
+CLIP = ("--grpo-clamp-eps-lower=0.02", "--grpo-clamp-eps-upper=0.03")
 
 
 def flags(folder: Path, *more: str, model: list[str] = LLAMA) -> list[str]:
     """Flags of the tiny run; what comes later wins."""
-    return [*model, *COMMON, f"--runs-dir={folder}", *more]
+    clip = () if any(word.endswith("=reinforce") or "=bypass_pg_" in word for word in more) else CLIP
+    return [*model, *COMMON, *clip, f"--runs-dir={folder}", *more]
 
 
 def run_config(words: list[str], world_size: int = 1, *, engine: bool = True) -> RunConfig:

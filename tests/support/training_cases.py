@@ -151,7 +151,8 @@ class Case:
 
     def words(self, folder: Any) -> list[str]:
         """The launcher's flags."""
-        words = [*self.layout.flags(), f"--micro-batch-size={self.size}", *_CLIP, *_REJECT, *self.objective.words]
+        clip = () if self.objective.algorithm == "reinforce" else _CLIP
+        words = [*self.layout.flags(), f"--micro-batch-size={self.size}", *clip, *_REJECT, *self.objective.words]
         words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
         batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
         return [word for word in flags(folder, *batch, *words, model=LLAMA) if not word.startswith(_REPLACED)] + words

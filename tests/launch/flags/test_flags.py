@@ -1,6 +1,7 @@
 """Flags and launch files: what they mean, and the one sentence for each that cannot work."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -325,6 +326,15 @@ def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):
             "--num-query-groups 2 does nothing without",
         ),
         ("--kl-estimator=k1 --grpo-kl-beta=0", "--kl-estimator k1 does nothing with --grpo-kl-beta 0"),
+        (
+            "--grpo-clamp-eps-lower=0.1 --policy-loss=reinforce",
+            "--grpo-clamp-eps-lower 0.1 does nothing with the objective reinforce, which clips no ratio",
+        ),
+        (
+            "--grpo-clamp-eps-upper=0.1 --rollout-correction-preset=bypass_pg_is",
+            "--grpo-clamp-eps-upper 0.1 does nothing with the objective reinforce, which clips no ratio: drop it, or "
+            "use one of ppo_clip, gspo, cispo",
+        ),
         ("--policy-loss=cispo --bypass-mode", "--policy-loss cispo contradicts ppo_clip, the objective in bypass mode"),
         ("--tokenizer-model=/nowhere", "/nowhere holds no tokenizer (tokenizer.json or"),
         ("--load-rollouts=/nowhere", "--load-rollouts /nowhere: no such folder"),
@@ -338,10 +348,30 @@ def test_flags_that_would_do_nothing_and_paths_that_lead_nowhere_are_one_sentenc
     assert "\n" not in str(caught.value)
 
 
-def test_what_only_the_launch_file_says_may_be_idle(tmp_path):
-    (tmp_path / "a.yaml").write_text("rollout-concurrency: 8\nkl-estimator: k1\n")
-    config = check(tmp_path, f"--config={tmp_path}/a.yaml", "--grpo-kl-beta=0")
-    assert config.engine.rollout_concurrency == 8
+# A launch file that fits together, the flags that make a part of it idle, and what the file alone would have to say.
+IN_A_FILE = {
+    "rollout-url: http://a\n": ("--rollout-engine=transformers", "rollout-url: http://a does nothing with"),
+    "rollout-concurrency: 8\n": ("--rollout-engine=transformers", "rollout-concurrency: 8 does nothing with"),
+    "kl-estimator: k1\ngrpo-kl-beta: 0\n": ("--grpo-kl-beta=0", "kl-estimator: k1 does nothing with --grpo-kl-beta 0"),
+    "num-query-groups: 2\nno-group-query-attention: true\n": (
+        "--no-group-query-attention",
+        "num-query-groups: 2 does nothing without --group-query-attention",
+    ),
+    "grpo-clamp-eps-lower: 0.1\npolicy-loss: reinforce\n": (
+        "--policy-loss=reinforce",
+        "grpo-clamp-eps-lower: 0.1 does nothing with the objective reinforce",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "more", "message"), [(text, *found) for text, found in IN_A_FILE.items()])
+def test_what_a_launch_file_says_is_idle_only_by_a_flag(tmp_path, text, more, message):
+    """By itself it is refused like a flag; beside one that was typed it may serve another choice."""
+    (tmp_path / "a.yaml").write_text(text)
+    words = [word for word in flags(tmp_path, model=GPT2) if not word.startswith("--grpo-clamp")]
+    with pytest.raises(ConfigurationError, match=re.escape(f"--config {tmp_path}/a.yaml: {message}")):
+        configure([*words, f"--config={tmp_path}/a.yaml"], 1)
+    configure([*words, f"--config={tmp_path}/a.yaml", more], 1)
 
 
 def test_a_wrong_value_in_a_launch_file_names_the_file(tmp_path):
