@@ -4,11 +4,12 @@
 """
 
 from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.local_tokens import sequence_sums
 from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.correction.plans import LossScale
 from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.stages import (
     batch_sums,
     finish,

@@ -8,8 +8,8 @@ from torch import Tensor
 from megatron_rc.correction.header import LENGTH_BUCKETS, REWARD_SIGNS, Columns, HeaderFields
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.histogram import bins_of
-from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale
+from megatron_rc.correction.shards import Shards
 from megatron_rc.correction.token_pass.terms import Sums, largest
 from megatron_rc.correction.weights import bounded_weights, log_bounds, scaled_bounds
 from megatron_rc.numerics import EXP_LIMIT, MAX_ZERO_LOG_PROBS, PPL_LIMIT, exp_ratio

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,14 +12,54 @@ from megatron_rc.correction.header import HeaderFields, header_fields
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.mode import InLossCall
-from megatron_rc.correction.plans import DecoupledPlan, PlannedStep
+from megatron_rc.correction.plans import Plan, PlannedStep, one_each
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.stages import corrected_batch
 from megatron_rc.correction.step import StepError, StepResult, StepSums
+from megatron_rc.correction.training_result import TrainingResult
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import broadcast
 from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
+
+
+class DecoupledPlan(TrainingResult, Plan):
+    """Decoupled mode decides everything before the schedule: the plan is the result.
+
+    On pipeline stages without log-probs weights, mask and lengths are None; everything else is known there too.
+    """
+
+    def __init__(
+        self, result: CorrectionResult, loss: PolicyLossConfig, groups: ParallelGroups, agreed: AgreedCounts
+    ) -> None:
+        super().__init__(
+            result.config,
+            result.fields,
+            result.header,
+            weights=result.weights,
+            mask=result.mask,
+            sequence_lengths=result.sequence_lengths,
+            allow_zero_log_probs=result.allow_zero_log_probs,
+        )
+        self.loss, self.groups, self.agreed = loss, groups, agreed
+
+    def _found(self, inputs: PlanInputs, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+        number = len(layouts)
+        if self.sequence_lengths is None:
+            raise ValueError("micro_batches() on a pipeline stage without log-probs: the loss is on the last one")
+        return {
+            "old_log_probs": one_each(inputs.train_log_probs, number),
+            "weights": one_each(self.weights, number),
+            "mask": one_each(self.mask, number),
+            "lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
+        }
+
+    @property
+    def counted(self) -> Tensor:
+        """See :class:`Plan`."""
+        accepted = self.config.rejection_denominator == "accepted"
+        return self.denominators[:, 2:] if accepted else self.denominators[:, :2]
 
 
 class Decoupled:

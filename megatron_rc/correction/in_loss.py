@@ -9,11 +9,13 @@ from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
 from megatron_rc.correction.header_records import Source
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_masks, collect_shards
+from megatron_rc.correction.in_loss_plan import InLossPlan, collect_masks
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.mode import InLossCall
-from megatron_rc.correction.plans import InLossPlan, PlannedStep
+from megatron_rc.correction.plans import PlannedStep
 from megatron_rc.correction.proximal import interpolate
+from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.stages import accepted_tokens
 from megatron_rc.correction.step import OTHER_TOKENS, StepError, StepResult, StepSums
 from megatron_rc.correction.weights import normalization

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.local_tokens import Pair
+from megatron_rc.correction.shards import Shards
 from megatron_rc.correction.stages import AcceptedTokens, add_up, judge
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from megatron_rc.correction.batch_sums import sequence_log_weights, token_staleness
 from megatron_rc.correction.header import Columns, HeaderFields
 from megatron_rc.correction.header_records import Source
-from megatron_rc.correction.inputs import AgreedCounts, Part, Shards
+from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.rejection import Verdicts, threshold_scale
+from megatron_rc.correction.shards import Part, Shards
 from megatron_rc.correction.token_pass.accumulator import Accumulator, ShardSums
 from megatron_rc.correction.token_pass.dispatch import BlockPass
 from megatron_rc.correction.token_pass.operations import BlockTokens, TokenResults

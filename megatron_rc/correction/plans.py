@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, layouts_of
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.micro_batch import MicroBatch
-from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.correction.shards import layouts_of
+from megatron_rc.correction.training_result import index_of
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.groups import ParallelGroups, group_size
@@ -169,11 +169,11 @@ class Plan(ABC):
         """
         if inputs.advantages is None:
             raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")
-        masks = _one_each(inputs.response_mask, 1)
+        masks = one_each(inputs.response_mask, 1)
         is_list, number = not isinstance(inputs.response_mask, Tensor), len(masks)
         layouts = layouts_of(inputs.layout, masks, is_list, self.groups)
         names = ("rollout_log_probs", "advantages", "sequence_ids", "policy_versions")
-        columns = {name: _one_each(getattr(inputs, name), number) for name in names}
+        columns = {name: one_each(getattr(inputs, name), number) for name in names}
         columns |= {"layout": layouts, "response_mask": masks} | self._found(inputs, layouts)
         return [MicroBatch(**{name: column[index] for name, column in columns.items()}) for index in range(number)]
 
@@ -187,7 +187,7 @@ class Plan(ABC):
         Raises:
             ValueError: as :meth:`loss_scale`.
         """
-        index = _index(mini_batch, self.num_mini_batches)
+        index = index_of(mini_batch, self.num_mini_batches)
         return PlannedStep(self, index, self._denominator(index))
 
     def _denominator(self, mini_batch: int) -> Tensor:
@@ -196,151 +196,6 @@ class Plan(ABC):
         return denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
 
 
-class TrainingResult(CorrectionResult):
-    """A result of which the objective is known, and so which optimizer steps would move the weights by momentum alone.
-
-    Attributes:
-        loss: the objective.
-    """
-
-    loss: PolicyLossConfig
-
-    @property
-    def skip(self) -> Tensor:
-        """[num_mini_batches] bool: no token is accepted, or none has a weight and the objective has no other term."""
-        skip = super().skip
-        return skip | (self.fields.column(self.header, "weighed") == 0) if self._needs_weights else skip
-
-    def skips(self, mini_batch: int | None = None) -> bool:
-        """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes."""
-        counts = self.denominators_on_host()
-        index = _index(mini_batch, len(counts))
-        return counts[index][2] == 0 or self._is_weightless[index]
-
-    @property
-    def num_weightless(self) -> float:
-        """Mini-batches with accepted tokens of which none has a weight."""
-        accepted = [counts[2] > 0 for counts in self.denominators_on_host()]
-        return float(sum(one and other for one, other in zip(accepted, self._is_weightless, strict=True)))
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the correction; with the mode ``mask`` also how many mini-batches have no weight left."""
-        metrics = super().metrics()
-        if self.config.may_weigh_nothing:
-            metrics[f"{self.config.metric_prefix}rollout_is_weightless_mini_batches"] = self.num_weightless
-        return metrics
-
-    @property
-    def _needs_weights(self) -> bool:
-        """Whether without weights nothing is left of the loss."""
-        return self.config.may_weigh_nothing and not (self.loss.entropy_coef or self.loss.kl_coef)
-
-    @property
-    def _is_weightless(self) -> list[bool]:
-        if not self._needs_weights:
-            return [False] * len(self.denominators_on_host())
-        return [weighed == 0 for weighed in self.fields.table(self.values, "weighed")]
-
-
-class DecoupledPlan(TrainingResult, Plan):
-    """Decoupled mode decides everything before the schedule: the plan is the result.
-
-    On pipeline stages without log-probs weights, mask and lengths are None; everything else is known there too.
-    """
-
-    def __init__(
-        self, result: CorrectionResult, loss: PolicyLossConfig, groups: ParallelGroups, agreed: AgreedCounts
-    ) -> None:
-        super().__init__(
-            result.config,
-            result.fields,
-            result.header,
-            weights=result.weights,
-            mask=result.mask,
-            sequence_lengths=result.sequence_lengths,
-            allow_zero_log_probs=result.allow_zero_log_probs,
-        )
-        self.loss, self.groups, self.agreed = loss, groups, agreed
-
-    def _found(self, inputs: PlanInputs, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
-        number = len(layouts)
-        if self.sequence_lengths is None:
-            raise ValueError("micro_batches() on a pipeline stage without log-probs: the loss is on the last one")
-        return {
-            "old_log_probs": _one_each(inputs.train_log_probs, number),
-            "weights": _one_each(self.weights, number),
-            "mask": _one_each(self.mask, number),
-            "lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
-        }
-
-    @property
-    def counted(self) -> Tensor:
-        """See :class:`Plan`."""
-        accepted = self.config.rejection_denominator == "accepted"
-        return self.denominators[:, 2:] if accepted else self.denominators[:, :2]
-
-
-class InLossPlan(Plan):
-    """What is known of a rollout batch before π_θ is, where the correction is made in the loss.
-
-    Attributes:
-        counts: [num_mini_batches, 4] float64: tokens and sequences under the response mask, tokens with padding, and in
-            the first row mini-batch ids that were out of range; None on pipeline stages without log-probs.
-        steps_ended: optimizer steps on this plan that lie behind, those that were skipped too; on the last stage.
-    """
-
-    def __init__(
-        self,
-        config: RolloutCorrectionConfig,
-        loss: PolicyLossConfig,
-        groups: ParallelGroups,
-        agreed: AgreedCounts,
-        counts: Tensor | None,
-    ) -> None:
-        self.config, self.loss, self.groups, self.agreed = config, loss, groups, agreed
-        self.counts = counts
-        self.steps_ended = 0
-
-    @property
-    def counted(self) -> Tensor:
-        """See :class:`Plan`: under the response mask."""
-        if self.counts is None:
-            return torch.full((self.num_mini_batches, 2), torch.nan, dtype=torch.float64)
-        return self.counts[:, :2]
-
-    @property
-    def skip(self) -> Tensor | None:
-        """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
-        return None if self.counts is None else self.counts[:, 0] == 0
-
-    def check(self) -> None:
-        """Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises, on every stage."""
-
-    def metrics(self) -> dict[str, float]:
-        """No metrics yet: those of a step follow ``finish_step``."""
-        return {}
-
-    def skips(self, mini_batch: int | None = None) -> bool:
-        """Not known on every rank before the step: its result says so."""
-        _index(mini_batch, self.num_mini_batches)
-        return False
-
-    @property
-    def bad_ids(self) -> Tensor:
-        """0-D float64: mini-batch ids that were out of range."""
-        return torch.zeros(()) if self.counts is None else self.counts[0, 3]
-
-
-def _index(mini_batch: int | None, number: int) -> int:
-    """The mini-batch that is meant, of so many."""
-    if mini_batch is None and number > 1:
-        raise ValueError(f"the plan has {number} mini-batches: say which with mini_batch=")
-    index = mini_batch or 0
-    if not 0 <= index < number:
-        raise ValueError(f"mini_batch={index} is not in [0, {number}) of the plan")
-    return index
-
-
-def _one_each(value: Any, number: int) -> list[Any]:
+def one_each(value: Any, number: int) -> list[Any]:
     """The entries of a list; else the value for each."""
     return list(value) if isinstance(value, (list, tuple)) else [value] * number

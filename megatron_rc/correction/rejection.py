@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.shards import Shards
 from megatron_rc.correction.token_pass.terms import Sums
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion, Divergence, Need

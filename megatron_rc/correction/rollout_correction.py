@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.decoupled import Decoupled
+from megatron_rc.correction.decoupled import Decoupled, DecoupledPlan
 from megatron_rc.correction.header import NO_FIELDS, HeaderFields, step_fields
 from megatron_rc.correction.in_loss import InLoss
+from megatron_rc.correction.in_loss_plan import InLossPlan
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
 from megatron_rc.correction.joined import step_sums
 from megatron_rc.correction.local_tokens import check_version_given
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.mode import Mode
 from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
-from megatron_rc.correction.plans import DecoupledPlan, InLossPlan, Plan, PlannedStep
+from megatron_rc.correction.plans import Plan, PlannedStep
 from megatron_rc.correction.stages import AcceptedTokens, reduce_batch
 from megatron_rc.correction.step import (
     MISUSES,

@@ -25,7 +25,7 @@ from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
 from megatron_rc.correction.header import Columns, HeaderFields, header_fields, normalization_sums
 from megatron_rc.correction.header_records import Source
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.local_tokens import (
     LocalSums,
     Pair,
@@ -37,6 +37,7 @@ from megatron_rc.correction.local_tokens import (
 )
 from megatron_rc.correction.rejection import Verdicts, decide, local_prompt_sums
 from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.token_pass.terms import Sums
 from megatron_rc.correction.weights import normalization
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum

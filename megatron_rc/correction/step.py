@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields
-from megatron_rc.correction.plans import PlannedStep, TrainingResult
+from megatron_rc.correction.plans import PlannedStep
 from megatron_rc.correction.stages import AcceptedTokens
+from megatron_rc.correction.training_result import TrainingResult
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig

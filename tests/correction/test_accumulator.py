@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.token_pass.accumulator import Accumulator
 from megatron_rc.correction.token_pass.terms import BlockValues, term_names
 from tests.support.correction_comparison import use_blocks

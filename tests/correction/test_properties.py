@@ -22,7 +22,8 @@ from megatron_rc import (
     group_sums,
     sequence_sums,
 )
-from megatron_rc.correction.inputs import AgreedCounts, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts
+from megatron_rc.correction.shards import collect_shards
 from megatron_rc.parallel import SequenceLayout
 
 WIDTH = 8

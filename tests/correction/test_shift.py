@@ -8,7 +8,8 @@ import torch
 from megatron_rc import PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.correction.checks.shift import MIN_PAIRS, _window_places, find_lag, shift_sums
 from megatron_rc.correction.header_records import ShiftSums
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.shards import collect_shards
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import Part, Shards
+from megatron_rc.correction.shards import Part, Shards
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, unusable
 
 _STRIDE = 2**32

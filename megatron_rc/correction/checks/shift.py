@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.header_records import ShiftSums
-from megatron_rc.correction.inputs import Part
+from megatron_rc.correction.shards import Part
 
 MIN_PAIRS = 512
 RATIO = 0.5

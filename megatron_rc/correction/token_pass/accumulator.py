@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.histogram import CodeCounter, bins_from_codes
-from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.shards import Shards
 from megatron_rc.correction.token_pass.operations import How
 from megatron_rc.correction.token_pass.terms import HOW, BlockValues, TermNames, largest
 
