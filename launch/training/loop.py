@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from types import FrameType
 
 import torch
@@ -57,13 +57,13 @@ def train(config: RunConfig, task: Task) -> None:
     reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None
     weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
     saved = trainer.iteration if files.load == files.save else -1
-    with StopRequest().installed() as request, closing(collector):
+    with reporter or nullcontext(), StopRequest().installed() as request, closing(collector):
         stop = False
         while trainer.iteration < config.training.train_iters and not stop:
             for row in _rollout_steps(config, trainer, collector, groups, weight_sync):
                 if reporter is not None:
                     reporter.step(trainer.iteration, row)
-                stop = agree(config, stop=request.signal is not None)
+                stop = agree(config, reporter.error if reporter else None, stop=request.signal is not None)
                 if files.save and files.save_interval and trainer.iteration % files.save_interval == 0:
                     trainer.save()
                     saved = trainer.iteration
@@ -73,6 +73,7 @@ def train(config: RunConfig, task: Task) -> None:
             trainer.save()
         if weight_sync.is_wanted and not stop:
             weight_sync()
+        agree(config, reporter.error if reporter else None)
     if reporter is not None:
         kept = f", saved to {files.save}" if files.save else ""
         done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"

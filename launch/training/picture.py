@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from megatron_rc.launch.training.metrics_file import read_rows
 
 _WEIGHT = "rollout_corr/rollout_is_"
 
@@ -15,7 +16,7 @@ def draw_run(metrics: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    rows = list(read_rows(metrics))
     figure, (reward, kl, weight) = pyplot.subplots(1, 3, figsize=(13, 3.6))
     figure.subplots_adjust(left=0.04, right=0.99, top=0.9, bottom=0.14, wspace=0.15)
 

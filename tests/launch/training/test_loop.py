@@ -136,6 +136,26 @@ def test_an_older_metrics_file_is_kept(ranks, tmp_path):
     assert older.read_text() == '{"step": 1}\n'
 
 
+def test_a_full_disk_under_the_metrics_is_one_error_on_all_ranks(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
+    layout = Layout(tp=2)
+    messages = ranks.run(run_training, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=3"))
+    assert set(messages) == {
+        f"AgreedError: {tmp_path}/run/metrics.jsonl cannot be written (No space left on device): make room, or choose "
+        "another --runs-dir"
+    }
+
+
+def test_a_run_that_fails_leaves_its_picture(ranks, tmp_path):
+    """A learning rate that makes the loss something that is no number."""
+    words = flags(tmp_path, *LIVE, "--lr=1e38", "--clip-grad=0", "--optimizer=sgd", "--train-iters=9")
+    (message,) = ranks.run(run_training, Layout(), words)
+    assert message is not None
+    assert 1 <= len(rows(tmp_path)) < 9
+    assert (tmp_path / "run" / "summary.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_second_task_from_a_library_runs(ranks, tmp_path):
     more = ["--task=reasoning_gym:chain_sum", "--seq-length=128", "--rollout-dtype=fp32", "--train-iters=2"]
     assert ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, *more)) == [None]

@@ -1,0 +1,107 @@
+"""``metrics.jsonl``: a run's numbers, one flat JSON object a line, each on the disk before the next step is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Rows are appended one at a time; none of them stays in memory.
+
+    A run from the start keeps an older file under another name. A resumed run goes on with the file: rows of steps that
+    it makes again stay until its own first row, which takes their place in one move. So whenever a run is killed, no
+    row is lost, and none is there twice.
+
+    Args:
+        path: of the file.
+        iteration: optimizer steps that lie behind.
+    """
+
+    def __init__(self, path: Path, iteration: int) -> None:
+        self.path, self.iteration = path, iteration
+        self._file: TextIO | None = None
+        if path.is_file() and not iteration:
+            set_aside(path)
+
+    def write(self, row: dict[str, float]) -> None:
+        """Append a row, and wait until it is on the disk."""
+        line = json.dumps(row) + "\n"
+        if self._file is None:
+            if self.path.is_file() and not all(map(self._stays, _lines(self.path))):
+                self._replace_with_kept(line)
+                line = ""
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(line)
+        _to_disk(self._file)
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        # What did not reach the disk was an error when its row was written.
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+
+    def _stays(self, line: str) -> bool:
+        """Whether a line is whole, and of a step that lies behind."""
+        row = _parsed(line)
+        return line.endswith("\n") and row is not None and row["step"] <= self.iteration
+
+    def _replace_with_kept(self, line: str) -> None:
+        """A new file of the rows that stay and this one, in the place of the old file."""
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(kept for kept in _lines(self.path) if self._stays(kept))
+            file.write(line)
+            _to_disk(file)
+        partial.replace(self.path)
+
+
+def set_aside(path: Path) -> None:
+    """Give a file of an earlier run a name with the time when it was last written, which no other file has."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    names = (f"{path.stem}-{stamp}{suffix}{path.suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    path.replace(next(free for free in map(path.with_name, names) if not free.exists()))
+
+
+def read_rows(path: Path) -> Iterator[dict[str, float]]:
+    """The rows of a file one by one, without a last one that was cut off when the run was killed."""
+    return (row for row in map(_parsed, _lines(path)) if row is not None)
+
+
+def summarize(rows: Iterable[dict[str, float]], window: int) -> dict[str, tuple[float, list[float]]]:
+    """The first value of every metric, and its last ones, as many as ``window`` says."""
+    first: dict[str, float] = {}
+    last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
+    for row in rows:
+        for name, value in row.items():
+            first.setdefault(name, value)
+            last[name].append(value)
+    return {name: (value, list(last[name])) for name, value in first.items()}
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
+
+
+def _parsed(line: str) -> dict[str, float] | None:
+    """The row of a line, if it is one."""
+    try:
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _to_disk(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,124 @@
+"""metrics.jsonl: whenever a run is killed, no row is lost and none is there twice; none stays in memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training.metrics_file import MetricsFile, read_rows, summarize
+from megatron_rc.launch.training.report import Reporter
+from tests.support.paths import ROOT
+from tests.support.recorded_training import flags
+
+ROWS = [{"step": step, "reward/mean": step / 10} for step in range(1, 8)]
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def write(path, iteration, *rows):
+    file = MetricsFile(path, iteration)
+    for row in rows:
+        file.write(row)
+    file.close()
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, *ROWS)
+    return path
+
+
+def test_rows_are_appended(written):
+    before = written.stat().st_ino
+    write(written, 7, {"step": 8})
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert written.stat().st_ino == before, "nothing had to go, so the file was not written anew"
+
+
+def test_steps_that_are_made_again_take_their_place_with_the_first_row(written):
+    file = MetricsFile(written, 5)
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7], "a run that is killed now has lost nothing"
+    file.write({"step": 6, "again": 1})
+    assert [row.get("again") for row in read_rows(written)] == [None] * 5 + [1]
+    file.write({"step": 7})
+    file.close()
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7]
+    assert os.listdir(written.parent) == ["metrics.jsonl"]
+
+
+def test_a_row_that_was_cut_off_goes(written):
+    with written.open("a") as file:
+        file.write('{"step": 8, "rew')
+    assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
+    write(written, 8, {"step": 9})
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
+BROKEN = ["", "null", "[1]", '{"step": "8"}', '{"reward/mean": 1}', "\ufffd", "[" * 99999]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
+def test_lines_that_are_no_rows_are_left_out(written, line):
+    with written.open("a") as file:
+        file.write(f"{line}\n")
+    write(written, 8, {"step": 9})
+    assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
+def test_older_files_are_kept_side_by_side(written):
+    times = written.stat().st_mtime
+    for _ in range(3):
+        write(written, 0, {"step": 1})
+        os.utime(written, (times, times))
+    kept = sorted(path.name for path in written.parent.iterdir())
+    assert len(kept) == 4
+    assert sum("-2.jsonl" in name for name in kept) == 1
+
+
+KILLED = """
+import os, signal, sys
+from megatron_rc.launch.training.metrics_file import MetricsFile
+file = MetricsFile(__import__("pathlib").Path(sys.argv[1]), 5)
+for step in range(6, 6 + int(sys.argv[2])):
+    file.write({"step": step})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("made", [0, 1, 4])
+def test_a_killed_process_leaves_whole_rows(written, made):
+    command = [sys.executable, "-c", KILLED, str(written), str(made)]
+    done = subprocess.run(command, cwd=ROOT, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
+    assert steps_in(written) == [1, 2, 3, 4, 5, *(range(6, 6 + made) if made else (6, 7))]
+
+
+def test_the_first_and_the_last_values_are_kept_of_a_long_file():
+    rows = ({"step": step, "reward/mean": float(step)} for step in range(1, 1001))
+    assert summarize(rows, 3)["reward/mean"] == (1.0, [998.0, 999.0, 1000.0])
+
+
+def test_what_the_reporter_keeps_does_not_grow(tmp_path, capsys):
+    """200 metrics a step, as a run with many criteria has."""
+    config, _ = configure(flags(tmp_path, "--run-name=run", "--log-interval=1000000", "--train-iters=1000"), 1)
+    reporter = Reporter(config, 0)
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(1, 301):
+            reporter.step(step, {f"metric/{number}": step + number / 7 for number in range(200)})
+            if step in (100, 300):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert (sizes[1] - sizes[0]) / 200 < 100, "bytes a step"
+    reporter.close("finished")
+    assert "finished after" in capsys.readouterr().err
