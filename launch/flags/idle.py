@@ -58,6 +58,9 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
     if not args.group_query_attention:
         why = "without --group-query-attention: give both, or neither"
         yield _Idle("num_query_groups", why, ("group_query_attention",))
+    if not args.use_rope_scaling:
+        why = "without --use-rope-scaling: give both, or neither"
+        yield _Idle("rope_scaling_factor", why, ("use_rope_scaling",))
     if loss.kl_coef == 0:
         because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)
         yield _Idle("kl_estimator", "with --grpo-kl-beta 0: give that, or drop it", because_of)

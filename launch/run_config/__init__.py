@@ -6,9 +6,10 @@ there. Flags become a RunConfig in ``flags/`` alone; everything else takes a Run
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import NoneType
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -19,6 +20,7 @@ from megatron_rc.launch.run_config.megatron import (
     ParallelSection,
     TransformerSection,
 )
+from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
 from megatron_rc.launch.run_config.training import (
     CheckpointSection,
@@ -79,6 +81,19 @@ class RunConfig:
         """Whether the model adds losses of its own to the gradients."""
         return self.experts is not None and self.experts.has_auxiliary_losses
 
+    def value_of(self, flag: str) -> Any:
+        """What a flag, named without dashes, is set to; None where its section is absent.
+
+        Raises:
+            KeyError: no field has this flag.
+        """
+        name, option = flag_options()[flag]
+        section = getattr(self, name)
+        if section is None:
+            return None
+        value = getattr(section, option.field)
+        return not value if option.inverted else value
+
 
 def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
     """(name, class, whether it may be absent) of every section of the launcher's own, in their order."""
@@ -88,3 +103,13 @@ def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
         if classes[0].__module__.startswith(__name__):
             found.append((name, classes[0], len(classes) < len(get_args(hint))))
     return found
+
+
+@functools.cache
+def flag_options() -> dict[str, tuple[str, Option]]:
+    """(name of the section, option) of every flag that is a field of one, by its name without dashes."""
+    return {
+        option.flag.replace("_", "-"): (name, option)
+        for name, section, _ in sections_of(RunConfig)
+        for option in options_of(section)
+    }

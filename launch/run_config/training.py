@@ -36,10 +36,22 @@ class ModelSection:
     max_position_embeddings: int = option("longest sequence that the model can take", positive=True)
     position_embedding_type: Literal["learned_absolute", "rope"] = option("positions", default="learned_absolute")
     rotary_base: int = option("base of the rotary frequencies", default=10000, positive=True)
+    rope_scaling: bool = option(
+        "stretch the low rotary frequencies as Llama 3.1 does", flag="use_rope_scaling", default=False
+    )
+    rope_scaling_factor: float = option("by this much", default=8.0, positive=True)
+    sliding_window: int | None = option(
+        "tokens that each one attends to in the published model: no sequence may be longer; default: all", positive=True
+    )
+    openai_gelu: bool = option("GELU by its tanh approximation, as GPT-2 was published", default=False)
     untie_embeddings_and_output_weights: bool = option("an output layer with weights of its own", default=False)
     vocab_size: int = option("tokens of the model; default: the tokenizer's", positive=True)
     make_vocab_size_divisible_by: int = option("pads the vocabulary, times TP", default=128, positive=True)
     padded_vocab_size: int = option("rows of the embedding; default: the padded vocabulary", positive=True)
+    hf_model_type: str | None = option(
+        "model_type of Hugging Face's that the model is to other programs; default: that of --load-hf, else what its "
+        "shape is"
+    )
     transformer_impl: Literal["local", "transformer_engine"] = option(
         "layers; default: transformer_engine on a GPU where it is installed, else local"
     )

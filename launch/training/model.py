@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         **values_of(layers),
         **values_of(config.compute),
         **(values_of(config.experts) if config.experts else {}),
-        activation_func=torch.nn.functional.silu if layers.gated_linear_unit else torch.nn.functional.gelu,
+        activation_func=_activation(config),
         use_cpu_initialization=on_cpu,
         params_dtype=config.dtype,
         pipeline_dtype=config.dtype,
@@ -63,6 +64,8 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig) -> list[GPTM
                 share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
                 position_embedding_type=config.model.position_embedding_type,
                 rotary_base=config.model.rotary_base,
+                rope_scaling=config.model.rope_scaling,
+                rope_scaling_factor=config.model.rope_scaling_factor,
                 vp_stage=vp_stage,
             )
         )
@@ -151,6 +154,16 @@ def _make_state(optimizer: Any) -> None:
             if isinstance(optimizer, torch.optim.AdamW):
                 state["step"] = torch.zeros((), dtype=torch.float32)
             optimizer.state[parameter].update(state)
+
+
+def _activation(config: RunConfig) -> Callable[[Tensor], Tensor]:
+    if config.transformer.gated_linear_unit:
+        return torch.nn.functional.silu
+    return _gelu_by_tanh if config.model.openai_gelu else torch.nn.functional.gelu
+
+
+def _gelu_by_tanh(hidden: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(hidden, approximate="tanh")
 
 
 def _has(module: str) -> bool:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.weights.entries import Flags, UnknownFeatureError
 from megatron_rc.launch.weights.families import FAMILIES
-from megatron_rc.launch.weights.family import Flags, UnknownFeatureError
 
 
 def read_architecture(folder: str | Path) -> Flags:
@@ -31,7 +31,9 @@ def read_architecture(folder: str | Path) -> Flags:
         )
     try:
         return FAMILIES[kind].read(config)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise ConfigurationError(f"--load-hf {folder}: {path.name} lacks {error}") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigurationError(f"--load-hf {folder}: {path.name} has an entry of the wrong kind ({error})") from error
     except UnknownFeatureError as error:
         raise ConfigurationError(f"--load-hf {folder}: {error}; GPTModel would not compute the same") from error

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.weights.conversions import Conversion
+from megatron_rc.launch.weights.entries import File, Flags, Only, Row
 
-# Names without dashes, and values as they would be typed; ``true`` and ``false`` for switches.
-Flags = dict[str, str]
+# A directory whose numbers are stored in another way (FP8 with scales, GPTQ, …) would be read as something else.
+_OF_EVERY_FAMILY: tuple[Row, ...] = (Only("quantization_config", None),)
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Family:
 
     Attributes:
         name: ``model_type`` in its ``config.json``.
-        read: what that file says of the model, as flags.
-        matches: whether a run's model is of this family.
-        hugging_face_config: the ``transformers`` config of such a model.
+        config_class: name of its config in ``transformers``.
+        fields: the entries of its ``config.json`` that are settings of a run, for reading and for writing.
         embedding: rules of the first stage.
         layer: of every layer, without its experts.
         head: of the last stage.
@@ -64,9 +63,8 @@ class Family:
     """
 
     name: str
-    read: Callable[[Mapping[str, Any]], Flags]
-    matches: Callable[[RunConfig], bool]
-    hugging_face_config: Callable[[RunConfig], Any]
+    config_class: str
+    fields: tuple[Row, ...]
     embedding: tuple[Rule, ...]
     layer: tuple[Rule, ...]
     head: tuple[Rule, ...]
@@ -79,16 +77,30 @@ class Family:
         if bool(self.expert) != (self.expert_names is not None):
             raise ValueError(f"family {self.name}: expert and expert_names go together, give both or neither")
 
+    def read(self, file: File) -> Flags:
+        """What a ``config.json`` says of the model, as flags.
 
-class UnknownFeatureError(Exception):
-    """A setting in a ``config.json`` under which our GPTModel would be another function."""
+        Raises:
+            KeyError: an entry is missing.
+            UnknownFeatureError: our GPTModel would compute something else.
+        """
+        flags: Flags = {"hf-model-type": self.name}
+        for row in (*_OF_EVERY_FAMILY, *self.fields):
+            flags |= row.read(file)
+        return flags
 
+    def matches(self, config: RunConfig) -> bool:
+        """Whether a run's model is of this family, by its shape."""
+        return all(row.fits(config) for row in self.fields)
 
-def must_be(config: Mapping[str, Any], name: str, value: Any, default: Any = None) -> None:
-    """Raise UnknownFeatureError unless a ``config.json`` has this value."""
-    found = config.get(name, default)
-    if found != value:
-        raise UnknownFeatureError(f"{name} is {found!r}, not {value!r}")
+    def hugging_face_config(self, config: RunConfig) -> Any:
+        """The ``transformers`` config of such a model."""
+        import transformers
+
+        values: dict[str, Any] = {}
+        for row in self.fields:
+            values |= row.write(config)
+        return getattr(transformers, self.config_class)(**values)
 
 
 def experts_of(config: RunConfig) -> ExpertSection:

@@ -31,17 +31,23 @@ class WeightFiles:
         Raises:
             ValueError: it is not there.
         """
-        self.check(name)
-        tensor: Tensor = self.files[name].get_tensor(name)
+        stored = self._find(name)
+        tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
 
     def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
         """Raise ValueError if there is no tensor of this name, or one of another shape."""
-        if name not in self.files:
-            raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
-        found = tuple(self.files[name].get_slice(name).get_shape())
+        stored = self._find(name)
+        found = tuple(self.files[stored].get_slice(stored).get_shape())
         if shape is not None and found != shape:
             raise ValueError(f"{self.folder}: {name} {found} is not the {shape} that the flags describe")
+
+    def _find(self, name: str) -> str:
+        """The name there: GPT-2 was published without its head, and so without ``transformer.`` in front."""
+        for stored in (name, name.partition(".")[2]):
+            if stored in self.files:
+                return stored
+        raise ValueError(f"{self.folder} holds no tensor {name}: it is not a model of this architecture")
 
 
 @contextmanager

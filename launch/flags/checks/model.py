@@ -27,6 +27,7 @@ def _check_layers(config: RunConfig) -> None:
     require_multiple("ffn_hidden_size", layers.ffn_hidden_size, *tp)
     if model.position_embedding_type == "rope" and layers.kv_channels % 2:
         raise ConfigurationError(f"rotary embeddings need an even head width, got {layers.kv_channels}: --kv-channels")
+    _check_positions_and_activation(config)
     if length > model.max_position_embeddings:
         raise ConfigurationError(
             f"--seq-length {length} is longer than --max-position-embeddings {model.max_position_embeddings}"
@@ -36,6 +37,21 @@ def _check_layers(config: RunConfig) -> None:
     for name, rate in (("attention_dropout", layers.attention_dropout), ("hidden_dropout", layers.hidden_dropout)):
         if rate != 0:
             raise ConfigurationError(f"{flag(name)} {rate} must be 0: π_old and π_θ would differ by noise")
+
+
+def _check_positions_and_activation(config: RunConfig) -> None:
+    layers, model, length = config.transformer, config.model, config.training.seq_length
+    if model.rope_scaling and model.position_embedding_type != "rope":
+        raise ConfigurationError(
+            f"--use-rope-scaling does nothing with --position-embedding-type {model.position_embedding_type}: use rope"
+        )
+    if model.openai_gelu and layers.gated_linear_unit:
+        raise ConfigurationError("--openai-gelu does nothing with --swiglu, which has no GELU: drop one of them")
+    if model.sliding_window is not None and length > model.sliding_window:
+        raise ConfigurationError(
+            f"--seq-length {length} is longer than --sliding-window {model.sliding_window}, beyond which the published "
+            "model does not look back and this one would: use shorter sequences"
+        )
 
 
 def _check_vocabulary(config: RunConfig) -> None:

@@ -9,6 +9,11 @@ from megatron_rc.launch.weights.families import FAMILIES, find_family
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
     """The rollout engine, and a directory of weights, need an architecture of Hugging Face's for this model."""
+    named = config.model.hf_model_type
+    if named is not None and find_family(config) is None:
+        fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
+        remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
+        raise ConfigurationError(f"--hf-model-type {named} is not what the flags of this model describe: {remedy}")
     if find_family(config) or not (samples or config.checkpoints.load_hf):
         return
     raise ConfigurationError(

@@ -11,5 +11,8 @@ FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, GPT2)}
 
 
 def find_family(config: RunConfig) -> Family | None:
-    """The family of a run's model, or None."""
-    return next((family for family in FAMILIES.values() if family.matches(config)), None)
+    """The family of a run's model: the one that ``--hf-model-type`` names, or the first of its shape; or None."""
+    named = config.model.hf_model_type
+    return next(
+        (family for family in FAMILIES.values() if named in (None, family.name) and family.matches(config)), None
+    )

@@ -1,9 +1,6 @@
-"""GPT-2: Megatron's defaults."""
+"""GPT-2: Megatron's defaults, and as published ``--openai-gelu``."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.conversions import (
@@ -15,64 +12,49 @@ from megatron_rc.launch.weights.conversions import (
     Conversion,
     transposed,
 )
-from megatron_rc.launch.weights.family import Family, Flags, Rule, must_be
+from megatron_rc.launch.weights.entries import Always, Choice, Entry, Follows, Only, Row, Written
+from megatron_rc.launch.weights.family import Family, Rule
 
 
-def _read(config: Mapping[str, Any]) -> Flags:
-    must_be(config, "activation_function", "gelu", default="gelu_new")
-    must_be(config, "scale_attn_weights", True, default=True)
-    must_be(config, "scale_attn_by_inverse_layer_idx", False, default=False)
-    return {
-        "group-query-attention": "false",
-        "kv-channels": str(config["n_embd"] // config["n_head"]),
-        "position-embedding-type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "swiglu": "false",
-        "add-qkv-bias": "false",
-        "qk-layernorm": "false",
-        "num-layers": str(config["n_layer"]),
-        "hidden-size": str(config["n_embd"]),
-        "ffn-hidden-size": str(config.get("n_inner") or 4 * config["n_embd"]),
-        "num-attention-heads": str(config["n_head"]),
-        "max-position-embeddings": str(config["n_positions"]),
-        "norm-epsilon": str(config["layer_norm_epsilon"]),
-        "untie-embeddings-and-output-weights": "false" if config.get("tie_word_embeddings", True) else "true",
-        "vocab-size": str(config["vocab_size"]),
-    }
-
-
-def _hugging_face_config(config: RunConfig) -> Any:
-    from transformers import GPT2Config
-
-    layers, model = config.transformer, config.model
-    return GPT2Config(
-        vocab_size=model.vocab_size,
-        n_embd=layers.hidden_size,
-        n_inner=layers.ffn_hidden_size,
-        n_layer=layers.num_layers,
-        n_head=layers.num_attention_heads,
-        n_positions=model.max_position_embeddings,
-        layer_norm_epsilon=layers.layernorm_epsilon,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-    )
-
-
-def _matches(config: RunConfig) -> bool:
+def _heads_are_even(config: RunConfig) -> bool:
     layers = config.transformer
-    return (
-        layers.normalization == "LayerNorm"
-        and not layers.gated_linear_unit
-        and config.model.position_embedding_type == "learned_absolute"
-        and layers.add_bias_linear
-        and not layers.qk_layernorm
-        and config.experts is None
-        and layers.num_query_groups == layers.num_attention_heads
-        and layers.kv_channels * layers.num_attention_heads == layers.hidden_size
-    )
+    return layers.kv_channels * layers.num_attention_heads == layers.hidden_size
+
+
+def _heads_share_nothing(config: RunConfig) -> bool:
+    return config.transformer.num_query_groups == config.transformer.num_attention_heads
+
+
+_FIELDS: tuple[Row, ...] = (
+    Choice(
+        "activation_function",
+        "openai-gelu",
+        {"gelu_new": True, "gelu": False, "gelu_pytorch_tanh": True},
+        default="gelu_new",
+    ),
+    Only("scale_attn_weights", True),
+    Only("scale_attn_by_inverse_layer_idx", False),
+    Entry("n_layer", "num-layers"),
+    Entry("n_embd", "hidden-size"),
+    Entry("n_inner", "ffn-hidden-size", default=lambda file: 4 * file["n_embd"]),
+    Entry("n_head", "num-attention-heads"),
+    Follows("group-query-attention", lambda file: False, _heads_share_nothing),
+    Follows("kv-channels", lambda file: file["n_embd"] // file["n_head"], _heads_are_even),
+    Entry("n_positions", "max-position-embeddings"),
+    Entry("layer_norm_epsilon", "norm-epsilon"),
+    Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=True, inverted=True),
+    Entry("vocab_size", "vocab-size"),
+    Always("position-embedding-type", "learned_absolute"),
+    Always("normalization", "LayerNorm"),
+    Always("swiglu", False),
+    Always("disable-bias-linear", False),
+    Always("add-qkv-bias", False),
+    Always("qk-layernorm", False),
+    Always("sliding-window", None),
+    Always("num-experts", None),
+    # Published with the dropout of its training; a policy must not be noisy.
+    *(Written(name, 0.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+)
 
 
 def _norm(local: str, engine: str, name: str) -> tuple[Rule, ...]:
@@ -91,9 +73,8 @@ def _linear(megatron: str, name: str, weight: Conversion, bias: Conversion) -> t
 
 GPT2 = Family(
     name="gpt2",
-    read=_read,
-    matches=_matches,
-    hugging_face_config=_hugging_face_config,
+    config_class="GPT2Config",
+    fields=_FIELDS,
     embedding=(
         Rule(("embedding.word_embeddings.weight",), ("transformer.wte.weight",), VOCABULARY),
         Rule(("embedding.position_embeddings.weight",), ("transformer.wpe.weight",), WHOLE),

@@ -1,11 +1,20 @@
 """The table of model families: each complete, or an error where it is defined."""
 
+import re
 from dataclasses import replace
 
 import pytest
+import transformers
 
-from megatron_rc.launch.weights.families import FAMILIES
+from megatron_rc.launch.weights.entries import Only
+from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import Family
+from tests.support.paths import ROOT
+from tests.support.recorded_training import COMMON, run_config
+
+SIZES = "--num-layers=2 --hidden-size=32 --num-attention-heads=4 --num-query-groups=2 --moe-ffn-hidden-size=8".split()
+TABLE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|]+) \| `(\w+)` \|[^|]*\| ([^|]*--[^|]+) \|$", TABLE, re.MULTILINE)
 
 
 def test_every_family_stands_under_its_name():
@@ -20,5 +29,39 @@ def test_experts_without_their_names_are_an_error():
 
 
 def test_a_family_that_cannot_be_read_is_an_error():
-    with pytest.raises(TypeError, match="'read'"):
+    with pytest.raises(TypeError, match="'fields'"):
         Family(name="half")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_never_written_is_the_default_of_transformers(name):
+    """``Only`` says that an entry need not be written."""
+    defaults = getattr(transformers, FAMILIES[name].config_class)()
+    assert defaults.model_type == name
+    rows = [row for row in FAMILIES[name].fields if type(row) is Only]
+    assert rows
+    for row in rows:
+        assert getattr(defaults, row.name, row.value) == row.value, row.name
+
+
+def words_of_row(words):
+    """The flags of a row of docs/models.md, with those of the row that it builds on."""
+    found = re.findall("`(--[^`]+)`", words)[0].split()
+    for base, model in (("Qwen3's", "Qwen3"), ("Llama's", "Llama 1 to 3")):
+        if words.startswith(base):
+            found = [*words_of_row({name: rest for name, _, rest in ROWS}[model]), *found]
+    return found
+
+
+def test_every_family_is_in_the_documents():
+    assert {name for _, name, _ in ROWS} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("model", "name", "words"), ROWS, ids=lambda row: row.split()[0])
+def test_the_flags_in_the_documents_are_the_family(tmp_path, model, name, words):
+    given = words_of_row(words)
+    experts, groups = "--num-experts" in given, "--group-query-attention" in given
+    sizes = [word for word in SIZES if experts >= word.startswith("--moe") and groups >= ("groups" in word)]
+    config = run_config([*sizes, *given, *COMMON, f"--runs-dir={tmp_path}"])
+    assert find_family(config).name == name
+    assert config.model.rope_scaling == ("3.1" in model)

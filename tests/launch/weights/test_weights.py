@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import parse_args
-from megatron_rc.launch.weights import from_gguf
+from megatron_rc.launch.weights import find_family, from_gguf
 from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.from_gguf import unpack
 from tests.support.ranks import Layout
-from tests.support.recorded_training import COMMON, make_trainer, recorded_batch
+from tests.support.recorded_training import COMMON, GPT2, flags, make_trainer, recorded_batch, run_config
 
 GATED = {
     "hidden_size": 32,
@@ -31,15 +31,21 @@ GATED = {
     "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SMALL_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 30}
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16, "tie_word_embeddings": False}
 MODELS = {
     "llama": transformers.LlamaConfig(**GATED, tie_word_embeddings=True),
     "llama-untied": transformers.LlamaConfig(**GATED, tie_word_embeddings=False, rms_norm_eps=1e-4),
+    "llama3": transformers.LlamaConfig(
+        **GATED | {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}, head_dim=16, tie_word_embeddings=True
+    ),
+    "mistral": transformers.MistralConfig(**GATED, head_dim=16, sliding_window=None),
     "qwen2": transformers.Qwen2Config(**GATED, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**GATED, head_dim=16, tie_word_embeddings=False),
-    "gpt2": transformers.GPT2Config(
-        n_embd=32, n_layer=4, n_head=4, n_positions=64, vocab_size=30, activation_function="gelu"
-    ),
+    "gpt2": transformers.GPT2Config(**SMALL_GPT2),
+    "gpt2-gelu": transformers.GPT2Config(**SMALL_GPT2, activation_function="gelu"),
     "qwen3_moe": transformers.Qwen3MoeConfig(
         **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
     ),
@@ -48,15 +54,19 @@ MODELS = {
     ),
     "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
 }
-DENSE = ("llama", "llama-untied", "qwen2", "qwen3", "gpt2")
+DENSE = ("llama", "llama-untied", "llama3", "mistral", "qwen2", "qwen3", "gpt2")
 SPREAD = (
     *(Layout(dp=2, ep=2), Layout(cp=2, ep=2), Layout(dp=4, ep=2), Layout(cp=2, dp=2, ep=4)),
     *(Layout(tp=2, sp=True, dp=2, ep=2), Layout(pp=2, dp=2, ep=2), Layout(pp=2, vpp=True, cp=2, ep=2)),
 )
 CASES = [(name, layout) for name in DENSE for layout in (Layout(tp=2, sp=True), Layout(pp=2, vpp=True))]
-CASES += [("llama", Layout()), ("gpt2", Layout(tp=2, pp=2, cp=2))]
+CASES += [("llama", Layout()), ("gpt2-gelu", Layout()), ("gpt2", Layout(tp=2, pp=2, cp=2))]
 CASES += [("qwen3_moe", layout) for layout in (Layout(), Layout(tp=2, sp=True), Layout(pp=2), *SPREAD)]
-CASES += [("qwen3_moe-unnormalised", Layout(dp=2, ep=2)), ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2))]
+CASES += [
+    ("qwen3_moe-unnormalised", Layout(dp=2, ep=2)),
+    ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2)),
+    ("mixtral", Layout(pp=2)),
+]
 # One layout after the other: each has its process groups made once.
 CASES.sort(key=lambda case: str(case[1]))
 
@@ -73,7 +83,15 @@ def folders(tmp_path_factory):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         found[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(found[name], max_shard_size="20KB" if name == "qwen3" else "5GB")
+    as_published(found["gpt2"])
     return found
+
+
+def as_published(folder):
+    """GPT-2's own files: without the head's prefix, and with the causal mask of every layer."""
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    tensors |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(4)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_and_export(words):
@@ -128,13 +146,55 @@ def test_logits_and_round_trip(ranks, folders, name, layout):
     with torch.no_grad():
         expected = model(recorded_batch(0).tokens).logits
     torch.testing.assert_close(assembled(found, expected), expected, rtol=1e-3, atol=1e-4)
-    saved = {key: value for path in folders[name].glob("*.safetensors") for key, value in load_file(path).items()}
+    saved = dict(model.named_parameters()) if name == "gpt2" else read_tensors(folders[name])
     engines = [weights for _, weights, _, _ in found if weights]
     assert len(engines) == layout.dp
     for weights in engines:
         assert weights.keys() == saved.keys()
         for key, value in weights.items():
             assert torch.equal(value, saved[key]), key
+
+
+def logits_of(words, tokens, change):
+    """The model's logits of one sequence on one rank, with some functions of ``model.py`` replaced."""
+    from megatron_rc.launch.training import model
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function, stand_in in change.items():
+            patch.setattr(model, function, stand_in)
+        (chunk,) = make_trainer(words).chunks
+    with torch.no_grad():
+        return chunk(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[..., :30]
+
+
+def exact_gelu(hidden):
+    return torch.nn.functional.gelu(hidden)
+
+
+def unstretched(**arguments):
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(**arguments | {"rope_scaling": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "wrong"),
+    [("gpt2", 16, {"_gelu_by_tanh": exact_gelu}), ("llama3", 1024, {"GPTModel": unstretched})],
+)
+def test_a_published_detail_shows_in_the_logits(ranks, folders, name, length, wrong):
+    """Over a long sequence, where Llama 3's stretched frequencies have turned far enough to be seen."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
+    tokens = torch.randint(0, 30, (1, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    words = [*words_of(folders[name], Layout()), f"--seq-length={length}"]
+    right, other = (ranks.run(logits_of, Layout(), words, tokens, change)[0] for change in ({}, wrong))
+    torch.testing.assert_close(right, expected, rtol=0, atol=2e-5)
+    assert (other - expected).abs().max() > 4e-4
+
+
+def read_tensors(folder):
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 
 def start(words):
@@ -284,13 +344,38 @@ def test_flags_that_contradict_the_directorys_experts_are_refused(folders, name,
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba' is not known; known are gpt2, llama, mixtral, qwen2, qwen3, qwen3_moe",
+            "model_type 'mamba' is not known; known are gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ({"attention_bias": True}, "attention_bias is True, not False"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rotary embeddings of type 'llama3'"),
+        (
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}},
+            r"high_freq_factor of llama3's rotary embeddings is 2\.0, not 4\.0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+            r"low_freq_factor of llama3's rotary embeddings is None, not 1\.0",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}},
+            "original_max_position_embeddings of llama3's rotary embeddings is 4096, not 8192",
+        ),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor is None, not a number"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rotary embeddings of type 'yarn'"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\], not a table of numbers"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, not 1\.0"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantization_config is \{'quant_method': 'fp8'\}, not None",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention', not"),
+        ({"layer_types": 5}, "has an entry of the wrong kind"),
+        ({"num_hidden_layers": [4]}, r"num_hidden_layers is \[4\], not a whole number"),
+        ({"hidden_size": "32", "head_dim": 8}, "hidden_size is '32', not a whole number"),
+        ({"num_attention_heads": 0, "head_dim": None}, "has an entry of the wrong kind"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "embeddings of type 'linear'"),
-        ({"rope_parameters": {"rope_theta": 0.5}}, r"rope_theta 0\.5 is no whole number"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, r"rope_theta is 0\.5, not a whole number"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"num_hidden_layers": ...}, "lacks 'num_hidden_layers'"),
     ],
@@ -308,7 +393,6 @@ def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path
         ("qwen3_moe", {"num_experts": ..., "num_local_experts": ...}, "lacks 'num_experts'"),
         ("qwen3_moe", {"moe_intermediate_size": ...}, "lacks 'moe_intermediate_size'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias is True, not False"),
-        ("mixtral", {"sliding_window": 16}, "sliding_window is 16, not None"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise is 0\.1, not 0\.0"),
         ("mixtral", {"num_experts_per_tok": ...}, "lacks 'num_experts_per_tok'"),
     ],
@@ -324,6 +408,64 @@ def changed(folder, target, change):
     kept = {key: value for key, value in config.items() if value is not ...}
     (target / "config.json").write_text(json.dumps(kept))
     return target
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt2")])
+def test_both_forms_of_a_config_are_the_same_flags(folders, tmp_path, name):
+    """Before transformers 5 there were ``rope_theta`` and ``rope_scaling``."""
+    parameters = dict(MODELS[name].rope_parameters)
+    older = {"rope_parameters": ..., "rope_theta": parameters.pop("rope_theta")}
+    older["rope_scaling"] = None if parameters == {"rope_type": "default"} else parameters
+    flags = read_architecture(folders[name])
+    assert read_architecture(changed(folders[name], tmp_path, older)) == flags
+    assert flags["hf-model-type"] == MODELS[name].model_type
+    assert flags["use-rope-scaling"] == str(name == "llama3").lower()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_read_is_what_is_written(folders, tmp_path, name):
+    """Every setting of ``config.json`` that changes what is computed comes back."""
+    config = run_config(words_of(folders[name], Layout()))
+    written = find_family(config).hugging_face_config(config).to_dict()
+    wanted = transformers.AutoConfig.from_pretrained(folders[name]).to_dict()
+    apart = {"architectures", "dtype", "transformers_version", "_name_or_path", "initializer_range", "n_inner"}
+    apart |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "num_experts", "head_dim"}
+    for key in (wanted.keys() | written.keys()) - apart:
+        assert written.get(key) == wanted.get(key), key
+
+
+def test_a_window_of_attention_is_carried_and_kept_to(folders, tmp_path):
+    folder = changed(folders["mistral"], tmp_path, {"sliding_window": 16})
+    config = run_config(words_of(folder, Layout()))
+    assert find_family(config).hugging_face_config(config).sliding_window == 16
+    with pytest.raises(ConfigurationError, match="--seq-length 20 is longer than --sliding-window 16, beyond which"):
+        run_config([*words_of(folder, Layout()), "--seq-length=20"])
+    folder = changed(folders["mistral"], tmp_path, {"sliding_window": ...})
+    assert run_config(words_of(folder, Layout())).model.sliding_window == 4096
+
+
+def test_a_model_of_two_families_is_what_is_asked_for(folders):
+    words = words_of(folders["llama"], Layout())
+    assert find_family(run_config(words)).name == "llama"
+    plain = flags(folders["llama"] / "runs")
+    assert find_family(run_config([*plain, "--hf-model-type=mistral"])).name == "mistral"
+    with pytest.raises(ConfigurationError, match=r"--hf-model-type qwen3 is not what .* use llama or mistral"):
+        run_config([*plain, "--hf-model-type=qwen3"])
+    with pytest.raises(ConfigurationError, match="--hf-model-type mistral contradicts --load-hf"):
+        run_config([*words, "--hf-model-type=mistral"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use-rope-scaling"], "--use-rope-scaling does nothing with --position-embedding-type learned_absolute"),
+        (["--openai-gelu", "--swiglu"], "--openai-gelu does nothing with --swiglu"),
+        (["--rope-scaling-factor=8"], r"--rope-scaling-factor 8\.0 does nothing without --use-rope-scaling"),
+    ],
+)
+def test_flags_that_change_nothing_are_refused(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, *words, model=GPT2))
 
 
 def test_older_directories_are_read(tmp_path):
