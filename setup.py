@@ -54,11 +54,13 @@ setup(
             "transformers>=5",
         ],
         "gpu": ["transformer-engine[pytorch]"],
+        "data": ["datasets>=3"],
         "gguf": ["accelerate", "gguf", "transformers>=5"],
         "bridge": ["mbridge[megatron]>=0.15.1"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
         "test": [
+            "datasets>=3",
             "hypothesis",
             "psutil",
             "pytest",

@@ -39,11 +39,13 @@ class Text(Protocol):
         eos: id of the token that ends a response.
         pad: id of the token that fills batches.
         size: number of ids.
+        chat: problems are written as turns of a conversation.
     """
 
     eos: int
     pad: int
     size: int
+    chat: bool
 
     def encode(self, problem: Problem) -> list[int]:
         """Token ids of all that the model is shown."""
@@ -63,6 +65,8 @@ class CharacterText:
 
     The ids are those of ``<pad>``, ``<eos>``, ``<unk>`` and then the characters in their order.
     """
+
+    chat = False
 
     def __init__(self, characters: str) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -145,7 +149,7 @@ class HuggingFaceText:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like
             raise ConfigurationError(
-                f"--apply-chat-template: the tokenizer's chat_template refuses the task's conversation ({error}): drop "
+                f"--apply-chat-template: the tokenizer's chat_template refuses the conversation ({error}): drop "
                 "the flag"
             ) from error
         return text

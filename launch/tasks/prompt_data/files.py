@@ -1,0 +1,172 @@
+"""Prompt files: JSON lines, and folders that the ``datasets`` library saved.
+
+Rows stay on the disk until they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.tasks.prompt_data.rows import Row, parse_line
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+Visit = Callable[[int, Row], None]
+
+
+class Rows(Protocol):
+    """The rows of a file, by number.
+
+    Attributes:
+        digest: of all rows; equal where they are.
+    """
+
+    digest: bytes
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """One of them, read now."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The flag, the file and the place in it, as an error names them."""
+        ...
+
+
+def open_rows(name: str, path: str, visit: Visit) -> Rows:
+    """The rows of a file, every one of them looked at once.
+
+    Args:
+        name: of the flag.
+        path: a file of JSON lines, or a folder that ``datasets`` saved.
+        visit: is called with every row and its number; raises ValueError, which says what is wrong with it.
+
+    Raises:
+        ConfigurationError: it cannot be read, has no row, or one that is wrong.
+    """
+    rows: Rows = SavedDataset(name, path, visit) if Path(path).is_dir() else JsonLines(name, path, visit)
+    if not len(rows):
+        raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
+    return rows
+
+
+class JsonLines:
+    """One JSON object a line. In memory is where each line begins: eight bytes a prompt."""
+
+    def __init__(self, name: str, path: str, visit: Visit) -> None:
+        self.name, self.path = name, path
+        self._starts = array("Q", [0])
+        digest = hashlib.blake2b(digest_size=8)
+        try:
+            with open(path, "rb") as file:
+                self._state = self._state_of(file.fileno())
+                blank = 0
+                for number, line in enumerate(file, 1):
+                    digest.update(line)
+                    if not line.strip():
+                        blank = blank or number
+                        continue
+                    # Empty lines may stand at the end alone.
+                    self._read(blank or number, b"" if blank else line, visit)
+                    self._starts.append(self._starts[-1] + len(line))
+        except OSError as error:
+            raise ConfigurationError(f"{name} {path} cannot be read: {error.strerror}") from error
+        self.digest = digest.digest()
+
+    def __len__(self) -> int:
+        """Lines, without empty ones at the end."""
+        return len(self._starts) - 1
+
+    def row(self, index: int) -> Row:
+        """Read one line.
+
+        Raises:
+            ConfigurationError: the file has changed since it was opened first.
+        """
+        begin, end = self._starts[index : index + 2]
+        try:
+            with open(self.path, "rb") as file:
+                if self._state_of(file.fileno()) != self._state:
+                    raise ConfigurationError(
+                        f"{self.name} {self.path} has changed since the run began: start the run again"
+                    )
+                file.seek(begin)
+                return self._read(index + 1, file.read(end - begin))
+        except OSError as error:
+            raise ConfigurationError(f"{self.name} {self.path} cannot be read any more: {error.strerror}") from error
+
+    def where(self, index: int) -> str:
+        """See :class:`Rows`."""
+        return f"{self.name} {self.path}, line {index + 1}"
+
+    def _read(self, number: int, line: bytes, visit: Visit | None = None) -> Row:
+        try:
+            row = parse_line(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
+            if visit is not None:
+                visit(number - 1, row)
+        except ValueError as error:
+            hint = ""
+            if number == 1 and line.strip() == b"[":
+                hint = "; this looks like one JSON list: write each of its objects on a line of its own"
+            raise ConfigurationError(f"{self.where(number - 1)} {error}{hint}") from error
+        return row
+
+    @staticmethod
+    def _state_of(descriptor: int) -> tuple[int, int, int]:
+        state = os.fstat(descriptor)
+        return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+class SavedDataset:
+    """A folder that ``Dataset.save_to_disk`` of the ``datasets`` library wrote; its rows are mapped from the disk."""
+
+    def __init__(self, name: str, path: str, visit: Visit) -> None:
+        self.name, self.path = name, path
+        require("datasets", f"{name} {path}, a folder,", "data")
+        self._dataset = self._load(path)
+        digest = hashlib.blake2b(digest_size=8)
+        for index, row in enumerate(self._dataset):
+            digest.update(repr(row).encode("utf-8", "surrogatepass"))
+            try:
+                visit(index, row)
+            except ValueError as error:
+                raise ConfigurationError(f"{self.where(index)} {error}") from error
+        self.digest = digest.digest()
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._dataset)
+
+    def row(self, index: int) -> Row:
+        """See :class:`Rows`."""
+        row: Row = self._dataset[index]
+        return row
+
+    def where(self, index: int) -> str:
+        """See :class:`Rows`."""
+        return f"{self.name} {self.path}, row {index}"
+
+    def _load(self, path: str) -> Any:
+        from datasets import DatasetDict, load_from_disk
+
+        try:
+            found = load_from_disk(path)
+        except Exception as error:  # of the many kinds that broken folders bring up
+            raise ConfigurationError(
+                f"{self.name} {path} is a folder that datasets cannot load ({error}): write it with save_to_disk, or "
+                "give a file of JSON lines"
+            ) from error
+        if isinstance(found, DatasetDict):
+            first = Path(path) / next(iter(found))
+            raise ConfigurationError(
+                f"{self.name} {path} holds the splits {', '.join(found)}: name one, such as {first}"
+            )
+        return found

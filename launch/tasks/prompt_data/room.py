@@ -1,0 +1,56 @@
+"""Whether a prompt leaves room for a response."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks.text import Problem, Text
+
+_MOST_TOKENS = 4  # of one character: its bytes in UTF-8
+
+
+class Room:
+    """Counts the tokens of prompts, where characters do not already tell that there are few.
+
+    Args:
+        text: the tokenizer.
+        seq_length: tokens of a prompt and a response together.
+        response: tokens of a response.
+        drops: longer prompts are left out; else they are an error.
+    """
+
+    def __init__(self, text: Text, seq_length: int, response: int, drops: bool) -> None:
+        self.text, self.tokens, self.drops = text, seq_length - response, drops
+        self.words = f"tokens, and --seq-length {seq_length} less --max-response-length {response} leaves {self.tokens}"
+        self._frames: dict[tuple[str, ...], int] = {}
+
+    def excess(self, problem: Problem) -> int | None:
+        """The length of a prompt that is too long, None for one that fits.
+
+        Raises:
+            ValueError: it is too long, and such prompts are an error; or the chat template refuses it.
+        """
+        try:
+            if self._surely_fits(problem):
+                return None
+            length = len(self.text.encode(problem))
+        except ConfigurationError as error:
+            raise ValueError(f"cannot be shown to the model: {error}") from error
+        if length <= self.tokens:
+            return None
+        if not self.drops:
+            raise ValueError(
+                f"has a prompt of {length} {self.words}: shorten it, or leave such prompts out with "
+                "--overlong-prompts drop"
+            )
+        return length
+
+    def _surely_fits(self, problem: Problem) -> bool:
+        """Spares the tokenizer most prompts of a large file; what it lets through is counted again when it is used."""
+        roles = tuple(message["role"] for message in problem.messages)
+        if roles not in self._frames:
+            short = replace(problem, prompt="a", messages=tuple({**said, "content": "a"} for said in problem.messages))
+            self._frames[roles] = len(self.text.encode(short))
+        said = sum(len(message["content"]) for message in problem.messages) or len(problem.prompt)
+        return self._frames[roles] + _MOST_TOKENS * said <= self.tokens

@@ -1,0 +1,141 @@
+"""One row of a prompt file as a problem."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_rc.launch.tasks.text import Problem
+
+Row = dict[str, Any]
+
+
+def parse_line(line: bytes) -> Row:
+    """One line of JSON lines.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start + 1} is 0x{line[error.start]:02x})") from error
+    if not text.strip():
+        raise ValueError("is empty: every line is one JSON object")
+    try:
+        row = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON ({error.msg} at column {error.colno}): every line is one JSON object") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    if not isinstance(row, dict):
+        raise ValueError(f'is {_kind(row)}, not a JSON object such as {{"prompt": …, "label": …}}')
+    return row
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Where a row holds what, and what it may hold.
+
+    Attributes:
+        input_key: key of the prompt: a string, or a list of messages with ``role`` and ``content``.
+        label_key: key of what the reward compares a response with.
+        needs_label: every row must have one.
+        chat: the tokenizer writes prompts as turns of a conversation.
+        alphabet: the characters that the tokenizer knows; None: any.
+    """
+
+    input_key: str
+    label_key: str
+    needs_label: bool
+    chat: bool
+    alphabet: frozenset[str] | None = None
+
+    def problem(self, row: Row) -> Problem:
+        """The problem that a row poses.
+
+        Raises:
+            ValueError: what is wrong with the row.
+        """
+        if self.input_key not in row:
+            raise ValueError(f"has no {self.input_key!r}{_among(row)}: name the prompt's key with --input-key")
+        label = row.get(self.label_key)
+        if self.needs_label and label is None:
+            found = "is null under" if self.label_key in row else "has no"
+            raise ValueError(f"{found} {self.label_key!r}{_among(row)}: name the label's key with --label-key")
+        prompt = row[self.input_key]
+        messages = self._messages(prompt)
+        last = messages[-1]["content"] if messages else prompt
+        self._check_text(self.input_key, last)
+        return Problem(last, label, messages=messages, record=row)
+
+    def _messages(self, prompt: Any) -> tuple[Mapping[str, Any], ...]:
+        """The conversation, or nothing where the prompt is shown as plain text."""
+        if isinstance(prompt, str):
+            return ({"role": "user", "content": prompt},) if self.chat else ()
+        if not isinstance(prompt, list):
+            raise ValueError(f"has {_kind(prompt)} under {self.input_key!r}, not a string or a list of messages")
+        if not prompt:
+            raise ValueError(f"has no message under {self.input_key!r}")
+        for number, message in enumerate(prompt):
+            place = f"{self.input_key}[{number}]"
+            if not isinstance(message, dict):
+                raise ValueError(f"has {_kind(message)} as {place}, not a message with 'role' and 'content'")
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str):
+                    raise ValueError(f"has {_kind(message.get(key))} as {place}[{key!r}], not a string")
+            self._check_text(place, message["content"], may_be_empty=number + 1 < len(prompt))
+        if prompt[-1]["role"] == "assistant":
+            raise ValueError(f"ends {self.input_key!r} with a message of the assistant: leave the answer out")
+        if not self.chat:
+            raise ValueError(
+                f"has messages under {self.input_key!r}: give --apply-chat-template and a tokenizer that has one"
+            )
+        return tuple(prompt)
+
+    def _check_text(self, place: str, text: str, may_be_empty: bool = False) -> None:
+        if not text.strip() and not may_be_empty:
+            raise ValueError(f"has an empty text as {place}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"has half a surrogate pair in {place}, at character {error.start + 1}") from error
+        unknown = None if self.alphabet is None else next((char for char in text if char not in self.alphabet), None)
+        if unknown is not None:
+            raise ValueError(
+                f"has {unknown!r} in {place}, which the tokenizer of single characters lacks: give "
+                "--tokenizer-model DIR"
+            )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return row
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"holds {constant}, which is no JSON value")
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise ValueError(f"holds {word}, which is too large a number")
+    return value
+
+
+def _among(row: Row) -> str:
+    """The keys that there are, as far as they fit a sentence."""
+    keys = ", ".join(map(repr, list(row)[:8]))
+    return f" (it has {keys}{', …' if len(row) > 8 else ''})" if row else " (it has no key at all)"
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")

@@ -1,0 +1,144 @@
+"""The prompts of a run from the user's files, in the place of a task's."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks.prompt_data.files import Rows, open_rows
+from megatron_rc.launch.tasks.prompt_data.mixture import parse_mixture, place, shuffled
+from megatron_rc.launch.tasks.prompt_data.room import Room
+from megatron_rc.launch.tasks.prompt_data.rows import Row, RowFormat
+from megatron_rc.launch.tasks.text import Problem, Text
+
+PROMPT_DATA, EVAL_DATA = "--prompt-data", "--eval-data"
+_log = logging.getLogger("megatron_rc")
+
+
+class PromptData:
+    """Problems from files; see :class:`Task`, whose reward it leaves to ``--reward``.
+
+    Args:
+        train: words of ``--prompt-data``.
+        held_out: words of ``--eval-data``; may be empty.
+        row_format: what a row holds.
+        text: the tokenizer.
+        seed: of the order.
+        room: for a prompt, and what becomes of those that are longer.
+        max_response_length: tokens of a response.
+
+    Attributes:
+        digest: a number that is the same where all rows are.
+        dropped: training prompts that are left out because they are too long.
+    """
+
+    reward = None
+
+    def __init__(
+        self,
+        train: Sequence[str],
+        held_out: Sequence[str],
+        row_format: RowFormat,
+        text: Text,
+        seed: int,
+        room: Room,
+        max_response_length: int,
+    ) -> None:
+        self.text, self.max_response_length = text, max_response_length
+        parts = parse_mixture(PROMPT_DATA, train)
+        self._train = [
+            PromptFile(PROMPT_DATA, path, row_format, room, f"{seed}/{number}")
+            for number, (path, _) in enumerate(parts)
+        ]
+        # Without weights every prompt comes once an epoch.
+        self._weights = [weight or Fraction(len(file)) for (_, weight), file in zip(parts, self._train, strict=True)]
+        kept = parse_mixture(EVAL_DATA, held_out) if held_out else []
+        if any(weight is not None for _, weight in kept):
+            raise ConfigurationError(f"{EVAL_DATA} {' '.join(held_out)} takes no weights: all its prompts count alike")
+        self._held_out = [PromptFile(EVAL_DATA, path, row_format, room, "") for path, _ in kept]
+        self.dropped = sum(file.dropped for file in self._train)
+        files = [*self._train, *self._held_out]
+        joined = hashlib.blake2b(b"".join(file.rows.digest for file in files), digest_size=6).digest()
+        self.digest = int.from_bytes(joined, "big")
+
+    @property
+    def num_held_out(self) -> int:
+        """How many problems there are for evaluations."""
+        return sum(map(len, self._held_out))
+
+    def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
+        """See :class:`Task`. Held-out problems come in the order of their files."""
+        if not held_out:
+            return [self._trained(number) for number in range(start, start + count)]
+        if start + count > self.num_held_out:
+            raise ConfigurationError(
+                f"{EVAL_DATA} holds {self.num_held_out} prompts, {start + count} were asked for: lower --eval-problems"
+            )
+        every = [(file, index) for file in self._held_out for index in range(len(file))]
+        return [file.problem(index) for file, index in every[start : start + count]]
+
+    def metrics(self, drawn: int) -> dict[str, float]:
+        """How often the prompts were gone through once so many are drawn, and how many are left out.
+
+        Of several files the number is that of the one that was gone through most often.
+        """
+        epochs = [
+            drawn * float(weight / sum(self._weights)) / len(file)
+            for weight, file in zip(self._weights, self._train, strict=True)
+        ]
+        return {"data/epoch": max(epochs), "data/overlong_prompts": float(self.dropped)}
+
+    def _trained(self, number: int) -> Problem:
+        index, position = place(number, self._weights)
+        return self._train[index].shuffled_problem(position)
+
+
+class PromptFile:
+    """The prompts of one file that leave room for a response.
+
+    Attributes:
+        rows: all of them.
+        dropped: how many are left out.
+    """
+
+    def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
+        self._row_format, self._kept, shortest = row_format, array("Q"), 0
+
+        def visit(index: int, row: Row) -> None:
+            nonlocal shortest
+            excess = room.excess(row_format.problem(row))
+            if excess is None:
+                self._kept.append(index)
+            else:
+                shortest = min(shortest or excess, excess)
+
+        self.rows: Rows = open_rows(name, path, visit)
+        self.dropped = len(self.rows) - len(self._kept)
+        if not self._kept:
+            raise ConfigurationError(
+                f"{name} {path}: every prompt is too long, the shortest has {shortest} {room.words}"
+            )
+        if self.dropped:
+            _log.warning(
+                "%s %s: %d of %d prompts have more than %d tokens and are left out",
+                name, path, self.dropped, len(self.rows), room.tokens,
+            )  # fmt: skip
+        self._order = lru_cache(maxsize=2)(lambda epoch: shuffled(len(self), f"{seed}/{epoch}"))
+
+    def __len__(self) -> int:
+        """Prompts that fit."""
+        return len(self._kept)
+
+    def problem(self, index: int) -> Problem:
+        """One of them, in the order of the file."""
+        return self._row_format.problem(self.rows.row(self._kept[index]))
+
+    def shuffled_problem(self, position: int) -> Problem:
+        """One of them in the order of training, which goes on after its last: each epoch has an order of its own."""
+        epoch, index = divmod(position, len(self))
+        return self.problem(self._order(epoch)[index])

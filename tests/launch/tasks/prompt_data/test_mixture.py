@@ -1,0 +1,79 @@
+"""Which file a prompt comes from, and in which order: shares, epochs, and random access."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks.prompt_data.mixture import parse_mixture, place, shuffled
+
+WEIGHTS = st.lists(st.fractions(Fraction(1, 1000), 1000), min_size=1, max_size=6)
+
+
+def one_after_the_other(weights, count):
+    """The same sequence the long way: each time the file whose next prompt is due first."""
+    taken, found = [0] * len(weights), []
+    for _ in range(count):
+        turn = min(range(len(weights)), key=lambda index: (Fraction(2 * taken[index] + 1, 2)) / weights[index])
+        found.append((turn, taken[turn]))
+        taken[turn] += 1
+    return found
+
+
+@given(WEIGHTS, st.integers(1, 60))
+def test_a_number_leads_to_its_prompt_without_those_before_it(weights, count):
+    assert [place(number, weights) for number in range(count)] == one_after_the_other(weights, count)
+
+
+@given(WEIGHTS, st.integers(0, 10**12))
+def test_a_number_far_away_is_as_near(weights, number):
+    index, before = place(number, weights)
+    share = weights[index] / sum(weights)
+    assert abs(before - number * share) <= len(weights)
+
+
+def test_files_have_their_shares_all_along():
+    weights = [Fraction("0.7"), Fraction("0.2"), Fraction("0.1")]
+    drawn = [place(number, weights)[0] for number in range(1000)]
+    assert [drawn.count(index) for index in range(3)] == [700, 200, 100]
+    assert all(6 <= drawn[begin : begin + 10].count(0) <= 8 for begin in range(990))
+
+
+def test_files_with_their_lengths_as_weights_end_their_epochs_together():
+    lengths = [Fraction(5), Fraction(3), Fraction(1)]
+    for epoch in range(3):
+        drawn = [place(number, lengths) for number in range(9 * epoch, 9 * epoch + 9)]
+        expected = {(index, int(n) * epoch + row) for index, n in enumerate(lengths) for row in range(int(n))}
+        assert set(drawn) == expected
+
+
+def test_an_order_has_every_row_once_and_follows_from_the_seed():
+    assert sorted(shuffled(100, "1/0/0")) == list(range(100))
+    assert shuffled(100, "1/0/0") == shuffled(100, "1/0/0")
+    assert len({tuple(shuffled(100, seed)) for seed in ("1/0/0", "1/0/1", "1/1/0", "2/0/0")}) == 4
+
+
+def test_words_are_paths_with_weights_or_paths_alone():
+    assert parse_mixture("--prompt-data", ["0.7", "a", "3e-1", "b"]) == [("a", Fraction(7, 10)), ("b", Fraction(3, 10))]
+    assert parse_mixture("--prompt-data", ["a", "b"]) == [("a", None), ("b", None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("0.7 a b", "--prompt-data 0.7 a b: 'b' stands where a positive weight and a path belong"),
+        ("0.7 a 0.3", "'0.3' stands where a positive weight and a path belong"),
+        ("0 a 1 b", "'0' stands where a positive weight"),
+        ("-1 a", "'-1' stands where a positive weight"),
+        ("inf a", "'inf' stands where a positive weight"),
+        ("1e-999999999 a", "stands where a positive weight"),
+        ("0.5 0.5 a b", "stands where"),
+        ("a 0.5 b", "'0.5' stands where a path belongs: .* .a file of that name is ./0.5"),
+        ("a b a", "names a twice: give it once, with the sum of its weights"),
+    ],
+)
+def test_words_that_are_no_mixture(words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_mixture("--prompt-data", words.split())

@@ -1,0 +1,99 @@
+"""What a row says, and every way in which it can be wrong."""
+
+import json
+
+import pytest
+
+from megatron_rc.launch.tasks.prompt_data.rows import RowFormat, parse_line
+
+PLAIN = RowFormat(input_key="prompt", label_key="label", needs_label=True, chat=False)
+CHAT = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=True)
+USER = {"role": "user", "content": "4 + 5"}
+
+
+def test_a_line_is_an_object():
+    assert parse_line(b'{"prompt": "\xc3\xa9", "label": [1, 2.5e3, null]}\r\n') == {
+        "prompt": "é",
+        "label": [1, 2500.0, None],
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', "is not JSON .* at column 15"),
+        (b"prompt, label", "is not JSON .* at column 1"),
+        (b"{'prompt': 'a'}", "is not JSON"),
+        (b'{"prompt": "a"} {"prompt": "b"}', "is not JSON .Extra data at column 17."),
+        (b"  \t\r\n", "is empty"),
+        (b'["a", "b"]', "is a list, not a JSON object"),
+        (b'"a"', "is a string, not a JSON object"),
+        (b"3", "is a number, not a JSON object"),
+        (b"null", "is nothing, not a JSON object"),
+        (b'{"prompt": "\xff"}', "is not UTF-8 .byte 13 is 0xff."),
+        (b'{"prompt": "a", "label": NaN}', "holds NaN, which is no JSON value"),
+        (b'{"prompt": "a", "label": -Infinity}', "holds -Infinity"),
+        (b'{"prompt": "a", "label": 1e999}', "holds 1e999, which is too large a number"),
+        (b'{"prompt": "a", "prompt": "b"}', "has the key 'prompt' twice"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
+    ],
+)
+def test_a_line_that_is_none(line, message):
+    with pytest.raises(ValueError, match=message):
+        parse_line(line)
+
+
+def test_text_is_shown_as_it_is():
+    problem = PLAIN.problem({"prompt": " 4 + 5 = ", "label": 9, "level": "easy"})
+    assert (problem.prompt, problem.label, problem.messages) == (" 4 + 5 = ", 9, ())
+    assert problem.record == {"prompt": " 4 + 5 = ", "label": 9, "level": "easy"}
+    assert CHAT.problem({"prompt": " 4 "}).messages == ({"role": "user", "content": " 4 "},)
+    assert CHAT.problem({"prompt": "4"}).label is None
+
+
+def test_messages_are_kept_whole():
+    said = [{"role": "system", "content": ""}, {**USER, "name": "Ann"}]
+    problem = CHAT.problem({"prompt": said, "label": "9"})
+    assert problem.messages == tuple(said)
+    assert problem.prompt == "4 + 5"
+
+
+def test_the_keys_are_the_users():
+    named = RowFormat(input_key="question", label_key="answer", needs_label=True, chat=False)
+    problem = named.problem({"question": "4 + 5", "answer": False, "prompt": 3})
+    assert (problem.prompt, problem.label) == ("4 + 5", False)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a", "label": 1}, "has no 'prompt' .it has 'question', 'label'.: .*--input-key"),
+        ({}, "has no 'prompt' .it has no key at all."),
+        ({"prompt": "a", "answer": 1}, "has no 'label' .it has 'prompt', 'answer'.: .*--label-key"),
+        ({"prompt": "a", "label": None}, "is null under 'label'"),
+        ({"prompt": 3, "label": 1}, "has a number under 'prompt', not a string or a list of messages"),
+        ({"prompt": None, "label": 1}, "has nothing under 'prompt'"),
+        ({"prompt": {"text": "a"}, "label": 1}, "has an object under 'prompt'"),
+        ({"prompt": "", "label": 1}, "has an empty text as prompt"),
+        ({"prompt": " \n", "label": 1}, "has an empty text as prompt"),
+        ({"prompt": json.loads('"a\\ud800"'), "label": 1}, "has half a surrogate pair in prompt, at character 2"),
+        ({"prompt": [], "label": 1}, "has no message under 'prompt'"),
+        ({"prompt": ["a"], "label": 1}, r"has a string as prompt\[0\], not a message with 'role' and 'content'"),
+        ({"prompt": [{"content": "a"}], "label": 1}, r"has nothing as prompt\[0\]\['role'\], not a string"),
+        ({"prompt": [USER, {"role": "user", "content": ["a"]}], "label": 1}, r"has a list as prompt\[1\]\['content'\]"),
+        ({"prompt": [{"role": "user", "content": ""}], "label": 1}, r"has an empty text as prompt\[0\]"),
+        ({"prompt": [USER, {"role": "assistant", "content": "9"}], "label": 1}, "with a message of the assistant"),
+        ({"prompt": [USER], "label": 1}, "has messages under 'prompt': give --apply-chat-template"),
+    ],
+)
+def test_a_row_that_is_wrong(row, message):
+    with pytest.raises(ValueError, match=message):
+        PLAIN.problem(row)
+
+
+def test_a_character_that_the_tokenizer_lacks_is_named():
+    digits = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=False, alphabet=frozenset("0123"))
+    assert digits.problem({"prompt": "12"}).prompt == "12"
+    with pytest.raises(ValueError, match="has '4' in prompt, which the tokenizer of single characters lacks"):
+        digits.problem({"prompt": "14"})

@@ -1,0 +1,151 @@
+"""Prompts of a run from files: orders, epochs, shares, and prompts that are too long."""
+
+import json
+import logging
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks.prompt_data.room import Room
+from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from megatron_rc.launch.tasks.text import CharacterText, HuggingFaceText
+from tests.launch.tasks.test_text import TEMPLATE, tokenizer_folder
+
+PLAIN = RowFormat(input_key="prompt", label_key="label", needs_label=True, chat=False)
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
+
+
+def write(path, prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt, "label": prompt}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def source(*train, held_out=(), seed=1, room=10, drops=True, row_format=PLAIN, text=None):
+    text = text or CharacterText(LETTERS)
+    return PromptData(train, held_out, row_format, text, seed, Room(text, room + 5, 5, drops), 5)
+
+
+def prompts(data, start, count, held_out=False):
+    return [problem.prompt for problem in data.problems(start, count, held_out)]
+
+
+@pytest.fixture
+def letters(tmp_path):
+    return write(tmp_path / "letters.jsonl", LETTERS[:26])
+
+
+@pytest.fixture
+def digits(tmp_path):
+    return write(tmp_path / "digits.jsonl", LETTERS[26:36])
+
+
+def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own(letters):
+    data = source(letters)
+    epochs = [prompts(data, 26 * number, 26) for number in range(3)]
+    assert all(sorted(epoch) == sorted(LETTERS[:26]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] != sorted(epochs[0])
+
+
+def test_a_prompt_follows_from_seed_and_number_alone(letters, digits):
+    """A run that is resumed, or a rank that draws its share, finds what it would have drawn."""
+    words = ("0.7", letters, "0.3", digits)
+    whole = prompts(source(*words), 0, 120)
+    for start, count in ((97, 9), (25, 4), (0, 1)):
+        assert prompts(source(*words), start, count) == whole[start : start + count]
+    assert prompts(source(*words, seed=2), 0, 120) != whole
+
+
+def test_files_have_their_weights(letters, digits):
+    drawn = prompts(source("0.25", letters, "0.75", digits), 0, 400)
+    assert sum(prompt.isalpha() for prompt in drawn) == 100
+    assert {drawn.count(digit) for digit in LETTERS[26:36]} == {30}
+    without = prompts(source(letters, digits), 0, 36)
+    assert sorted(without) == sorted(LETTERS[:36])
+
+
+def test_held_out_prompts_come_in_the_order_of_their_files(letters, digits):
+    data = source(letters, held_out=[digits])
+    assert prompts(data, 2, 3, held_out=True) == ["2", "3", "4"]
+    assert data.num_held_out == 10
+    with pytest.raises(ConfigurationError, match="--eval-data holds 10 prompts, 11 were asked for"):
+        data.problems(0, 11, held_out=True)
+    with pytest.raises(ConfigurationError, match="takes no weights"):
+        source(letters, held_out=["1", digits])
+
+
+def test_a_problem_has_its_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "ab", "label": {"value": 3}, "level": 5}\n')
+    (problem,) = source(str(path)).problems(0, 1)
+    assert (problem.prompt, problem.label, problem.record["level"]) == ("ab", {"value": 3}, 5)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", ["ab", "a" * 11, "a" * 10, "b" * 30])
+    with caplog.at_level(logging.WARNING):
+        data = source(path)
+    assert sorted(prompts(data, 0, 2)) == ["a" * 10, "ab"]
+    assert caplog.messages == [f"--prompt-data {path}: 2 of 4 prompts have more than 10 tokens and are left out"]
+    assert data.metrics(3) == {"data/epoch": 1.5, "data/overlong_prompts": 2}
+
+
+def test_prompts_that_are_too_long_are_an_error_where_that_is_wanted(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["ab", "a" * 11])
+    message = (
+        r"--prompt-data .*a.jsonl, line 2 has a prompt of 11 tokens, and --seq-length 15 less --max-response-length 5 "
+        "leaves 10: shorten it, or leave such prompts out with --overlong-prompts drop"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        source(path, drops=False)
+
+
+def test_a_file_without_a_prompt_that_fits(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["a" * 12, "a" * 11])
+    with pytest.raises(ConfigurationError, match="every prompt is too long, the shortest has 11 tokens, and --seq-len"):
+        source(path)
+
+
+def test_epochs_are_those_of_the_file_that_is_read_most(letters, digits):
+    assert source(letters).metrics(39)["data/epoch"] == 1.5
+    assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
+
+
+def test_a_broken_row_is_named(tmp_path, letters):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "label": 1}\n{"prompt": "b"}\n')
+    with pytest.raises(ConfigurationError, match=r"--eval-data .*a.jsonl, line 2 has no 'label'"):
+        source(letters, held_out=[str(path)])
+
+
+def test_digests_are_those_of_the_rows(tmp_path, letters, digits):
+    copy = write(tmp_path / "copy.jsonl", LETTERS[:26])
+    assert source(letters).digest == source(copy).digest != source(digits).digest
+    assert source(letters).digest != source(letters, held_out=[digits]).digest
+
+
+CHAT = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=True)
+
+
+def test_conversations_are_counted_as_they_are_shown(tmp_path):
+    """The template's own tokens count; prompts that surely fit are not tokenized, and it makes no difference."""
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "t"), chat=True)
+    frame = len("[user]") + 1 + len("[assistant]")
+    rows = [[{"role": "user", "content": "a" * length}] for length in (3, 19, 20, 21, 60)]
+    rows.append([{"role": "system", "content": "a" * 30}, {"role": "user", "content": "b"}])
+    path = write(tmp_path / "a.jsonl", rows)
+    data = source(path, room=frame + 20, row_format=CHAT, text=text)
+    assert data.dropped == 3
+    kept = data.problems(0, 3)
+    assert sorted(len(problem.prompt) for problem in kept) == [3, 19, 20]
+    assert max(len(text.encode(problem)) for problem in kept) == frame + 20
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "t", template=template), chat=True)
+    user = {"role": "user", "content": "a"}
+    path = write(tmp_path / "a.jsonl", [[user], [{"role": "system", "content": "s"}, user]])
+    with pytest.raises(ConfigurationError, match=r"line 2 cannot be shown to the model: .*\(no system\)"):
+        source(path, row_format=CHAT, text=text, room=100)
