@@ -8,6 +8,13 @@ CONFIG ?= count_up
 FLAGS ?=
 # What samples in `make run-smollm2`: vllm, or transformers where vLLM does not run.
 ENGINE ?= vllm
+# A folder of wheels for machines with a GPU and without a package index; see docs/gpu.md.
+WHEELS ?=
+GPU_VENV ?= .venv-gpu
+# Packages of tests/gpu/wheels.txt that `make wheels` downloads; default: all.
+ONLY ?=
+# More flags for `make test-gpu` and `make bench-gpu`, such as --json FILE.
+GPU_FLAGS ?=
 # A package index with PyTorch's CPU build, for machines where plain pip brings the CUDA build.
 TORCH_INDEX ?=
 
@@ -18,7 +25,7 @@ VLLM_INSTALLED = $(VLLM_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 
-.PHONY: run run-smollm2 test test-fast test-latest test-vllm coverage lint format clean
+.PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu wheels coverage lint format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -57,6 +64,14 @@ test-vllm: $(VLLM_INSTALLED)
 	@echo "== the vLLM engines against vLLM"
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
+# Every CUDA path on the GPUs of this machine, with the PyTorch that is here: 8 minutes at most. Exit 77: no GPU.
+test-gpu:
+	@$(PYTHON) -m tests.gpu --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
+
+# What such a machine lacks beside PyTorch, downloaded where there is an index.
+wheels:
+	@$(PYTHON) -m tests.gpu.wheels "$(WHEELS)" $(ONLY)
+
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -67,7 +82,7 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and pinned: anything else that wants it would bring another build.
 $(INSTALLED): setup.py constraints.txt

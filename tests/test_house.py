@@ -163,10 +163,12 @@ def test_oracles_know_nothing_of_the_library():
 
 
 @pytest.mark.parametrize(
-    "path", [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "vllm").glob("*.py")], ids=lambda path: path.stem
+    "path",
+    [path for folder in ("benchmarks", "tests/vllm", "tests/gpu") for path in sorted((ROOT / folder).glob("*.py"))],
+    ids=lambda path: path.stem,
 )
 def test_what_no_test_runs_imports_what_exists(path):
-    """Benchmarks, and the tests that need vLLM."""
+    """Benchmarks, and the tests that need vLLM or a GPU."""
     for name in imports(path):
         if name.startswith(("megatron_rc.", "tests.", "benchmarks.")):
             assert pkgutil.resolve_name(name), name

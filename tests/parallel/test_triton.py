@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
 
 import pytest
 import torch
 
-from megatron_rc.parallel import kernels, vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rc.parallel import kernels
 from megatron_rc.parallel import softmax as torch_kernels
 from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 from tests.support.paths import ROOT
+from tests.support.vocab_cases import Case, bad_logits, results, textbook
 
 SMALL = {"_FORWARD_BLOCK": 128, "_BACKWARD_BLOCK": 128}  # the interpreter is slow, and blocks must be several
 
@@ -57,46 +57,6 @@ def interpret(path):
 # The public functions, against the textbook in float64.
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call; the last ``width - columns`` columns are padding, and ``gap`` more lie between the rows."""
-
-    columns: int
-    width: int
-    dtype: torch.dtype = torch.float32
-    temperature: float = 1.0
-    gap: int = 0
-    used: tuple[int, ...] = (0, 1, 2)  # which of log-probs, entropy, Σπ² the loss depends on
-    inplace: bool = False
-    entropy: bool = True
-    large: bool = False  # with blocks of the size that GPUs get
-
-    def logits(self):
-        """[5, width]; whatever must not be seen is NaN."""
-        logits = 4 * torch.randn(5, self.width + self.gap, generator=self.generator(), dtype=torch.float64)
-        logits[0] += 100  # would overflow without the maximum
-        logits[1, : self.columns // 2] = -torch.inf  # whole blocks of it, from the first
-        logits[2, 1 : self.columns : 3] = -torch.inf
-        logits[3] = torch.nan
-        logits[:, self.columns :] = torch.nan
-        return logits.to(self.dtype)[:, : self.width].requires_grad_()
-
-    def labels(self):
-        """Not of a probability of 0; anything in row 3, which does not count."""
-        last = self.columns - 1
-        return torch.tensor([last, last, 0, 10**9, last // 2])
-
-    def mask(self):
-        mask = torch.tensor([True, True, True, False, True])
-        return torch.stack([mask, ~mask], dim=1)[:, 0]
-
-    def coefficients(self):
-        return torch.randn(3, 5, generator=self.generator(), dtype=torch.float64)
-
-    def generator(self):
-        return torch.Generator().manual_seed(self.columns)
-
-
 CASES = {
     "one column": Case(1, 4),
     "five columns, log-probs alone": Case(5, 5, entropy=False, used=(0,), temperature=0.7),
@@ -109,33 +69,6 @@ CASES = {
     "129 columns of float16": Case(129, 136, torch.float16, used=(1,)),
     "blocks as they are": Case(8192 + 5, 8192 + 16, temperature=1.1, large=True),
 }
-
-
-def results(case):
-    """[log-probs, entropy, Σπ²] as far as asked for, the gradient, the logits after the backward."""
-    logits = case.logits()
-    options = {"vocab_size": case.columns, "mask": case.mask(), "temperature": case.temperature}
-    options["inplace_backward"] = case.inplace
-    if case.entropy:
-        found = vocab_parallel_log_probs_and_entropy(logits, case.labels(), sum_squares=True, **options)
-    else:
-        found = (vocab_parallel_log_probs(logits, case.labels(), **options),)
-    sum((case.coefficients()[index] * found[index]).sum() for index in case.used).backward()
-    return {"values": [value.detach() for value in found], "grad": logits.grad, "after": logits.detach()}
-
-
-def textbook(case):
-    """(log-probs, entropy, Σπ², gradient at the logits) in float64."""
-    logits = case.logits().detach().double().requires_grad_()
-    rows = case.mask().nonzero().squeeze(1)
-    log_pi = torch.log_softmax(logits[rows, : case.columns] / case.temperature, dim=1)
-    pi = log_pi.exp()
-    values = torch.zeros(3, 5, dtype=torch.float64)
-    values[0, rows] = log_pi.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
-    values[1, rows] = -(pi * log_pi.masked_fill(log_pi == -torch.inf, 0)).sum(1)
-    values[2, rows] = pi.square().sum(1)
-    sum((case.coefficients()[index] * values[index]).sum() for index in case.used).backward()
-    return [*values.detach(), logits.grad]
 
 
 def rounding(dtype):
@@ -162,15 +95,6 @@ def test_the_logits_are_written_to_in_place_alone(interpreted, name):
     case, found = CASES[name], interpreted[name]
     expected = found["grad"] if case.inplace else case.logits().detach()
     torch.testing.assert_close(found["after"], expected, rtol=0, atol=0, equal_nan=True)
-
-
-def bad_logits():
-    """All results of rows with one NaN or inf, in the first or last block, and of one row without."""
-    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
-    for row, column, value in ((0, 3, torch.nan), (1, 299, torch.nan), (2, 3, torch.inf), (3, 299, torch.inf)):
-        logits[row, column] = value
-    found = vocab_parallel_log_probs_and_entropy(logits, torch.full((5,), 7), sum_squares=True)
-    return torch.stack([*found, vocab_parallel_log_probs(logits, torch.full((5,), 7))])
 
 
 def test_a_bad_logit_is_not_hidden(interpreted):
@@ -242,10 +166,13 @@ def test_cpu_tensors_do_not_go_to_triton():
 class NoGpu:
     """The driver of a GPU that kernels can be compiled for, and no more."""
 
+    def __init__(self, capability):
+        self.capability = capability
+
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
         return 0
@@ -264,11 +191,14 @@ class Compiled:
         return functools.partial(self.launch, grid)
 
     def launch(self, grid, *arguments, **options):
-        self.assembly.append(self.kernel.warmup(*arguments, grid=grid, **options).asm["ptx"])
+        compiled = self.kernel.warmup(*arguments, grid=grid, **options)
+        # The machine code that the assembler made of it is what a GPU takes.
+        assert compiled.asm["cubin"].startswith(b"\x7fELF")
+        self.assembly.append(compiled.asm["ptx"])
 
 
-@pytest.fixture
-def assembly(monkeypatch, tmp_path):
+@pytest.fixture(params=[80, 90, 100], ids="sm_{}".format)
+def assembly(request, monkeypatch, tmp_path):
     require_triton()
     from megatron_rc.parallel import triton_kernels
 
@@ -277,7 +207,7 @@ def assembly(monkeypatch, tmp_path):
     for name in ("_statistics_kernel", "_gradient_kernel"):
         monkeypatch.setattr(triton_kernels, name, Compiled(getattr(triton_kernels, name), found))
     # triton.runtime.driver.set_active cannot be undone where there is no GPU.
-    monkeypatch.setattr("triton.runtime.jit.driver", types.SimpleNamespace(active=NoGpu()))
+    monkeypatch.setattr("triton.runtime.jit.driver", types.SimpleNamespace(active=NoGpu(request.param)))
     return found
 
 

@@ -1,0 +1,217 @@
+"""Run all checks, a process for each file, and print one table: ``python -m tests.gpu [--wheels DIR]``.
+
+A check that brings its process down, or hangs, is one row of the table; those after it run in a new process.
+Exit status: 0 all that ran passed, 1 something failed, 2 the environment cannot be made, 77 there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.environment import ROOT, prepare
+from tests.gpu.machine import require_gpu
+
+# What tells most comes first.
+FILES = ("kernels",)
+TOTAL_SECONDS = 450
+PROCESSES_PER_FILE = 12
+USAGE = (2, 3, 4)  # exit statuses of pytest: it could not begin
+LINES_OF_MESSAGE = 25
+COLUMNS = "{:<58} {:<11} {:>7}  {}"
+
+
+@dataclass
+class Row:
+    """One check.
+
+    Attributes:
+        name: ``file::check[case]``.
+        result: passed, failed, skipped, crashed (its process died), or not reached.
+        seconds: that it took.
+        figures: what it measured.
+        message: why it failed or was skipped.
+    """
+
+    name: str
+    result: str
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+
+    def __str__(self) -> str:
+        figures = " ".join(f"{name}={_short(value)}" for name, value in self.figures.items())
+        why = self.message.splitlines()[-1][:110] if self.message and self.result in ("skipped", "not reached") else ""
+        return COLUMNS.format(self.name, self.result, f"{self.seconds:.1f}", figures or why)
+
+
+def main() -> None:
+    """Make the environment, run the checks, write the table and the JSON file."""
+    args = _parser().parse_args()
+    if args.device == "cuda":
+        require_gpu("test-gpu")
+    python = Path(sys.executable) if args.device == "cpu" else prepare(args.environment, args.wheels)
+    begun = time.monotonic()
+    _say(COLUMNS.format("check", "result", "seconds", "figures"))
+    rows = []
+    files = [Path(__file__).parent / f"check_{name}.py" for name in FILES]
+    for file in args.files or files:
+        for row in run_file(python, file, args.device, args.only, begun + args.seconds):
+            _say(str(row))
+            rows.append(row)
+    _finish(rows, _machine(python), args.json, time.monotonic() - begun)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--wheels", type=_folder, default=None, metavar="DIR", help="packages that are missing here")
+    parser.add_argument("--environment", type=Path, default=ROOT / ".venv-gpu", metavar="DIR", help="where it is made")
+    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "gpu" / "checks.json", help="file of the results")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which no check is begun")
+    parser.add_argument("--only", default="", metavar="WORDS", help="pytest's -k: checks whose names fit")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to find mistakes here")
+    parser.add_argument("files", nargs="*", type=Path, help="files of checks; default: all of them")
+    return parser
+
+
+def _folder(text: str) -> Path | None:
+    if not text:
+        return None
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder: name one that holds wheels")
+    return path
+
+
+def run_file(python: Path, file: Path, device: str, only: str, deadline: float) -> Iterator[Row]:
+    """The rows of one file's checks; as many processes as it takes."""
+    done: set[str] = set()
+    for _ in range(PROCESSES_PER_FILE):
+        reader = _Reader()
+        with tempfile.TemporaryDirectory() as folder:
+            results, before = Path(folder) / "results.jsonl", Path(folder) / "done.json"
+            results.touch()
+            before.write_text(json.dumps(sorted(done)), encoding="utf-8")
+            command = [str(python), "-m", "pytest", "-q", str(file), f"--device={device}", f"--results={results}"]
+            command += [f"--done={before}"] + (["-k", only] if only else [])
+            status, output = yield from reader.follow(command, results, deadline)
+        if reader.current is not None:
+            why = "no time was left" if status is None else f"its process ended with {_status(status)}"
+            yield Row(reader.current, "crashed", reader.running_for(), message=f"{output}\n{why}")
+        if status in USAGE or reader.collected is None:
+            yield Row(file.name, "crashed", message=f"{output}\nits checks could not be collected")
+            return
+        done |= {reader.current or "", *reader.ended}
+        left = [name for name in reader.collected if name not in done]
+        if status is None or time.monotonic() >= deadline:
+            yield from (Row(name, "not reached", message="no time was left") for name in left)
+            return
+        if not left:
+            return
+
+
+class _Reader:
+    """What one process writes to its file of results.
+
+    Attributes:
+        collected: names of the checks that it was to run; None: it never came so far.
+        ended: of those that it ran.
+        current: of the one that it is in.
+    """
+
+    def __init__(self) -> None:
+        self.collected: list[str] | None = None
+        self.ended: list[str] = []
+        self.current: str | None = None
+        self._since = 0.0
+
+    def follow(self, command: list[str], results: Path, deadline: float) -> Iterator[Row]:
+        """Rows as their checks end; returns (exit status or None where time ran out, the end of the output)."""
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+            environment.pop("PYTEST_ADDOPTS", None)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            with results.open(encoding="utf-8") as lines:
+                while True:
+                    status = process.poll()
+                    yield from self._rows(lines)
+                    if status is not None or time.monotonic() > deadline:
+                        break
+                    time.sleep(0.1)
+            # What it started, such as ranks, ends with it.
+            _kill(process)
+            log.seek(0)
+            return status, "\n".join(log.read().splitlines()[-LINES_OF_MESSAGE:])
+
+    def running_for(self) -> float:
+        """Seconds since the check that has not ended began."""
+        return round(time.monotonic() - self._since, 1)
+
+    def _rows(self, lines: Any) -> Iterator[Row]:
+        for line in lines:
+            event = json.loads(line)
+            kind = event.pop("event")
+            if kind == "collected":
+                self.collected = event["names"]
+            elif kind == "started":
+                self.current, self._since = event["name"], time.monotonic()
+            else:
+                self.current = None
+                self.ended.append(event["name"])
+                yield Row(**event)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _status(status: int) -> str:
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+
+
+def _machine(python: Path) -> dict[str, Any]:
+    """The GPUs and the versions of what was used."""
+    command = [str(python), "-m", "tests.gpu.describe"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout) if done.returncode == 0 else {"unknown": done.stderr[-500:]}
+
+
+def _finish(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float) -> None:
+    failed = [row for row in rows if row.result in ("failed", "crashed")]
+    for row in failed:
+        _say(f"\n== {row.name}: {row.result}")
+        _say("\n".join(row.message.splitlines()[-LINES_OF_MESSAGE:]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine, "seconds": round(seconds, 1), "checks": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    counts = {result: sum(row.result == result for row in rows) for result in dict.fromkeys(row.result for row in rows)}
+    _say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
+    sys.exit(1 if failed else 0)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the checks share: the device, figures for the table, and one line in a file for whatever happens.
+
+The file is written line by line, so that the command that reads it knows which check a process died in.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+POISONED = 70  # exit status: the process cannot use its GPU any more
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to find mistakes in checks")
+    parser.addoption("--done", type=Path, default=None, help="JSON file of checks that are left out")
+    parser.addoption("--results", type=Path, default=None, help="file that gets a line for whatever happens")
+
+
+def pytest_configure(config):
+    config.results = config.getoption("--results")
+    if config.getoption("--device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def note(config, **values):
+    """Add a line to the results."""
+    if config.results is not None:
+        with config.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def short(nodeid):
+    """Without the folder: the same however pytest was started."""
+    return nodeid.rpartition("/")[2]
+
+
+def pytest_collection_modifyitems(config, items):
+    path = config.getoption("--done")
+    done = json.loads(path.read_text(encoding="utf-8")) if path else []
+    items[:] = [item for item in items if short(item.nodeid) not in done]
+
+
+def pytest_collection_finish(session):
+    note(session.config, event="collected", names=[short(item.nodeid) for item in session.items])
+
+
+def pytest_runtest_setup(item):
+    note(item.config, event="started", name=short(item.nodeid))
+    number = next((mark.args[0] for mark in item.iter_markers("gpus")), 0)
+    if number > available(item.config.getoption("--device")):
+        pytest.skip(f"needs {number} GPUs")
+
+
+def available(device):
+    """GPUs, or as many as anybody asks for where processes on the CPU take their place."""
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else 4
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "call" or report.outcome != "passed":
+        message = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else report.longreprtext
+        figures = dict(item.user_properties)
+        result = "failed" if report.failed else report.outcome
+        values = {"result": result, "seconds": round(call.duration, 2), "figures": figures, "message": message}
+        note(item.config, event="ended", name=short(item.nodeid), **values)
+        if report.failed and is_poisoned(item.config):
+            os._exit(POISONED)
+    return report
+
+
+def is_poisoned(config):
+    """After a fault on the GPU every later call in this process fails too."""
+    torch = sys.modules.get("torch")
+    if torch is None or config.getoption("--device") == "cpu" or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.fixture
+def device(request):
+    """Where the check runs; its memory is free before."""
+    import gc
+
+    import torch
+
+    found = torch.device(request.config.getoption("--device"))
+    if found.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
+@pytest.fixture
+def on_gpu(device):
+    """Whether this is the real thing: sizes are small elsewhere."""
+    return device.type == "cuda"
+
+
+@pytest.fixture
+def figures(record_property):
+    """Called with numbers that stand in the table, by name."""
+
+    def record(**values):
+        for name, value in values.items():
+            record_property(name, value)
+
+    return record
+
+
+@pytest.fixture
+def seconds():
+    """Called at the end of a stretch: seconds since the last call."""
+    last = time.monotonic()
+
+    def lap():
+        nonlocal last
+        before, last = last, time.monotonic()
+        return round(last - before, 2)
+
+    return lap

@@ -1,0 +1,60 @@
+"""What a piece of work costs a GPU: kernel launches, waits of the host, bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # and those with more letters behind
+_SYNC = "called a synchronizing CUDA operation"
+
+
+def costs(work: Callable[[], object]) -> dict[str, int]:
+    """Launches, host synchronisations and peak bytes of the work, each measured in a call of its own after a first one.
+
+    Copies from memory that is not pinned to the GPU wait as well, and count as synchronisations.
+    """
+    work()
+    return {"launches": count_launches(work), "syncs": count_syncs(work), "peak_bytes": peak_bytes(work)}
+
+
+def count_launches(work: Callable[[], object]) -> int:
+    """Kernels that the host launches, copies and fills not counted."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.name.startswith(_LAUNCHES) for event in record.events())
+
+
+def count_syncs(work: Callable[[], object]) -> int:
+    """How often the host waits for the GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with _sync_debug_mode("warn"):
+            work()
+    return sum(_SYNC in str(warning.message) for warning in caught)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Bytes that the work allocates at once beyond what there was; its result is dropped at its end."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@contextlib.contextmanager
+def _sync_debug_mode(mode: str) -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

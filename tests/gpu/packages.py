@@ -1,0 +1,16 @@
+"""Packages that a check needs."""
+
+import importlib.util
+
+import pytest
+
+
+def require(*packages):
+    """Skip without one of these packages."""
+    for package in packages:
+        try:
+            found = importlib.util.find_spec(package)
+        except ImportError:
+            found = None
+        if found is None:
+            pytest.skip(f"{package} is not installed")

@@ -1,0 +1,92 @@
+"""Calls of the log-prob functions with rows that are hard to get right, and the textbook's answers in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.parallel import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; the last ``width - columns`` columns are padding, and ``gap`` more lie between the rows."""
+
+    columns: int
+    width: int
+    dtype: torch.dtype = torch.float32
+    temperature: float = 1.0
+    gap: int = 0
+    used: tuple[int, ...] = (0, 1, 2)  # which of log-probs, entropy, Σπ² the loss depends on
+    inplace: bool = False
+    entropy: bool = True
+    large: bool = False  # with blocks of the size that GPUs get
+
+    def logits(self, device: str | torch.device = "cpu") -> Tensor:
+        """[5, width]; whatever must not be seen is NaN."""
+        logits = 4 * torch.randn(5, self.width + self.gap, generator=self.generator(), dtype=torch.float64)
+        logits[0] += 100  # would overflow without the maximum
+        logits[1, : self.columns // 2] = -torch.inf  # whole blocks of it, from the first
+        logits[2, 1 : self.columns : 3] = -torch.inf
+        logits[3] = torch.nan
+        logits[:, self.columns :] = torch.nan
+        return logits.to(device, self.dtype)[:, : self.width].requires_grad_()
+
+    def labels(self) -> Tensor:
+        """Not of a probability of 0; anything in row 3, which does not count."""
+        last = self.columns - 1
+        return torch.tensor([last, last, 0, 10**9, last // 2])
+
+    def mask(self) -> Tensor:
+        """[5], not contiguous."""
+        mask = torch.tensor([True, True, True, False, True])
+        return torch.stack([mask, ~mask], dim=1)[:, 0]
+
+    def coefficients(self) -> Tensor:
+        """[3, 5]: of the results in the loss."""
+        return torch.randn(3, 5, generator=self.generator(), dtype=torch.float64)
+
+    def generator(self) -> torch.Generator:
+        """The same numbers on every device."""
+        return torch.Generator().manual_seed(self.columns)
+
+
+def results(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """[log-probs, entropy, Σπ²] as far as asked for, the gradient, the logits after the backward."""
+    logits, labels = case.logits(device), case.labels().to(device)
+    options: dict[str, Any] = {"vocab_size": case.columns, "temperature": case.temperature}
+    options |= {"mask": torch.stack([case.mask().to(device)] * 2, dim=1)[:, 0], "inplace_backward": case.inplace}
+    if case.entropy:
+        found = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True, **options)
+    else:
+        found = (vocab_parallel_log_probs(logits, labels, **options),)
+    coefficients = case.coefficients().to(device)
+    sum((coefficients[index] * found[index]).sum() for index in case.used).backward()
+    return {"values": [value.detach() for value in found], "grad": logits.grad, "after": logits.detach()}
+
+
+def textbook(case: Case) -> list[Tensor]:
+    """[log-probs, entropy, Σπ², gradient at the logits] in float64."""
+    logits = case.logits().detach().double().requires_grad_()
+    rows = case.mask().nonzero().squeeze(1)
+    log_pi = torch.log_softmax(logits[rows, : case.columns] / case.temperature, dim=1)
+    pi = log_pi.exp()
+    values = torch.zeros(3, 5, dtype=torch.float64)
+    values[0, rows] = log_pi.gather(1, case.labels()[rows].unsqueeze(1)).squeeze(1)
+    values[1, rows] = -(pi * log_pi.masked_fill(log_pi == -torch.inf, 0)).sum(1)
+    values[2, rows] = pi.square().sum(1)
+    sum((case.coefficients()[index] * values[index]).sum() for index in case.used).backward()
+    return [*values.detach(), logits.grad]
+
+
+def bad_logits(device: str | torch.device = "cpu") -> Tensor:
+    """All results of rows with one NaN or inf, in the first or last block, and of one row without."""
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
+    for row, column, value in ((0, 3, torch.nan), (1, 299, torch.nan), (2, 3, torch.inf), (3, 299, torch.inf)):
+        logits[row, column] = value
+    logits, labels = logits.to(device), torch.full((5,), 7, device=device)
+    found = vocab_parallel_log_probs_and_entropy(logits, labels, sum_squares=True)
+    return torch.stack([*found, vocab_parallel_log_probs(logits, labels)])

@@ -1,0 +1,271 @@
+"""The commands for machines with a GPU, as far as a machine without one can tell."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.gpu import environment, machine, wheels
+from tests.support import recorded_training
+from tests.support.paths import ROOT
+
+TARGETS = ("test-gpu",)
+
+
+def command(*words, **variables):
+    """(exit status, stdout, stderr) of ``python words``."""
+    done = subprocess.run(
+        (sys.executable, *words),
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_without_a_gpu_a_target_says_so(target):
+    done = subprocess.run(
+        ("make", target, f"PYTHON={sys.executable}"),
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, second = done.stderr.strip().splitlines()
+    assert first == f"error: no NVIDIA GPU was found here: run `make {target}` on a machine that has one"
+    assert f"Error {machine.NO_GPU}" in second
+    assert not done.stdout
+
+
+def test_a_folder_of_wheels_must_exist():
+    status, _, error = command("-m", "tests.gpu", "--wheels", "/nowhere")
+    assert status == 2
+    assert "/nowhere is no folder: name one that holds wheels" in error
+
+
+# The table, of checks that do what checks of a GPU may do.
+
+CHECKS = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+import pytest
+
+
+def test_passes(figures):
+    figures(error=0.00012345, launches=2)
+
+
+def test_fails():
+    assert 1 == 2, "not equal"
+
+
+def test_dies():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_comes_after():
+    pass
+
+
+@pytest.mark.timeout(1)
+def test_hangs():
+    time.sleep(60)
+
+
+def test_needs_what_is_not_here():
+    from tests.gpu.packages import require
+
+    require("no_such_package.inside")
+
+
+@pytest.mark.gpus(5)
+def test_needs_many():
+    pass
+
+
+@pytest.fixture
+def left_behind():
+    yield
+    raise RuntimeError("cannot be cleaned up")
+
+
+def test_last(left_behind):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """(exit status, output, content of the JSON file) of the command over these checks."""
+    folder = tmp_path_factory.mktemp("gpu")
+    for name in ("pytest.ini", "conftest.py"):
+        (folder / name).write_text((ROOT / "tests" / "gpu" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    checks = folder / "check_some.py"
+    checks.write_text(CHECKS.format(root=str(ROOT)), encoding="utf-8")
+    words = ("-m", "tests.gpu", "--device=cpu", f"--json={folder / 'out' / 'found.json'}", str(checks))
+    status, output, error = command(*words)
+    assert not error
+    return status, output, json.loads((folder / "out" / "found.json").read_text(encoding="utf-8"))
+
+
+def test_every_check_has_its_row(table):
+    status, output, content = table
+    assert status == 1
+    rows = {row["name"].partition("::")[2]: row for row in content["checks"]}
+    assert {name: row["result"] for name, row in rows.items() if name != "test_last"} == {
+        "test_passes": "passed",
+        "test_fails": "failed",
+        "test_dies": "crashed",
+        "test_comes_after": "passed",
+        "test_hangs": "crashed",
+        "test_needs_what_is_not_here": "skipped",
+        "test_needs_many": "skipped",
+    }
+    assert rows["test_passes"]["figures"] == {"error": 0.00012345, "launches": 2}
+    assert "not equal" in rows["test_fails"]["message"]
+    assert "its process ended with signal SIGSEGV" in rows["test_dies"]["message"]
+    assert "Timeout" in rows["test_hangs"]["message"]
+    assert rows["test_needs_what_is_not_here"]["message"] == "no_such_package.inside is not installed"
+    assert rows["test_needs_many"]["message"] == "needs 5 GPUs"
+    assert [row["result"] for row in content["checks"][-2:]] == ["passed", "failed"]
+    assert "cannot be cleaned up" in content["checks"][-1]["message"]
+    assert content["machine"]["torch"]
+    assert "check_some.py::test_passes" in output
+    assert "error=0.000123 launches=2" in output
+    assert "3 passed, 2 failed, 2 crashed, 2 skipped" in output
+
+
+def test_when_time_is_up_the_rest_is_not_reached(tmp_path):
+    (tmp_path / "check_slow.py").write_text(
+        "import time\n\ndef test_one():\n    time.sleep(60)\n\ndef test_two():\n    pass\n", encoding="utf-8"
+    )
+    for name in ("pytest.ini", "conftest.py"):
+        (tmp_path / name).write_text((ROOT / "tests" / "gpu" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    found = tmp_path / "found.json"
+    words = ("-m", "tests.gpu", "--device=cpu", "--seconds=3", f"--json={found}", str(tmp_path / "check_slow.py"))
+    status, _, _ = command(*words)
+    rows = json.loads(found.read_text(encoding="utf-8"))["checks"]
+    assert [(row["name"], row["result"]) for row in rows] == [
+        ("check_slow.py::test_one", "crashed"),
+        ("check_slow.py::test_two", "not reached"),
+    ]
+    assert "no time was left" in rows[0]["message"]
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["WHEELS="], "name a folder for the wheels: make wheels WHEELS=DIR"),
+        (["WHEELS=/nowhere", "ONLY=torch"], "torch is not in wheels.txt: leave it out, or add it there"),
+    ],
+)
+def test_wheels_that_cannot_be_downloaded(words, message):
+    done = subprocess.run(
+        ("make", "wheels", f"PYTHON={sys.executable}", *words), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode
+    assert f"error: {message}" in done.stderr
+
+
+def test_the_list_of_wheels_names_each_package_once():
+    lines = wheels.requirements([])
+    names = [line.partition("==")[0] for line in lines]
+    assert len(set(names)) == len(names)
+    assert all(line.partition("==")[2] for line in lines)
+    assert not {"torch", "triton"} & set(names)
+    assert wheels.requirements(["megatron-core"]) == [line for line in lines if line.startswith("megatron-core==")]
+
+
+# The environment, which takes what is missing and leaves the rest as it is.
+
+
+def wheel(folder, name, version):
+    """A package with one module that knows its version."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"version = {version!r}\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, monkeypatch, capsys):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    wheel(wheels, "rc_absent_package", "3.0")
+    wheel(wheels, "pytest", "0.1")
+    asked = environment._ask
+    # Here is no PyTorch that can use a GPU.
+    monkeypatch.setattr(environment, "_ask", lambda python: asked(python) | {"cuda": "13.0"})
+    python = environment.prepare(tmp_path / "made", wheels)
+    code = (
+        "import rc_absent_package, pytest, torch; print(rc_absent_package.version, pytest.__version__, torch.__file__)"
+    )
+    done = subprocess.run((python, "-c", code), capture_output=True, text=True, check=True, cwd="/")
+    absent, present, torch_file = done.stdout.split()
+    assert absent == "3.0"
+    assert present == pytest.__version__
+    assert torch_file == __import__("torch").__file__
+    assert f"kept as they are here: pytest {pytest.__version__}" in capsys.readouterr().out
+    stamp = (tmp_path / "made" / ".made").stat().st_mtime_ns
+    assert environment.prepare(tmp_path / "made", wheels) == python
+    assert (tmp_path / "made" / ".made").stat().st_mtime_ns == stamp
+
+
+def test_wheels_bring_no_pytorch(tmp_path, capsys):
+    """One that cannot use a GPU is an error, and is not replaced."""
+    wheel(tmp_path, "torch", "99.0")
+    with pytest.raises(SystemExit) as stopped:
+        environment.prepare(tmp_path / "made", tmp_path)
+    assert stopped.value.code == environment.UNUSABLE
+    assert "cannot use a GPU, and WHEELS never brings one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [((), "holds no .whl file"), ((("a", "1"), ("a", "2")), "holds several versions of a: keep one of each")],
+)
+def test_folders_of_wheels_that_cannot_be_installed(tmp_path, capsys, names, message):
+    for name, version in names:
+        wheel(tmp_path, name, version)
+    with pytest.raises(SystemExit) as stopped:
+        environment.prepare(tmp_path / "made", tmp_path)
+    assert stopped.value.code == environment.UNUSABLE
+    assert message in capsys.readouterr().err
+
+
+def test_the_driver_counts_what_may_be_used(monkeypatch):
+    """Without the driver's library nobody can say, and PyTorch is asked where there are devices."""
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [f"/dev/nvidia{index}" for index in range(2)])
+    assert machine.count_gpus() == 2
+
+
+ON_A_GPU = """
+import sys, torch
+torch.cuda.is_available = lambda: True  # and nothing is run on it
+from megatron_rc.launch import distributed, train_ppo
+distributed.initialize = distributed.shut_down = lambda *_: None
+train_ppo.main(sys.argv[1:], run=lambda config, _: print(config.launch.on_cpu))
+print("megatron_rc.launch.training.loop" in sys.modules, "megatron_rc.launch.training.cpu" in sys.modules)
+"""
+
+
+def test_a_run_on_a_gpu_never_loads_the_cpu_switch(tmp_path):
+    """The launcher's own way to the training loop, as it is taken where PyTorch finds a GPU."""
+    words = [word for word in recorded_training.flags(tmp_path) if word != "--cpu"]
+    status, output, error = command("-c", ON_A_GPU, *words, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert status == 0, error
+    assert output.split() == ["False", "True", "False"]
