@@ -1,23 +1,34 @@
-"""``python -m megatron_rc.launch --nproc-per-node N <flags>``: check the flags once, then hand over to torchrun."""
+"""``python -m megatron_rc.launch --nproc-per-node N <flags>``: check the flags once, then let torchrun start the ranks.
+
+Ends with 0 where all steps are made, or a checkpoint holds those that were when a signal came; with 2 for flags that
+cannot work, 1 for a failed run, and as shells tell signals (130 for Ctrl-C, 143 for SIGTERM) where one came and nothing
+was saved. But for 0 the last line of the output says why.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+
+# Until torchrun listens for it, Ctrl-C ends this process without a traceback, while modules load too.
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.parser import Parser, build_parser
+from megatron_rc.launch.ranks import run_ranks
 
 USAGE_ERROR = 2
 TRAINER = "megatron_rc.launch.train_ppo"
 
 
 def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
-    """Become torchrun, which runs the module; ends with 2 and one sentence where the flags cannot work."""
+    """Run the module on every rank; ends the process with the code and the sentence above."""
     # Rank 0 comes to the same warnings.
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     try:
@@ -25,9 +36,10 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     except ConfigurationError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(USAGE_ERROR)
-    from torch.distributed.run import main as torchrun
-
-    torchrun(words)
+    outcome = run_ranks(words)
+    if outcome.words:
+        sys.stderr.write(f"{outcome.words}\n")
+    sys.exit(outcome.code)
 
 
 def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]:

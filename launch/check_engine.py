@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         launch(words, module="megatron_rc.launch.check_engine")
 
 
-def run_check(config: RunConfig, task: Task) -> None:
-    """Check on this rank of the run, and print the findings on the first one.
+def run_check(config: RunConfig, task: Task) -> bool:
+    """Check on this rank of the run, and print the findings on the first one; True, since there is nothing to keep.
 
     Raises:
         AgreedError: on every rank: something does not agree; names what.
@@ -58,6 +58,7 @@ def run_check(config: RunConfig, task: Task) -> None:
     wrong = [finding.about for finding in findings if not finding.agrees]
     if wrong:
         raise AgreedError(f"the rollout engine and the trainer disagree on {', '.join(wrong)}: see the findings above")
+    return True
 
 
 def check_engine(config: RunConfig, task: Task) -> list[Finding]:

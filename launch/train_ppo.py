@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -12,17 +13,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+# Before the first step there is nothing to save: Ctrl-C ends the rank without a traceback, while modules load too.
+if "RANK" in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from megatron_rc.launch.ending import tell_ending
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
 USAGE_ERROR, FAILURE = 2, 1
-Run = Callable[[RunConfig, Task], None]
+# Whether nothing is lost: all is done, or a checkpoint holds what is.
+Run = Callable[[RunConfig, Task], bool]
 WAIT_SECONDS = 60
 
 
@@ -41,7 +47,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
         words = sys.argv[1:] if argv is None else argv
         config, task = configure(words, int(os.environ["WORLD_SIZE"]))
     except ConfigurationError as error:
-        end_together(rank, str(error), USAGE_ERROR)
+        end_together(str(error), USAGE_ERROR)
     # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
@@ -51,10 +57,13 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
         try:
             initialize(config)
-            (run or train)(config, task)
+            tell_ending(kept=(run or train)(config, task))
             shut_down()
         except (AgreedError, ValueError) as error:
-            end_together(rank, str(error), FAILURE)
+            end_together(str(error), FAILURE)
+        except Exception as error:
+            tell_ending(error=f"rank {rank}: {type(error).__name__}: {error}", code=FAILURE)
+            raise
 
 
 def _cpu_backend() -> contextlib.AbstractContextManager[None]:
@@ -65,14 +74,17 @@ def _cpu_backend() -> contextlib.AbstractContextManager[None]:
     return cpu_backend()
 
 
-def end_together(rank: int, message: str, code: int) -> NoReturn:
-    """Rank 0 says why and ends; the others wait for torchrun to end them, lest its message be lost.
+def end_together(message: str, code: int) -> NoReturn:
+    """The first rank of each machine says why and ends; the others wait for torchrun to end them, lest that be lost.
 
-    A rank that nobody ended met its error alone, and says so itself.
+    A rank that nobody ended met its error alone, and says so itself. Where the launcher started the ranks, it says why
+    when all have ended.
     """
-    if rank != 0:
+    is_told = tell_ending(error=message, code=code)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first:
         time.sleep(WAIT_SECONDS)
-    if rank == 0 or code == FAILURE:
+    if not is_told and (is_first or code == FAILURE):
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
     sys.exit(code)

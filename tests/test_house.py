@@ -15,7 +15,8 @@ from tests.support.paths import LINKED, ROOT
 LIBRARY = ("numerics", "parallel", "loss", "settings", "correction", "schedule", "public")
 # What stands in one row does not know of each other.
 LAUNCH = (
-    {"errors"},
+    {"errors", "ending"},
+    {"ranks"},
     {"run_config"},
     {"distributed"},
     {"tasks", "weights"},

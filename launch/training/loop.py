@@ -44,8 +44,11 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def train(config: RunConfig, task: Task) -> None:
+def train(config: RunConfig, task: Task) -> bool:
     """Run ``--train-iters`` optimizer steps of PPO; process groups exist.
+
+    Returns:
+        Whether nothing is lost: all steps are made, or a checkpoint holds those that were before a signal came.
 
     Raises:
         AgreedError: on every rank alike: an engine, a reward, a record or the loss failed.
@@ -74,10 +77,11 @@ def train(config: RunConfig, task: Task) -> None:
         if weight_sync.is_wanted and not stop:
             weight_sync()
         agree(config, reporter.error if reporter else None)
-    if reporter is not None:
-        kept = f", saved to {files.save}" if files.save else ""
-        done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
-        reporter.close(f"{done} at step {trainer.iteration}{kept}")
+        if reporter is not None:
+            kept = f", saved to {files.save}" if files.save else ""
+            done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
+            reporter.close(f"{done} at step {trainer.iteration}{kept}")
+    return not stop or bool(files.save)
 
 
 class _WeightSync:

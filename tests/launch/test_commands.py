@@ -90,11 +90,24 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path):
     told = time.monotonic()
     code, _, errors = finish(process, timeout=60)
     assert time.monotonic() - told < 30
-    assert code != 0, "torchrun reports the signal"
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1] == f"picture {tmp_path}/count_up/summary.png"
     saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == read(tmp_path / "count_up")[-1]["step"]
     assert f"at step {saved}, saved to" in errors
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.processes
+def test_the_last_line_of_a_run_that_fails_says_why(tmp_path):
+    (tmp_path / "count_up").mkdir()
+    (tmp_path / "count_up" / "metrics.jsonl").symlink_to("/dev/full")
+    words = [*SMALL, "--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
+    code, _, errors = finish(start(launch(*words, f"--runs-dir={tmp_path}")))
+    assert code == 1
+    assert errors.count("error: ") == 1
+    assert errors.splitlines()[-1].startswith(f"error: {tmp_path}/count_up/metrics.jsonl cannot be written (No space")
 
 
 def children(pid):

@@ -1,0 +1,57 @@
+"""How a rank ended, told to the launcher that started it: a small file each, in a folder that the launcher names.
+
+Ranks that plain torchrun started have no such folder, and tell nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = "MEGATRON_RC_ENDINGS"
+# torchrun's number of this start of the ranks, from 0.
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a rank knew when it ended.
+
+    Attributes:
+        rank: which.
+        attempt: how often torchrun had started the ranks again.
+        time: when, in seconds since 1970.
+        kept: every step is made, or a checkpoint holds those that were.
+        error: one sentence, if it failed.
+        code: the exit code that the error asks for.
+    """
+
+    rank: int
+    attempt: int
+    time: float
+    kept: bool = True
+    error: str | None = None
+    code: int = 0
+
+
+def tell_ending(*, kept: bool = True, error: str | None = None, code: int = 0) -> bool:
+    """Leave word for the launcher; whether there is one that reads it."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return False
+    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get(ATTEMPT, "0"))
+    ending = Ending(rank, attempt, time.time(), kept, error, code)
+    partial = Path(folder) / f"{attempt}-{rank}.partial"
+    partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
+    partial.replace(partial.with_suffix(".json"))
+    return True
+
+
+def read_endings(folder: Path) -> list[Ending]:
+    """What the ranks of this machine told of their last start, in the order in which they ended."""
+    told = [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    newest = max((ending.attempt for ending in told), default=0)
+    return sorted((ending for ending in told if ending.attempt == newest), key=lambda ending: ending.time)

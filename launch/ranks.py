@@ -1,0 +1,115 @@
+"""Ranks through torchrun, in this process; their end is one exit code and the last line of the output."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rc.launch.ending import FOLDER, Ending, read_endings
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+FAILURE = 1
+# Signals that name a cause. Others follow from the failure of another rank: SIGTERM is what torchrun then sends.
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "by hand, or by the system when memory ran out",
+    signal.SIGSEGV: "a fault in compiled code",
+    signal.SIGBUS: "a fault in compiled code, or no room left in /dev/shm",
+    signal.SIGILL: "compiled code that this processor cannot run",
+    signal.SIGFPE: "a fault in compiled code",
+}
+_NOT_KEPT = "nothing was saved: --save DIR keeps what was learnt"
+# torchrun kills what has not ended so long after the first failure.
+_KILLED_BY_TORCHRUN = 15
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The launcher's exit code, and its last words where something went wrong."""
+
+    code: int
+    words: str = ""
+
+
+def run_ranks(words: Sequence[str]) -> Outcome:
+    """Run torchrun with these arguments until all ranks of this machine have ended.
+
+    Args:
+        words: torchrun's own, the module, and the module's.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    # What torchrun has to say of an end is said here, in fewer words.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.propagate = False
+    elastic.addHandler(logging.NullHandler())
+    args = torchrun.parse_args(list(words))
+    with tempfile.TemporaryDirectory(prefix="megatron-rc-") as name:
+        os.environ[FOLDER], folder = name, Path(name)
+        try:
+            torchrun.run(args)
+            return finished(read_endings(folder))
+        except SignalException as stop:
+            return stopped(stop.sigval, read_endings(folder), int(args.nproc_per_node))
+        except ChildFailedError as error:
+            return failed(error.failures, read_endings(folder))
+        except (RendezvousError, RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())
+            return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
+        finally:
+            del os.environ[FOLDER]
+
+
+def finished(endings: list[Ending]) -> Outcome:
+    """The end of a run whose ranks all ended well; a signal may have come to one of them, or to another machine."""
+    if all(ending.kept for ending in endings):
+        return Outcome(0)
+    return Outcome(FAILURE, f"error: a rank was told to stop, and {_NOT_KEPT}")
+
+
+def stopped(sent: signal.Signals, endings: list[Ending], ranks: int) -> Outcome:
+    """The end of a run that was told to stop: 0 where nothing is lost.
+
+    Args:
+        sent: the signal.
+        endings: of the ranks of this machine.
+        ranks: their number.
+    """
+    code = 128 + sent
+    for ending in endings:
+        if ending.error is not None:
+            return Outcome(ending.code, f"error: {ending.error}")
+    if len(endings) < ranks:
+        return Outcome(code, f"stopped by {sent.name} before all ranks could save: what no checkpoint holds is lost")
+    if not all(ending.kept for ending in endings):
+        return Outcome(code, f"stopped by {sent.name}, and {_NOT_KEPT}")
+    return Outcome(0)
+
+
+def failed(failures: dict[int, ProcessFailure], endings: list[Ending]) -> Outcome:
+    """The end of a run that failed: what its first rank to fail said, or what ended that rank."""
+    begun = min(failure.timestamp for failure in failures.values())
+    for rank, failure in failures.items():
+        cause = _CAUSES.get(-failure.exitcode)
+        if cause and failure.timestamp < begun + _KILLED_BY_TORCHRUN:
+            return Outcome(
+                FAILURE, f"error: rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}: {cause}"
+            )
+    # torchrun lists failures in the order in which it saw them.
+    rank, failure = next(iter(failures.items()))
+    told = [ending for ending in endings if ending.error is not None]
+    left_silently = failure.exitcode > 0 and rank not in [ending.rank for ending in told]
+    if told and not left_silently:
+        return Outcome(told[0].code, f"error: {told[0].error}")
+    how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+    return Outcome(FAILURE, f"error: rank {rank} (process {failure.pid}) ended {how}: see above what it said")

@@ -1,0 +1,59 @@
+"""How the end of ranks is told: real processes under torchrun, of which one fails, is killed or is told to stop."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+# All cases in one process, since torch loads for two seconds.
+RUN = """
+import sys
+from megatron_rc.launch.ranks import run_ranks
+
+for case in sys.argv[1:]:
+    words = ["--nproc-per-node=2", "--standalone", *["--max-restarts=1"] * case.startswith("restarts")]
+    outcome = run_ranks([*words, "--module", "tests.support.rank_ends", *case.split()])
+    print(f"{case}: {outcome.code} {outcome.words}", flush=True)
+"""
+CASES = {
+    "agrees": r"1 error: the rollout of step 3 failed: no answer in 60 s",
+    "usage 1": r"2 error: --lr 0 must be positive",
+    "killed 1": r"1 error: rank 1 \(process \d+\) was ended by SIGKILL: by hand, or by the system when memory ran out",
+    "aborts 0": r"1 error: connection closed by peer",
+    "leaves 1": r"1 error: rank 1 \(process \d+\) ended with exit code 7: see above what it said",
+    "saves": r"0 ",
+    "stops": r"130 stopped by SIGINT, and nothing was saved: --save DIR keeps what was learnt",
+    "interrupts": r"130 stopped by SIGINT before all ranks could save: what no checkpoint holds is lost",
+    "told": r"1 error: a rank was told to stop, and nothing was saved: --save DIR keeps what was learnt",
+    "restarts": r"0 ",
+}
+
+
+@pytest.fixture(scope="module")
+def told():
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *CASES],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    return done
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES)
+def test_the_end_of_ranks_is_one_code_and_one_sentence(told, case):
+    (line,) = (line for line in told.stdout.splitlines() if line.startswith(f"{case}: "))
+    assert re.fullmatch(f"{re.escape(case)}: {CASES[case]}", line)
+
+
+@pytest.mark.processes
+def test_torchrun_adds_nothing(told):
+    assert told.stderr == "what a rank says is above the last line\n" * 2
