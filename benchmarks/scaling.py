@@ -338,7 +338,7 @@ def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
         groups=correction.groups,
         sequence_log_ratio=mean_log_ratio,
     )
-    correction.record(policy.statistics)
+    correction.steps.record(policy.statistics)
 
 
 def trace(case: Case, batch: Batch, layout: Layout, groups: ParallelGroups) -> list[Call]:

@@ -7,6 +7,7 @@ from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.local_tokens import sequence_sums
 from megatron_rc.correction.micro_batch import MicroBatch
+from megatron_rc.correction.misuse import StepError
 from megatron_rc.correction.plans import LossScale
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.shards import collect_shards
@@ -18,7 +19,6 @@ from megatron_rc.correction.stages import (
     reduce_groups,
     reduce_sequences,
 )
-from megatron_rc.correction.step import StepError
 from megatron_rc.loss.aggregation import aggregate_loss
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl

@@ -18,6 +18,7 @@ from megatron_rc.loss.aggregation import loss_sum
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.policy import kl_penalty, policy_loss
 from megatron_rc.numerics import is_log_prob
+from megatron_rc.parallel.groups import group_size
 
 Returned = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -50,8 +51,28 @@ def masked_loss(
     makes one SUM of [2, n] over ``cp``.
 
     Raises:
-        ValueError: a tensor that the mode or the objective needs is missing, or the scale is of another correction.
+        ValueError: a tensor that the mode or the objective needs is missing or has another shape, or the scale is of
+            another correction. At once where there is one pipeline stage. Where others wait for this one's gradients
+            the schedule goes on with a loss of 0 (NaN in the log), and its end raises the same StepError on every rank.
     """
+    try:
+        return _masked_loss(correction, micro_batch, log_probs, entropy, scale)
+    except ValueError as error:
+        # Other stages would wait for ever for this one's gradients.
+        if group_size(correction.groups.pp) == 1:
+            raise
+        correction.steps.refuse(str(error))
+        return _refused(log_probs)
+
+
+def _masked_loss(
+    correction: RolloutCorrection,
+    micro_batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    scale: LossScale,
+) -> Returned:
+    """See :func:`masked_loss`."""
     step = scale.step if isinstance(scale, LossScale) else None
     if step is None:
         raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
@@ -64,12 +85,19 @@ def masked_loss(
     tokens = found.tokens
 
     def count(_: Tensor) -> None:
-        correction.count(step, tokens)
-        correction.record(statistics)
+        correction.steps.count(step, tokens)
+        correction.steps.record(statistics)
 
     if returned[0].requires_grad:
         returned[0].register_hook(count)
     return returned
+
+
+def _refused(log_probs: Tensor) -> Returned:
+    """A loss of 0 in the place of one that could not be made, so that the schedule goes on to its end."""
+    loss = torch.where(torch.zeros_like(log_probs, dtype=torch.bool), log_probs, 0).sum()
+    count = torch.ones((), dtype=torch.int32, device=loss.device)
+    return loss, count, {"loss": torch.full_like(loss.detach(), torch.nan)}
 
 
 def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) -> Returned:
@@ -115,15 +143,15 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     finish = finalize or _megatron_finalize()
 
     def finalize_and_scale(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-        with correction.ending():
+        with correction.steps.ending():
             finish(model, *args, **kwargs)
             factor = correction.finish_step(next(model[0].parameters()).device)
             if correction.scales_gradients:
                 for chunk in model:
                     chunk.scale_gradients(factor)
-                correction.note_scaled(model)
+                correction.steps.note_scaled(model)
 
-    correction.is_wrapped = True
+    correction.steps.end_with(finalize_and_scale)
     vars(finalize_and_scale)["ends_steps_of"] = correction
     return finalize_and_scale
 

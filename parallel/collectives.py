@@ -46,3 +46,15 @@ def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
     if group is not None and group_size(group) > 1:
         dist.broadcast(result, src=dist.get_global_rank(group, source), group=group)
     return result
+
+
+def first_text(text: str | None, group: Group | None) -> str | None:
+    """The text of the first rank that has one, on every rank of the group: for the message of an error.
+
+    Collectives: one gather of objects, of any size.
+    """
+    if group is None or group_size(group) == 1:
+        return text
+    found: list[str | None] = [None] * group_size(group)
+    dist.all_gather_object(found, text, group=group)
+    return next((one for one in found if one is not None), None)

@@ -11,6 +11,7 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.schedule import masked_loss, wrap_finalize
+from tests.support.chunk import Chunk
 
 ALONE = ParallelGroups()
 ROWS, WIDTH = 3, 8
@@ -48,12 +49,12 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
         batch = dataclasses.replace(
             batch, old_log_probs=old, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths
         )
-    wrap_finalize(correction, lambda model: None)
+    end = wrap_finalize(correction, lambda model: None)
     scale = plan.loss_scale(num_microbatches=1)
     loss, count, log = masked_loss(correction, batch, theta, entropy, scale)
     loss.backward()
     assert (int(count), count.dtype, list(log)) == (1, torch.int32, ["loss"])
-    correction.finish_step()
+    end([Chunk()])
     return loss.detach(), theta.grad, entropy.grad, correction.loss_metrics()
 
 
@@ -129,17 +130,6 @@ def test_the_denominator_is_known_before_only_in_decoupled_mode():
     assert metrics["loss/total"] == pytest.approx(float(loss) * factor)
     assert correction.scales_gradients
     assert not make_correction("decoupled", "ppo_clip").scales_gradients
-
-
-class Chunk(torch.nn.Linear):
-    """A model chunk as far as the end of a step looks at it."""
-
-    def __init__(self):
-        super().__init__(1, 1)
-        self.factors = []
-
-    def scale_gradients(self, factor):
-        self.factors.append(float(factor))
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])

@@ -11,11 +11,12 @@ from torch import Tensor
 from megatron_rc.correction.header import HeaderFields, header_fields
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.misuse import StepError
 from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import Plan, PlannedStep, one_each
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.stages import corrected_batch
-from megatron_rc.correction.step import StepError, StepResult, StepSums
+from megatron_rc.correction.step import StepResult, StepSums
 from megatron_rc.correction.training_result import TrainingResult
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import broadcast

@@ -9,19 +9,20 @@ from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
 from megatron_rc.correction.header_records import Source
-from megatron_rc.correction.in_loss_plan import InLossPlan, collect_masks
+from megatron_rc.correction.in_loss_plan import InLossPlan, MaskCounts, count_masks
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.joined import KeptTokens
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.correction.misuse import Misuse, StepError
 from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import PlannedStep
 from megatron_rc.correction.proximal import interpolate
 from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.stages import accepted_tokens
-from megatron_rc.correction.step import OTHER_TOKENS, StepError, StepResult, StepSums
+from megatron_rc.correction.step import StepResult, StepSums
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -41,12 +42,8 @@ class InLoss:
 
     def plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
         """Tokens and sequences under the response mask, on the last stage."""
-        table = None
-        if inputs is not None:
-            masks = collect_masks(inputs, counts, self.groups)
-            tokens = all_reduce_sum(masks.tokens, self.groups.cp)
-            table = all_reduce_sum(masks.mini_batch_counts(tokens), self.groups.dp_cp)
-        self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, table), ()
+        masks = None if inputs is None else count_masks(inputs, counts, self.groups)
+        self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, masks), ()
         return self._newest
 
     def newest_step(self, mini_batch: int | None) -> PlannedStep:
@@ -77,7 +74,7 @@ class InLoss:
             old_log_probs=old,
             # In bypass mode the two ratios are one.
             mean_log_ratio=tokens.named["mean_log_ratio"] if self.config.bypass_mode else None,
-            tokens=tokens,
+            tokens=KeptTokens.of(tokens),
         )
 
     def corrected(
@@ -128,13 +125,14 @@ class InLoss:
 
     def factor(self, ended: StepSums, result: StepResult) -> Tensor:
         """D₀/G; G = (the aggregation's denominator) · w̄."""
-        if ended.step is None or not isinstance(ended.step.plan, InLossPlan):
+        plan = None if ended.step is None else ended.step.plan
+        if ended.step is None or not isinstance(plan, InLossPlan) or plan.counts is None:
             return result.header.new_zeros(())
         fields, header = result.fields, result.header
         # Found by the plan, which the other stages did not see.
-        fields.number(header, "data.mini_batch_ids", Source.DATA).add_(ended.step.plan.bad_ids)
+        fields.number(header, "data.mini_batch_ids", Source.DATA).add_(plan.counts.bad_ids)
         tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[0]
-        self._compare_with_plan(ended.step, fields, header)
+        self._compare(plan.counts, ended.step.mini_batch, fields, header)
         if self.config.rejection_denominator == "accepted":
             tokens, sequences = accepted_tokens, accepted_sequences
         unknown = denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
@@ -143,19 +141,17 @@ class InLoss:
             factor = factor * normalization(*normalization_sums(fields, header))
         return torch.where(result.skip[0], 0.0, factor)
 
-    def _compare_with_plan(self, step: PlannedStep, fields: HeaderFields, header: Tensor) -> None:
-        """Note in the header if the step has counted other tokens than its mini-batch in the plan has."""
-        if not isinstance(step.plan, InLossPlan) or step.plan.counts is None:
-            return
+    def _compare(self, planned: MaskCounts, mini_batch: int, fields: HeaderFields, header: Tensor) -> None:
+        """Note in the header if a step has counted other tokens than its mini-batch in the plan has."""
         counted = fields.column(header, "mini_batches")[0, 0]
         if self.config.bad_log_probs == "reject_token":
             # Those are not counted as tokens under the mask; the plan does not know them.
             counted = counted + fields.number(header, "data.bad_tokens", Source.DATA)
         # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
-        differs = (counted != step.plan.counts[step.mini_batch, 0]) & (step.plan.bad_ids == 0)
+        differs = (counted != planned.tokens[mini_batch]) & (planned.bad_ids == 0)
         # What a rank found by itself says more, and a rank without a micro-batch does not come here to say the same.
         misuse = fields.column(header, "misuse")
-        misuse.copy_(torch.where(differs & (misuse == 0), float(OTHER_TOKENS), misuse))
+        misuse.copy_(torch.where(differs & (misuse == 0), float(Misuse.OTHER_TOKENS), misuse))
 
     def note_end(self, ended: StepSums, result: StepResult) -> None:
         """For ``metrics``, and for the weights' distance from the plan."""

@@ -13,62 +13,56 @@ from megatron_rc.correction.plans import Plan
 from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.training_result import index_of
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 @dataclass(frozen=True)
-class Masks:
-    """What bypass mode knows before the schedule.
+class MaskCounts:
+    """What the response masks of a rollout batch say, over all ranks.
 
     Attributes:
-        tokens: [n] float64, local tokens of the response mask.
-        padded: [n] float64, tokens of each whole sequence, padding included.
-        mini_batch_ids: [n] int64.
-        num_mini_batches: of the rollout batch.
-        bad_ids: [n] bool, ids that were out of range.
-        is_first_cp_rank: this rank counts whole sequences.
+        tokens: [num_mini_batches] float64, under the response mask.
+        sequences: [num_mini_batches] float64, that have such a token.
+        bad_ids: 0-D float64, sequences among them whose mini-batch id is out of range, and which another one counts.
     """
 
     tokens: Tensor
-    padded: Tensor
-    mini_batch_ids: Tensor
-    num_mini_batches: int
+    sequences: Tensor
     bad_ids: Tensor
-    is_first_cp_rank: bool
 
-    def mini_batch_counts(self, tokens: Tensor) -> Tensor:
-        """[num_mini_batches, 4] float64: tokens, sequences, padded tokens; ids out of range in the first row."""
-        columns = torch.stack([tokens, (tokens > 0).double(), self.padded, torch.zeros_like(tokens)], dim=1)
-        counts = torch.zeros(self.num_mini_batches, 4, dtype=torch.float64, device=tokens.device)
-        counts.index_add_(0, self.mini_batch_ids, columns)
-        counts[0, 3] = (self.bad_ids & (tokens > 0)).sum()
-        return counts * self.is_first_cp_rank
+    def summed(self, groups: ParallelGroups) -> MaskCounts:
+        """The sum over ranks with other sequences. Collectives: one SUM of 2 num_mini_batches + 1 over ``dp_cp``."""
+        total = all_reduce_sum(torch.cat([self.tokens, self.sequences, self.bad_ids.view(1)]), groups.dp_cp)
+        tokens, sequences = total[:-1].chunk(2)
+        return MaskCounts(tokens, sequences, total[-1])
 
 
-def collect_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups) -> Masks:
-    """The response masks of a rollout batch, checked as :func:`collect_shards` does; π_θ is not known yet."""
+def count_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups) -> MaskCounts:
+    """Count the response masks of a rollout batch, which are checked as :func:`collect_shards` does.
+
+    Collectives: one SUM of [n] over ``cp``, then that of ``summed``.
+    """
     mask = inputs.response_mask
+    # π_θ is not known yet.
     stand_in: Tensors = mask.float() if isinstance(mask, Tensor) else [part.float() for part in mask]
     shards = collect_shards(dataclasses.replace(inputs, train_log_probs=stand_in), counts, groups)
-    return Masks(
-        tokens=torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts]),
-        padded=torch.cat(
-            [torch.tensor(part.layout.full_lengths, dtype=torch.float64, device=shards.device) for part in shards.parts]
-        ),
-        mini_batch_ids=shards.mini_batch_ids,
-        num_mini_batches=counts.num_mini_batches,
-        bad_ids=shards.bad["mini_batch_ids"],
-        is_first_cp_rank=shards.is_first_cp_rank,
-    )
+    tokens = torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts])
+    tokens = all_reduce_sum(tokens, groups.cp)
+    has_tokens = tokens > 0
+    # Whole sequences are counted once: on the first CP rank.
+    rows = torch.stack([tokens, has_tokens.double()]) * shards.is_first_cp_rank
+    of_tokens, of_sequences = rows.new_zeros(2, counts.num_mini_batches).index_add_(1, shards.mini_batch_ids, rows)
+    bad_ids = (shards.bad["mini_batch_ids"] & has_tokens).sum().double() * shards.is_first_cp_rank
+    return MaskCounts(of_tokens, of_sequences, bad_ids).summed(groups)
 
 
 class InLossPlan(Plan):
     """What is known of a rollout batch before π_θ is, where the correction is made in the loss.
 
     Attributes:
-        counts: [num_mini_batches, 4] float64: tokens and sequences under the response mask, tokens with padding, and in
-            the first row mini-batch ids that were out of range; None on pipeline stages without log-probs.
+        counts: under the response mask; None on pipeline stages without log-probs.
         steps_ended: optimizer steps on this plan that lie behind, those that were skipped too; on the last stage.
     """
 
@@ -78,7 +72,7 @@ class InLossPlan(Plan):
         loss: PolicyLossConfig,
         groups: ParallelGroups,
         agreed: AgreedCounts,
-        counts: Tensor | None,
+        counts: MaskCounts | None,
     ) -> None:
         self.config, self.loss, self.groups, self.agreed = config, loss, groups, agreed
         self.counts = counts
@@ -89,12 +83,12 @@ class InLossPlan(Plan):
         """See :class:`Plan`: under the response mask."""
         if self.counts is None:
             return torch.full((self.num_mini_batches, 2), torch.nan, dtype=torch.float64)
-        return self.counts[:, :2]
+        return torch.stack([self.counts.tokens, self.counts.sequences], dim=1)
 
     @property
     def skip(self) -> Tensor | None:
         """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
-        return None if self.counts is None else self.counts[:, 0] == 0
+        return None if self.counts is None else self.counts.tokens == 0
 
     def check(self) -> None:
         """Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises, on every stage."""
@@ -107,8 +101,3 @@ class InLossPlan(Plan):
         """Not known on every rank before the step: its result says so."""
         index_of(mini_batch, self.num_mini_batches)
         return False
-
-    @property
-    def bad_ids(self) -> Tensor:
-        """0-D float64: mini-batch ids that were out of range."""
-        return torch.zeros(()) if self.counts is None else self.counts[0, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +14,45 @@ from megatron_rc.correction.shards import Shards
 from megatron_rc.correction.stages import AcceptedTokens, add_up, judge
 
 
-def step_sums(micro_batches: Sequence[AcceptedTokens]) -> Pair:
+@dataclass(frozen=True)
+class KeptTokens:
+    """A micro-batch that waits for the end of its step: by reference, so that a step holds nothing twice.
+
+    Attributes:
+        tokens: what the sums are made of. They hold the tensors that the loss was given.
+        versions: how often each of those had been written to then, as torch counts it for a tensor and its views; not
+            for tensors of the inference mode, nor for what is written past torch.
+    """
+
+    tokens: AcceptedTokens
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokens: AcceptedTokens) -> KeptTokens:
+        """The micro-batch as it is now."""
+        return cls(tokens, _versions(tokens))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing has been written to its tensors since."""
+        return self.versions == _versions(self.tokens)
+
+
+def _versions(tokens: AcceptedTokens) -> tuple[int, ...]:
+    local = tokens.local
+    parts = [value for part in local.shards.parts for value in vars(part).values()]
+    tensors = [value for value in (*parts, *(local.weights or ()), *local.kept) if isinstance(value, Tensor)]
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def step_sums(micro_batches: Sequence[KeptTokens]) -> Pair:
     """([sums], [maxima]) float64 of a step's header that these micro-batches add up to. Collectives: none.
 
     Sequences without ids are counted from the first micro-batch on.
     """
     kinds: dict[Hashable, list[AcceptedTokens]] = {}
-    for tokens in micro_batches:
-        kinds.setdefault(_kind(tokens), []).append(tokens)
+    for kept in micro_batches:
+        kinds.setdefault(_kind(kept.tokens), []).append(kept.tokens)
     pairs, first = [], 0
     for alike in kinds.values():
         tokens = _joined(alike, first)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rc.correction.stages import AcceptedTokens
+from megatron_rc.correction.joined import KeptTokens
 from megatron_rc.parallel.layout import SequenceLayout
 
 
@@ -61,7 +61,7 @@ class CorrectedMicroBatch:
     lengths: Tensor
     old_log_probs: Tensor
     mean_log_ratio: Tensor | None = None
-    tokens: AcceptedTokens | None = None
+    tokens: KeptTokens | None = None
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.weights, self.mask, self.lengths))

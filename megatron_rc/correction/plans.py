@@ -77,7 +77,7 @@ class Plan(ABC):
         config: what is corrected.
         loss: the objective: its aggregation decides the denominators.
         agreed: the counts that all ranks agreed on.
-        is_wrapped: says whether there is a ``wrap_finalize``, which ends the steps; None where they need no end.
+        check_ready: raises where no step may begin; None outside of a RolloutCorrection.
         groups: of this rank.
     """
 
@@ -85,7 +85,7 @@ class Plan(ABC):
     loss: PolicyLossConfig
     agreed: AgreedCounts
     groups: ParallelGroups
-    is_wrapped: Callable[[], bool] | None = None
+    check_ready: Callable[[], None] | None = None
 
     @property
     def num_mini_batches(self) -> int:
@@ -133,13 +133,14 @@ class Plan(ABC):
 
         Raises:
             ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be; in
-                the loss, no ``wrap_finalize``: nothing would end the step and scale its gradients.
+                the loss, no ``wrap_finalize`` that anything has kept: nothing would end the step and scale its
+                gradients.
+            StepError: in the loss, a whole step was counted and nothing has ended it: ``wrap_finalize`` is not in the
+                model's config. The last stage sees that alone; on every stage it is known when ``step`` or
+                ``loss_metrics()`` is read.
         """
-        if self.is_wrapped is not None and not self.is_wrapped():
-            raise ValueError(
-                "no step will be ended, and its gradients not be scaled: before the schedule set "
-                "finalize_model_grads_func=wrap_finalize(correction) in Megatron's config, on every pipeline stage"
-            )
+        if self.check_ready is not None:
+            self.check_ready()
         if not isinstance(num_microbatches, numbers.Integral) or num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches!r} must be at least 1, and an integer")
         if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megatron_rc.correction.decoupled import Decoupled, DecoupledPlan
-from megatron_rc.correction.header import NO_FIELDS, HeaderFields, step_fields
 from megatron_rc.correction.in_loss import InLoss
-from megatron_rc.correction.in_loss_plan import InLossPlan
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
-from megatron_rc.correction.joined import step_sums
 from megatron_rc.correction.local_tokens import check_version_given
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.mode import Mode
 from megatron_rc.correction.objective import denominator_is_unknown, resolve_objective
 from megatron_rc.correction.plans import Plan, PlannedStep
-from megatron_rc.correction.stages import AcceptedTokens, reduce_batch
-from megatron_rc.correction.step import (
-    MISUSES,
-    OTHER_PLAN,
-    SCALED_BEFORE,
-    UNFINISHED,
-    ScaledGradients,
-    StepError,
-    StepResult,
-    StepSums,
-)
-from megatron_rc.loss.metrics import LossStatistics
+from megatron_rc.correction.step import StepResult
+from megatron_rc.correction.steps import Steps
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.collectives import broadcast
-from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
@@ -59,7 +41,7 @@ class RolloutCorrection:
     Attributes:
         loss: the objective, its algorithm filled in.
         mode: decoupled, or in the loss.
-        is_wrapped: there is a ``wrap_finalize``, which ends its steps.
+        steps: what its losses count, and the order of calls.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
@@ -87,12 +69,7 @@ class RolloutCorrection:
         self.allow_zero_log_probs = allow_zero_log_probs
         mode = InLoss if config.corrects_in_loss else Decoupled
         self.mode: Mode = mode(config, self.loss, groups, compile=compile)
-        self.is_wrapped = False
-        self._open = StepSums()
-        self._ended: StepResult | None = None
-        self._scaled: ScaledGradients | None = None
-        self._is_ending = False
-        self._ends_steps = False
+        self.steps = Steps(config, self.loss, groups, self.mode, allow_zero_log_probs=allow_zero_log_probs)
 
     @torch.no_grad()
     def plan(
@@ -136,8 +113,7 @@ class RolloutCorrection:
         plan = self.mode.plan(inputs, counts, device)
         if isinstance(plan, DecoupledPlan):
             plan.allow_zero_log_probs = self.allow_zero_log_probs
-        if isinstance(plan, InLossPlan):
-            plan.is_wrapped = lambda: self.is_wrapped
+        plan.check_ready = self.steps.check_ready
         return plan
 
     def in_loss(
@@ -177,7 +153,9 @@ class RolloutCorrection:
             StepError: decoupled mode, or no ``plan`` before.
         """
         counts_at_once = step is None and torch.is_grad_enabled()
-        step = step or self._newest_step(mini_batch)
+        if step is None:
+            step = self.mode.newest_step(mini_batch)
+            self.steps.check_goes_on(step)
         inputs = PlanInputs(
             log_probs,
             rollout_log_probs,
@@ -190,7 +168,7 @@ class RolloutCorrection:
         with torch.no_grad():
             found = self.mode.from_theta(inputs, step)
         if counts_at_once:
-            self.count(step, found.tokens)
+            self.steps.count(step, found.tokens)
         return found
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
@@ -202,25 +180,6 @@ class RolloutCorrection:
         if (step.plan.config, step.plan.loss) != (self.config, self.loss):
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
         return self.mode.corrected(micro_batch, log_probs, step, self.in_loss)
-
-    def count(self, step: PlannedStep, tokens: AcceptedTokens | None) -> None:
-        """Add a micro-batch to what ``finish_step`` reduces. Collectives: none.
-
-        Raises:
-            StepError: two steps have been counted, and nothing has ever ended one: what ``wrap_finalize`` gave is not
-                in Megatron's config.
-        """
-        if self.mode.needs_steps and self._open.holds_two_steps and not self._ends_steps:
-            raise StepError(MISUSES[UNFINISHED])
-        if self._open.micro_batches == 0 and self._scaled is not None:
-            if self._scaled.are_untouched:
-                self._open.misuse = SCALED_BEFORE
-            self._scaled = None
-        self._open.count(step, tokens)
-
-    def record(self, statistics: LossStatistics) -> None:
-        """Add what the loss measured of one micro-batch to what ``finish_step`` reduces. Collectives: none."""
-        self._open.record(statistics)
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:
@@ -241,25 +200,14 @@ class RolloutCorrection:
             StepError: on every rank alike, if what was counted on any of them is not one whole step. It is kept until
                 ``reset_step``.
         """
-        fields = self._step_fields()
-        if self.groups.is_last_stage:
-            header = self._reduced(fields, device)
-        else:
-            header = torch.zeros(len(fields), dtype=torch.float64, device=device)
-        result = StepResult(
-            self.config, self.loss, fields, self._broadcast(header), allow_zero_log_probs=self.allow_zero_log_probs
-        )
-        result.check_order()
-        self.mode.note_end(self._open, result)
-        self._ended, self._open = result, StepSums()
-        return result.factor
+        return self.steps.finish(device).factor
 
     def reset_step(self) -> None:
         """Forget what was counted since the last step ended, on every rank: a schedule failed and is run again.
 
         The gradients must be zeroed too.
         """
-        self._open, self._scaled = StepSums(), None
+        self.steps.reset()
 
     @property
     def step(self) -> StepResult | None:
@@ -270,9 +218,9 @@ class RolloutCorrection:
         Raises:
             StepError: micro-batches that no ``finish_step`` has ended.
         """
-        if not self.mode.needs_steps or (self._ended is None and not self._open.micro_batches):
+        if not self.mode.needs_steps or (self.steps.last is None and not self.steps.is_pending):
             return None
-        return self._last_step("step")
+        return self.steps.last_whole("step")
 
     @property
     def scales_gradients(self) -> bool:
@@ -285,68 +233,8 @@ class RolloutCorrection:
         Raises:
             StepError: no step has ended yet, or micro-batches were counted that no ``finish_step`` has ended.
         """
-        return self._last_step("loss_metrics()").loss_metrics()
+        return self.steps.last_whole("loss_metrics()").loss_metrics()
 
     def metrics(self) -> dict[str, float]:
         """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
         return self.mode.metrics()
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """While a schedule's end is under way, which comes once.
-
-        Raises:
-            StepError: it is under way already, on every rank alike.
-        """
-        if self._is_ending:
-            raise StepError("wrap_finalize() inside another of the same correction: wrap Megatron's function once")
-        self._is_ending = self._ends_steps = True
-        try:
-            yield
-        finally:
-            self._is_ending = False
-
-    def note_scaled(self, model: Sequence[Any]) -> None:
-        """The gradients of these model chunks have been scaled: nothing may be added to them before they are zeroed."""
-        self._scaled = ScaledGradients(model)
-
-    def _newest_step(self, mini_batch: int | None) -> PlannedStep:
-        """The step of a mini-batch of the newest plan, if it may go on or begin."""
-        step = self.mode.newest_step(mini_batch)
-        if not self._open.is_of(step) and self._open.step is not None:
-            raise StepError(
-                f"mini_batch={step.mini_batch} in the step of mini-batch {self._open.step.mini_batch}: call "
-                "finish_step() in between, or reset_step() where that step is given up"
-            )
-        return step
-
-    def _last_step(self, name: str) -> StepResult:
-        if self._ended is None or self._open.micro_batches:
-            raise StepError(
-                f"{name} before finish_step(): end every step, as wrap_finalize(correction) does as the "
-                "finalize_model_grads_func of Megatron's config"
-            )
-        return self._ended
-
-    def _step_fields(self) -> HeaderFields:
-        """What lies where in a step's header."""
-        return step_fields(self.mode.step_fields())
-
-    def _reduced(self, fields: HeaderFields, device: torch.device | None) -> Tensor:
-        """The header of the step that ends."""
-        opened, known = self._open, self.mode.step_fields() or NO_FIELDS
-        misuse = opened.found_misuse(needs_micro_batches=self.mode.needs_steps)
-        sums, maxima = step_sums(opened.tokens) if opened.tokens else (None, None)
-        measured = opened.statistics or LossStatistics.nothing(device if sums is None else sums.device)
-        if sums is None or maxima is None or len(sums) != known.num_sums:
-            misuse = misuse if sums is None else OTHER_PLAN
-            sums = measured.sums.new_zeros(known.num_sums)
-            maxima = measured.sums.new_full((known.num_maxima,), -torch.inf)
-        codes = measured.sums.new_full((1,), float(misuse))
-        pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima, codes])
-        header = torch.cat([*reduce_batch(pair, self.groups), codes])
-        header[-1] = self.mode.factor(opened, StepResult(self.config, self.loss, fields, header))
-        return header
-
-    def _broadcast(self, header: Tensor) -> Tensor:
-        return broadcast(header, group_size(self.groups.pp) - 1, self.groups.pp)

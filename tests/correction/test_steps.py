@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -157,7 +158,8 @@ def test_the_steps_may_come_in_any_order(training):
 @pytest.mark.parametrize("gradients", [contextlib.nullcontext, torch.no_grad], ids=["", "no_grad"])
 @pytest.mark.parametrize("own_plan", [False, True])
 def test_an_evaluation_between_two_steps_counts_nothing(training, gradients, own_plan):
-    known = [Training(training.mode).step(training.planned(), index) for index in range(2)]
+    other = Training(training.mode)
+    known = [other.step(other.planned(), index) for index in range(2)]
     plan = training.planned()
     for mini_batch in range(2):
         with gradients():
@@ -196,7 +198,8 @@ def test_a_schedule_that_failed_is_not_run_again_before_the_step_is_reset(traini
             training.schedule(plan, 0)
     training.correction.reset_step()
     gradient, metrics = training.step(plan, 0)
-    known, known_metrics = Training(training.mode).step(Training(training.mode).planned(), 0)
+    other = Training(training.mode)
+    known, known_metrics = other.step(other.planned(), 0)
     assert torch.equal(gradient, known)
     assert metrics == known_metrics
 
@@ -253,30 +256,81 @@ def test_a_wrapped_function_is_not_wrapped_again(training):
 
 
 def test_without_a_wrapped_function_no_step_begins_in_the_loss():
-    """On every pipeline stage, since all of them take the scale: the last, and one that sees no log-probs."""
+    """On every pipeline stage, since all of them take the scale. One that nobody keeps is like none."""
     config = RolloutCorrectionConfig(**CONFIG, **MODES["bypass"])
     correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
     log_probs = torch.full((2, WIDTH), -1.0)
     plan = correction.plan(PlanInputs(None, log_probs, log_probs < 0))
     with pytest.raises(ValueError, match=r"finalize_model_grads_func=wrap_finalize\(correction\)"):
         plan.loss_scale(num_microbatches=1)
-    wrap_finalize(correction, lambda model: None)
+    transformer_config = types.SimpleNamespace(finalize_model_grads_func=wrap_finalize(correction, lambda model: None))
     assert plan.loss_scale(num_microbatches=1).denominator == 2 * WIDTH
+    transformer_config.finalize_model_grads_func = None
+    with pytest.raises(ValueError, match=r"finalize_model_grads_func=wrap_finalize\(correction\)"):
+        plan.loss_scale(num_microbatches=1)
     decoupled = RolloutCorrection(RolloutCorrectionConfig(**CONFIG), ParallelGroups(), loss=PolicyLossConfig())
     decoupled.plan(PlanInputs(log_probs, log_probs, log_probs < 0)).loss_scale(num_microbatches=1)
 
 
 def test_a_wrapped_function_that_is_not_called_ends_no_step():
-    """It was made, and never given to Megatron's config."""
+    """It was made, and never given to Megatron's config: known when the next step's scale is asked for."""
     training = Training("bypass")
     plan = training.planned()
     training.schedule(plan, 0, finalize=False)
     for read in (lambda: training.correction.step, training.correction.loss_metrics):
         with pytest.raises(StepError, match=r"before finish_step\(\): end every step, as wrap_finalize"):
             read()
-    training.schedule(plan, 1, finalize=False)
+    with pytest.raises(StepError, match="nothing has ended its step or scaled its gradients"):
+        training.scale(plan, 1)
+    with pytest.raises(StepError, match="nothing has ended its step or scaled its gradients"):
+        training.scale(training.planned(), 0)
+
+
+def test_a_wrapped_function_that_is_not_called_is_missed_with_scales_made_before_too():
+    training = Training("bypass")
+    plan = training.planned()
+    scales = [training.scale(plan, index) for index in range(2)]
+    for index in range(2):
+        training.schedule(plan, index, scales[index], finalize=False)
     with pytest.raises(StepError, match="sums that no step has finished"):
-        training.schedule(plan, 0, finalize=False)
+        training.schedule(plan, 0, scales[0], finalize=False)
+
+
+def buffered(training, plan, name):
+    """A step whose micro-batches share the memory of one of their tensors, the model's log-probs being such a one."""
+    scale, buffer = training.scale(plan, 0), None
+    for start in range(0, 4, PER_MICRO_BATCH):
+        rows = range(start, start + PER_MICRO_BATCH)
+        log_probs, micro_batch = training.model(rows), training.micro_batch(plan, rows)
+        if name is not None and name != "log_probs":
+            fresh = getattr(micro_batch, name)
+            buffer = fresh.clone() if buffer is None else buffer.copy_(fresh)
+            micro_batch = dataclasses.replace(micro_batch, **{name: buffer})
+        masked_loss(training.correction, micro_batch, log_probs, None, scale)[0].backward()
+        if name == "log_probs":
+            log_probs.detach().zero_()
+    training.finalize([training.model])
+    return training.correction.step
+
+
+@pytest.mark.parametrize("name", ["rollout_log_probs", "response_mask", "log_probs"])
+def test_tensors_that_are_filled_anew_within_a_step_are_refused(name):
+    """The end of the step reads them again, for its factor and its metrics."""
+    training = Training("bypass")
+    with pytest.raises(StepError, match=r"were written to between its loss and the end of its step.*reset_step\(\)"):
+        buffered(training, training.planned(), name)
+    training.correction.reset_step()
+    training.model.zero_grad_buffer()
+    buffered(training, training.planned(), None).check()
+    torch.testing.assert_close(training.model.gradient, 2 * training.expected(0), rtol=1e-12, atol=1e-15)
+
+
+def test_tensors_of_the_inference_mode_are_taken():
+    training = Training("bypass")
+    with torch.inference_mode():
+        training.rollout, training.mask = training.rollout.clone(), training.mask.clone()
+    gradient, _ = training.step(training.planned(), 0)
+    torch.testing.assert_close(gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
 def test_a_step_of_nothing_is_refused_where_the_loss_corrects():

@@ -21,6 +21,7 @@ from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.schedule import masked_loss, wrap_finalize
+from tests.support.chunk import Chunk
 
 # Learns from what was good alone.
 GOOD = Objective(
@@ -95,13 +96,14 @@ def test_in_bypass_mode_it_trains_with_its_weights():
         rollout_is="token", rollout_is_threshold=1.2, bypass_mode=True, loss_type="good_only"
     )
     correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
-    wrap_finalize(correction, lambda model: None)
+    end = wrap_finalize(correction, lambda model: None)
     plan = correction.plan(PlanInputs(None, rollout, mask))
     theta = theta.requires_grad_()
     batch = MicroBatch(SequenceLayout.padded(4, 6), mask, advantages, rollout)
     loss, _, _ = masked_loss(correction, batch, theta, None, plan.loss_scale(num_microbatches=1))
     loss.backward()
-    factor = correction.finish_step()
+    end([Chunk()])
+    factor = correction.step.factor
     weights = (theta.detach() - rollout).exp().clamp(max=1.2)
     good = advantages.clamp(min=0).unsqueeze(1)
     want = torch.where(mask, -weights * good / mask.sum(), 0.0)

@@ -29,6 +29,7 @@ from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.schedule import masked_loss, wrap_finalize
 from tests.correction import test_golden
 from tests.golden.load import cases
+from tests.support.chunk import Chunk
 
 RTOL, ATOL = 1e-6, 1e-8
 # Number of cases compared by algorithm and project, and left out by reason.
@@ -214,13 +215,14 @@ def bypassed(case, **changes):
     config = RolloutCorrectionConfig(**(config.to_dict() | more))
     correction, plan = started(case, config, **changes)
     mask, log_probs = arrays["response_mask"], arrays["log_prob"].requires_grad_()
-    wrap_finalize(correction, lambda model: None)
+    end = wrap_finalize(correction, lambda model: None)
     scale = plan.loss_scale(num_microbatches=1)
     layout = SequenceLayout.padded(*mask.shape)
     micro_batch = MicroBatch(layout, mask, arrays["advantages"], arrays["rollout_log_prob"])
     loss, count, _ = masked_loss(correction, micro_batch, log_probs, None, scale)
     (loss / count).backward()
-    factor = correction.finish_step()
+    end([Chunk()])
+    factor = correction.step.factor
     return Outcome(
         float(loss.detach() * factor), log_probs.grad * factor, correction.loss_metrics() | correction.step.metrics()
     )
