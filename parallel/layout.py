@@ -203,10 +203,10 @@ class SequenceLayout:
         """Which local tokens have the next position of their sequence as the next local token.
 
         Args:
-            places: [k] int64, among the local tokens, counted from 0.
+            places: int64, any shape, among the local tokens, counted from 0.
 
         Returns:
-            [k], bool.
+            bool, alike.
         """
         chunks = 2 if self.cp_size > 1 and self.split == "zigzag" else 1
         if len(self.shape) == 2:

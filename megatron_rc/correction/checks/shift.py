@@ -9,10 +9,10 @@ of 98 % of their tokens, the smallest quotient was 0.75.
 
 Not every pair of a large batch is looked at, so that the cost does not grow with it. A rank's tokens, over all of its
 micro-batches, are cut into at most 256 stretches of equal length (and one more a micro-batch), and 64 pairs are
-compared in each, from its first trained token on. That token is looked for at 256 evenly spaced places of the stretch.
-Up to 16,384 local tokens this compares every pair. Beyond, a response is found that is as long as the distance of these
-places, which is local tokens / 65,536, or longer; a shorter one only where it happens to lie on a place. A shift is
-missed where fewer than 512 pairs are found in the whole batch.
+compared in each, from its first trained token on. That token is looked for at up to 256 evenly spaced places of the
+stretch. Up to 16,384 local tokens this compares every pair. Beyond, a response is found that is as long as the distance
+of these places, which is local tokens / 65,536, or longer; a shorter one only where it happens to lie on a place. A
+shift is missed where fewer than 512 pairs are found in the whole batch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rc.correction.header_records import ShiftSums
 from megatron_rc.correction.shards import Part
@@ -28,10 +29,9 @@ from megatron_rc.correction.shards import Part
 MIN_PAIRS = 512
 RATIO = 0.5
 CLIP = 2.0
-Window = tuple[Tensor, Tensor, Tensor, Tensor]  # flat: train, rollout, mask, is followed by the next position
 _WINDOWS = 256  # of one rank, over all of its micro-batches, which have one each at least
 _PAIRS = 64  # neighbouring pairs that a window holds
-_LOOKS = 256  # places of a stretch where its first trained token is looked for
+_LOOKS = 256  # places of a stretch, at most, where its first trained token is looked for
 
 
 def shift_sums(parts: Sequence[Part]) -> Tensor:
@@ -40,52 +40,54 @@ def shift_sums(parts: Sequence[Part]) -> Tensor:
     if not some:
         return torch.zeros(5, dtype=torch.float64, device=parts[0].mask.device)
     stretch = max(_PAIRS, -(-sum(part.mask.numel() for part in some) // _WINDOWS))
-    return _distances([_window(part, stretch) for part in some]).double()
+    windows = zip(*(_windows(part, stretch) for part in some), strict=True)
+    return _distances(*(torch.cat(values) for values in windows)).double()
 
 
-def _window(part: Part, stretch: int) -> Window:
-    """The tokens of a part that are looked at; how many depends on shapes alone, not on data."""
-    count, device = part.mask.numel(), part.mask.device
+def _windows(part: Part, stretch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tokens of a part that are looked at, window by window: flat train, rollout, mask, is followed by the next.
+
+    How many they are depends on shapes alone, not on data.
+    """
+    tokens = tuple(tensor.reshape(-1) for tensor in (part.train, part.rollout, part.mask))
     if stretch == _PAIRS:
-        every = torch.arange(count, device=device)
-        return part.train.reshape(-1), part.rollout.reshape(-1), part.mask.reshape(-1), part.layout.followed(every)
-    places = _window_places(part.mask, stretch)
-    taken = places.clamp(max=count - 1)
-    followed = part.layout.followed(taken.view(-1)).view(taken.shape)
-    # The last token of a window is the second of a pair only; beyond the end of the tokens there are none.
+        every = torch.arange(part.mask.numel(), device=part.mask.device)
+        return *tokens, part.layout.followed(every)
+    places = _window_places(tokens[-1], stretch)
+    followed = part.layout.followed(places)
+    # The last token of a window is only the second of a pair.
     followed[:, -1] = False
-    train, rollout, mask = (tensor.take(taken).view(-1) for tensor in (part.train, part.rollout, part.mask))
-    return train, rollout, mask, followed.view(-1)
+    taken = places.view(-1)
+    return *(values.index_select(0, taken) for values in tokens), followed.view(-1)
 
 
 def _window_places(mask: Tensor, stretch: int) -> Tensor:
-    """[windows, 65] int64, places among the local tokens; those of the last window may lie beyond the end.
+    """[windows, 65] int64, places in the flat mask; beyond its end the last one stands again.
 
     No place but a window's last is in two windows, so that no pair is.
     """
-    count, device = mask.numel(), mask.device
-    begins = torch.arange(0, count, stretch, device=device).unsqueeze(1)
-    width = min(stretch, count)
-    looks = torch.arange(0, width, -(-width // _LOOKS), device=device)
-    # Among equal values it is the first one; bools have no argmax.
-    found = mask.take((begins + looks).clamp_(max=count - 1)).to(torch.uint8).argmax(1, keepdim=True)
-    starts = begins + looks[found].clamp_(max=max(width - _PAIRS, 0))
-    return starts + torch.arange(min(width, _PAIRS) + 1, device=device)
+    step = -(-stretch // _LOOKS)
+    looks_each = -(-stretch // step)
+    stretch = looks_each * step
+    looks = mask[::step]
+    rest = -len(looks) % looks_each
+    looks = (pad(looks, (0, rest)) if rest else looks).view(-1, looks_each)
+    # Of equal values ``max`` finds the first one.
+    starts = looks.max(1).indices.mul_(step).clamp_(max=stretch - _PAIRS)
+    starts += torch.arange(0, len(mask), stretch, device=mask.device)
+    places = starts.unsqueeze(1) + torch.arange(_PAIRS + 1, device=mask.device)
+    return places.clamp_(max=len(mask) - 1)
 
 
-def _distances(windows: Sequence[Window]) -> Tensor:
-    """[5] float32: the same, over windows that stand one after the other."""
-    trains, rollouts, masks, flags = zip(*windows, strict=True)
-    train, rollout = torch.cat(trains + rollouts).float().nan_to_num_(0.0, 0.0, 0.0).view(2, -1)
-    mask = torch.cat(masks)
-    pairs = (mask[:-1] & mask[1:] & torch.cat(flags)[:-1]).float()
-    # The first or second train token of each pair against its first or second rollout token. Given an output, the loop
-    # runs along the pairs; without one it would run along the overlapping views' other dimension.
-    apart = pairs.new_empty(2, 2, len(pairs))
-    train, rollout = train.unfold(0, 2, 1).t().unsqueeze(1), rollout.unfold(0, 2, 1).t().unsqueeze(0)
-    torch.sub(train, rollout, out=apart)
-    sums = apart.abs_().clamp_(max=CLIP).view(4, -1) @ pairs
-    return torch.cat([pairs.sum().view(1), sums])
+def _distances(train: Tensor, rollout: Tensor, mask: Tensor, followed: Tensor) -> Tensor:
+    """[5] float32: the same, over tokens of which each may be followed by its neighbour."""
+    pairs = (mask[:-1] & mask[1:] & followed[:-1]).float()
+    # The first or second train token of each pair against its first or second rollout token.
+    trains, rollouts = (
+        torch.stack([values[:-1], values[1:]]).float().nan_to_num_(0.0, 0.0, 0.0) for values in (train, rollout)
+    )
+    apart = (trains.unsqueeze(1) - rollouts).abs_().clamp_(max=CLIP)
+    return torch.cat([pairs.sum().view(1), apart.view(4, -1) @ pairs])
 
 
 def find_lag(sums: ShiftSums) -> int:
