@@ -125,26 +125,41 @@ class HeaderFields:
         shape, start = self._shape(column), self._starts[column]
         return header[start : start + math.prod(shape)].view(shape)
 
-    def number(self, header: Tensor, name: str, source: Source) -> Tensor:
+    def number(self, header: Tensor, name: str) -> Tensor:
         """One field of a record, ``record.field``, as a 0-D view."""
-        return self.column(header, source)[self.names(source).index(name)]
+        return header[self._places[name]]
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        """Where each field of a record, ``record.field``, lies in the vector."""
+        return {name: self._starts[source] + i for source in Source for i, name in enumerate(self.names(source))}
+
+    @functools.cached_property
+    def _signed_places(self) -> dict[str, tuple[tuple[str, int, int], ...]]:
+        """For each record its fields: name, the sign that the vector has them by, where they lie."""
+        return {
+            name: tuple(
+                (one.name, one.metadata["sign"], self._places[f"{name}.{one.name}"])
+                for one in dataclasses.fields(record)
+            )
+            for name, record in (*self.records.items(), *self.criteria.items())
+        }
 
     def read(self, values: Sequence[float]) -> BatchHeader:
         """The vector on the host."""
-        found: dict[str, float] = {}
-        for source in Source:
-            names = self.names(source)
-            start = self._starts.get(source, 0)
-            found.update(zip(names, values[start : start + len(names)], strict=True))
-        records = {name: _record(record, name, found) for name, record in self.records.items()}
-        criteria = {name: _record(record, name, found) for name, record in self.criteria.items()}
-        tables: dict[str, Any] = {name: self.table(values, name) for name in _TABLES if name in self.sums}
-        if "bins" in tables:
-            tables["bins"] = Histogram(tables["bins"])
-            tables["weight_bins"] = [Histogram(bins) for bins in tables["weight_bins"]]
-        # A record that the config has no use for is None.
-        everything: dict[str, Any] = dict.fromkeys(one.name for one in dataclasses.fields(BatchHeader))
-        return BatchHeader(**everything | records | tables | {"criteria": criteria})
+
+        def record(name: str, kind: type[Any]) -> Any:
+            return kind(**{one: sign * values[place] for one, sign, place in self._signed_places[name]})
+
+        records: dict[str, Any] = {name: record(name, kind) for name, kind in self.records.items()}
+        tables = {name: self.table(values, name) for name in _TABLES}
+        return BatchHeader(
+            **records,
+            **tables,
+            criteria={name: record(name, kind) for name, kind in self.criteria.items()},
+            bins=Histogram(self.table(values, "bins")),
+            weight_bins=[Histogram(bins) for bins in self.table(values, "weight_bins")],
+        )
 
     def table(self, values: Sequence[float], name: str) -> Any:
         """A column on the host, as lists."""
@@ -156,7 +171,7 @@ class HeaderFields:
         return [part[row * width : (row + 1) * width] for row in range(shape[0])]
 
 
-_TABLES = ("bins", "weight_bins", "by_length", "by_reward", "by_staleness", "mini_batches")
+_TABLES = ("by_length", "by_reward", "by_staleness", "mini_batches")
 
 
 def header_fields(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderFields:
@@ -202,9 +217,7 @@ def step_fields(correction: HeaderFields | None) -> HeaderFields:
 
 def normalization_sums(fields: HeaderFields, header: Tensor) -> tuple[Tensor, Tensor]:
     """0-D each: the sum of weights and the count of which the quotient is w̄."""
-    count = "weights.normalize_count"
-    source = next(source for source in (Source.SEQUENCES, Source.FLAGS) if count in fields.names(source))
-    return fields.number(header, "weights.normalize_weight", Source.SEQUENCES), fields.number(header, count, source)
+    return fields.number(header, "weights.normalize_weight"), fields.number(header, "weights.normalize_count")
 
 
 def merge_headers(fields: HeaderFields, headers: Sequence[Tensor]) -> Tensor:
@@ -250,12 +263,6 @@ def _names(records: Iterable[tuple[str, type[Any]]], source: Source) -> tuple[st
         for name, record in records
         for one in dataclasses.fields(record)
         if one.metadata["source"] is source
-    )
-
-
-def _record(record: type[Any], name: str, found: Mapping[str, float]) -> Any:
-    return record(
-        **{one.name: one.metadata["sign"] * found[f"{name}.{one.name}"] for one in dataclasses.fields(record)}
     )
 
 

@@ -204,9 +204,9 @@ class ShiftSums:
     straight_next: float = _from(Source.SHIFT)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchHeader:
-    """A batch's vector on the host.
+    """A batch's vector on the host; a record that the config has no use for is None.
 
     Attributes:
         policy: of the two policies.
@@ -228,10 +228,10 @@ class BatchHeader:
     policy: PolicySums
     data: DataSums
     shift: ShiftSums
-    weights: TokenWeights | SharedWeights | None
-    masked: MaskedWeights | None
-    extremes: TokenExtremes | SequenceExtremes | None
-    veto: VetoSums | None
+    weights: TokenWeights | SharedWeights | None = None
+    masked: MaskedWeights | None = None
+    extremes: TokenExtremes | SequenceExtremes | None = None
+    veto: VetoSums | None = None
     criteria: Mapping[str, CriterionSums]
     bins: Histogram
     weight_bins: list[Histogram]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
-from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.in_loss_plan import InLossPlan, MaskCounts, count_masks
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.joined import KeptTokens
@@ -130,7 +129,7 @@ class InLoss:
             return result.header.new_zeros(())
         fields, header = result.fields, result.header
         # Found by the plan, which the other stages did not see.
-        fields.number(header, "data.mini_batch_ids", Source.DATA).add_(plan.counts.bad_ids)
+        fields.number(header, "data.mini_batch_ids").add_(plan.counts.bad_ids)
         tokens, sequences, accepted_tokens, accepted_sequences = result.denominators[0]
         self._compare(plan.counts, ended.step.mini_batch, fields, header)
         if self.config.rejection_denominator == "accepted":
@@ -146,7 +145,7 @@ class InLoss:
         counted = fields.column(header, "mini_batches")[0, 0]
         if self.config.bad_log_probs == "reject_token":
             # Those are not counted as tokens under the mask; the plan does not know them.
-            counted = counted + fields.number(header, "data.bad_tokens", Source.DATA)
+            counted = counted + fields.number(header, "data.bad_tokens")
         # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
         differs = (counted != planned.tokens[mini_batch]) & (planned.bad_ids == 0)
         # What a rank found by itself says more, and a rank without a micro-batch does not come here to say the same.

@@ -44,7 +44,7 @@ def shift_sums(parts: Sequence[Part]) -> Tensor:
     return _distances(*(torch.cat(values) for values in windows)).double()
 
 
-def _windows(part: Part, stretch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _windows(part: Part, stretch: int) -> tuple[Tensor, ...]:
     """The tokens of a part that are looked at, window by window: flat train, rollout, mask, is followed by the next.
 
     How many they are depends on shapes alone, not on data.
