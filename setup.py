@@ -10,6 +10,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# What --reward math-verify needs; the parser comes in several versions.
+MATH = ["math-verify[antlr4-13-2]>=0.9"]
 MOVED = ("parallel", "launch", "configs")
 
 
@@ -59,8 +61,10 @@ setup(
         "bridge": ["mbridge[megatron]>=0.15.1"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
+        "math": MATH,
         "test": [
             "datasets>=3",
+            *MATH,
             "hypothesis",
             "psutil",
             "pytest",

@@ -16,10 +16,11 @@ LIBRARY = ("numerics", "parallel", "loss", "settings", "correction", "schedule",
 # What stands in one row does not know of each other.
 LAUNCH = (
     {"errors", "ending"},
-    {"ranks"},
+    {"ranks", "python_specs"},
     {"run_config"},
     {"distributed"},
     {"tasks", "weights"},
+    {"rewards"},
     {"engines"},
     {"rollouts"},
     {"flags"},

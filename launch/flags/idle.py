@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.rewards.rules import Source
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
 
@@ -69,3 +70,21 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
         why = f"with the objective {loss.algorithm}, which clips no ratio: drop it, or use one of {clipping}"
         for name in ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper"):
             yield _Idle(name, why, _OBJECTIVE)
+    yield from _idle_rewards(args)
+
+
+def _idle_rewards(args: argparse.Namespace) -> Iterator[_Idle]:
+    workers, errors = ("reward_workers", "reward_timeout"), ("reward_errors", "reward_on_error")
+    if args.load_rollouts:
+        why = f"with --load-rollouts {args.load_rollouts}, which has rewards: drop one of them"
+        for name in ("reward", *workers, *errors):
+            yield _Idle(name, why, ("load_rollouts",))
+    source = Source(args.task, args.seed, args.reward)
+    if source.is_harmless:
+        for name in workers:
+            yield _Idle(name, f"with {source.name}, which is scored by the trainer itself: drop it", ("task", "reward"))
+    if args.reward_errors == "stop":
+        yield _Idle("reward_on_error", "with --reward-errors stop: drop one of them", ("reward_errors",))
+    if args.overlong != "penalise":
+        for name in ("overlong_buffer", "overlong_penalty_factor"):
+            yield _Idle(name, f"with --overlong {args.overlong}: drop it, or use penalise", ("overlong",))

@@ -35,6 +35,7 @@ _TITLES = {
     "checkpoints": "checkpoints",
     "logging": "logging",
     "task": "task",
+    "rewards": "rewards",
     "rollouts": "rollouts",
     "engine": "rollout engine",
 }

@@ -15,7 +15,8 @@ from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
-from megatron_rc.launch.rollouts.sampler import RolloutSampler
+from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
+from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.weights.converter import export_model
@@ -49,6 +50,9 @@ class RolloutCollector:
         groups: of this rank.
         engine: on the first rank of each replica; default there: the one that ``--rollout-engine`` names. Unused
             elsewhere, and with ``--load-rollouts``, which reads what another run sampled.
+
+    Attributes:
+        reward_metrics: of the last batch, equal on all ranks; empty with ``--load-rollouts``.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class RolloutCollector:
         steps = 0 if config.rollouts.load_rollouts else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
         elsewhere = getattr(self.engine, "is_elsewhere", False)
+        self.reward_metrics: dict[str, float] = {}
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
@@ -106,7 +111,12 @@ class RolloutCollector:
         return batch
 
     def close(self) -> None:
-        """End the sampling that is under way, if any is, and the engine where it can be. Collectives: none."""
+        """End the sampling that is under way, if any is, what scores, and the engine where it can be.
+
+        Collectives: none.
+        """
+        if self.sampler is not None:
+            self.sampler.close()
         self.prefetched.close()
         end = getattr(self.engine, "close", None)
         if end is not None:
@@ -143,10 +153,13 @@ class RolloutCollector:
         """
         if not self.is_engine_rank:
             self.prefetched.forget(step)
-        batch = self._on_engine_rank(
+        sampled = self._on_engine_rank(
             lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}"
         )
+        batch, rewards = (None, None) if sampled is None else (sampled.batch, sampled.rewards)
         shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
+        if self.config.rollouts.load_rollouts is None:
+            self.reward_metrics = gather_reward_metrics(rewards, self.broadcast, self.groups)
         if shared.routed_experts is not None and not self._has_named_experts:
             _log.warning("the rollouts name the experts of each token: they are carried to all ranks, and not used yet")
             self._has_named_experts = True
@@ -195,8 +208,9 @@ class RolloutCollector:
         agree(self.config, error)
         return result
 
-    def _checked(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+    def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
         """The records, if they can be trained on; written down where that is asked for."""
+        batch = sampled.batch
         rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
         batch.validate(
             vocab_size=self.config.model.vocab_size, allow_truncated_sampling=rollouts.allow_truncated_sampling
@@ -207,9 +221,9 @@ class RolloutCollector:
             check_versions(batch, begun, rollouts.rollout_staleness)
         if rollouts.save_rollouts:
             write_rollouts(batch, rollouts.save_rollouts, step, self.replica)
-        return batch
+        return sampled
 
-    def _obtain(self, step: int) -> RolloutBatch:
+    def _obtain(self, step: int) -> SampledBatch:
         """This replica's records, sampled or read; in the background on another thread."""
         config = self.config
         if self.recorded is None:
@@ -220,7 +234,7 @@ class RolloutCollector:
                 f"the rollouts in {config.rollouts.load_rollouts} were sampled at temperature "
                 f"{batch.sampling.temperature}, --rl-default-temperature is {self.sampling.temperature}: set it alike"
             )
-        return batch
+        return SampledBatch(batch, rewards=None)
 
     def _required_sampler(self) -> RolloutSampler:
         if self.sampler is None:

@@ -17,13 +17,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 from megatron_rc.records.rollout import RolloutBatch
 
 GRACE_SECONDS = 5.0
+T = TypeVar("T")
 
 
-class PrefetchedRollouts:
+class PrefetchedRollouts(Generic[T]):
     """The batches that were ordered and not yet taken, by the optimizer step that they start at.
 
     Every rank keeps the same orders; only a rank with an engine has something to take. Nothing here is a collective.
@@ -34,10 +36,10 @@ class PrefetchedRollouts:
             this process a thread would only take turns with the trainer.
     """
 
-    def __init__(self, obtain: Callable[[int], RolloutBatch], *, in_background: bool) -> None:
+    def __init__(self, obtain: Callable[[int], T], *, in_background: bool) -> None:
         self._obtain = obtain
-        self._ordered: dict[int, Future[RolloutBatch] | None] = {}
-        self._queue: SimpleQueue[tuple[int, Future[RolloutBatch]] | None] = SimpleQueue()
+        self._ordered: dict[int, Future[T] | None] = {}
+        self._queue: SimpleQueue[tuple[int, Future[T]] | None] = SimpleQueue()
         # A daemon: a run that failed does not wait for what is being sampled before it says so.
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True) if in_background else None
         if self._thread is not None:
@@ -52,7 +54,7 @@ class PrefetchedRollouts:
     def order(self, steps: Sequence[int]) -> None:
         """Have the batches of these steps sampled, from the weights that the engine has until all are taken."""
         for step in steps:
-            future: Future[RolloutBatch] | None = None
+            future: Future[T] | None = None
             if self._thread is not None:
                 future = Future()
                 self._queue.put((step, future))
@@ -62,7 +64,7 @@ class PrefetchedRollouts:
         """On a rank without an engine: the batch of a step was taken elsewhere."""
         self._ordered.pop(step, None)
 
-    def take(self, step: int) -> RolloutBatch:
+    def take(self, step: int) -> T:
         """The batch of a step, ordered before or not; waits for it. Raises what sampling it raised."""
         future = self._ordered.pop(step, None)
         return self._obtain(step) if future is None else future.result()

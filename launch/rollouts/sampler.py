@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.rewards.overlong import penalised
+from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """A rollout batch; ``rewards`` as they were given, None where the batch was read from records."""
+
+    batch: RolloutBatch
+    rewards: Rewards | None
 
 
 class RolloutSampler:
@@ -24,9 +35,10 @@ class RolloutSampler:
 
     def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
+        self.rewarder = Rewarder(config, replica)
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
 
-    def sample(self, step: int) -> RolloutBatch:
+    def sample(self, step: int) -> SampledBatch:
         """This replica's share of the rollout batch that starts at an optimizer step, rewarded."""
         config, replica = self.config, self.replica
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
@@ -35,7 +47,9 @@ class RolloutSampler:
         repeated = [problem for problem in problems for _ in range(config.rollouts.grpo_group_size)]
         seed = config.training.seed + 1_000_003 * step + replica
         encoded, samples = self._answers(repeated, self.sampling, config.rollouts.max_response_length, seed)
-        return self._batch(encoded, samples, self._rewards(repeated, samples), replica * prompts)
+        rewards = self._rewards(repeated, samples, step)
+        rewards = penalised(rewards, [len(sample.token_ids) for sample in samples], config)
+        return SampledBatch(self._batch(encoded, samples, rewards.values, replica * prompts), rewards)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Responses to the replica's first prompts, the same prompts each time, without rewards.
@@ -58,7 +72,11 @@ class RolloutSampler:
         problems = self.task.problems(first, end - first, held_out=True)
         longest, seed = self.config.rollouts.max_response_length, self.config.training.seed
         _, samples = self._answers(problems, SamplingParams(top_k=1), longest, seed)
-        return self._rewards(problems, samples)
+        return self._rewards(problems, samples, self.engine.version, held_out=True).values
+
+    def close(self) -> None:
+        """End the processes that score."""
+        self.rewarder.close()
 
     def _answers(
         self, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
@@ -70,9 +88,11 @@ class RolloutSampler:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
         return encoded, self.engine.sample(encoded, sampling, longest, seed)
 
-    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample]) -> list[float]:
+    def _rewards(
+        self, problems: Sequence[Problem], samples: Sequence[Sample], step: int, held_out: bool = False
+    ) -> Rewards:
         texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+        return self.rewarder.score(problems, texts, step=step, held_out=held_out)
 
     def _batch(
         self,

@@ -21,6 +21,7 @@ from megatron_rc.launch.run_config.megatron import (
     TransformerSection,
 )
 from megatron_rc.launch.run_config.options import Option, options_of
+from megatron_rc.launch.run_config.rewards import RewardSection
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
 from megatron_rc.launch.run_config.training import (
     CheckpointSection,
@@ -56,6 +57,7 @@ class RunConfig:
     checkpoints: CheckpointSection
     logging: LoggingSection
     task: TaskSection
+    rewards: RewardSection
     rollouts: RolloutSection
     engine: EngineSection
     correction: RolloutCorrectionConfig

@@ -13,7 +13,9 @@ EVAL_PROBLEMS = 96
 class TaskSection:
     """Problems, their tokens, and how often held-out ones are tried."""
 
-    task: str = option("what is learnt: count_up, sums or reasoning_gym:<data set>", default="count_up")
+    task: str = option(
+        "what is learnt: count_up, sums, reasoning_gym:<data set> or python:pkg.module:Class", default="count_up"
+    )
     tokenizer_type: str = option(
         "default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else one token a character"
     )

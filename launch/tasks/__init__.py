@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.tasks.text import Problem, Text
 
-__all__ = ["Problem", "Task", "Text", "make_task"]
+__all__ = ["Problem", "Rule", "Task", "Text", "make_task"]
+
+
+class Rule(Protocol):
+    """Scores one response; called by keywords."""
+
+    def __call__(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> Any:
+        """A number, or a dict of numbers of which the entry ``reward`` is trained on.
+
+        Args:
+            prompt: of the problem; of a conversation its last message.
+            response: without its end.
+            label: of the problem.
+            record: of the problem.
+        """
+        ...
 
 
 class Task(Protocol):
@@ -36,8 +52,9 @@ class Task(Protocol):
         """
         ...
 
-    def reward(self, problem: Problem, response: str) -> float:
-        """Score of a response (its text without the end), from 0 to 1; 1 is for the right answer alone."""
+    @property
+    def reward(self) -> Rule | None:
+        """Scores responses from 0 to 1, and 1 is for the right answer alone; None: ``--reward`` must say what does."""
         ...
 
 
@@ -61,6 +78,7 @@ def make_task(
         ConfigurationError: no such task, or the library it comes from is not installed.
     """
     from megatron_rc.launch.tasks.count_up import CountUp
+    from megatron_rc.launch.tasks.python_task import PythonTask
     from megatron_rc.launch.tasks.reasoning_gym_task import ReasoningGym
     from megatron_rc.launch.tasks.sums import Sums
 
@@ -69,7 +87,11 @@ def make_task(
         "reasoning_gym": partial(ReasoningGym, seq_length=seq_length, max_response_length=max_response_length),
         "sums": Sums,
     }
+    if is_python_spec(name):
+        return PythonTask(name, seed, text, max_response_length)
     kind, _, variant = name.partition(":")
     if kind not in tasks:
-        raise ConfigurationError(f"--task {name} is unknown: use count_up, sums or reasoning_gym:<data set>")
+        raise ConfigurationError(
+            f"--task {name} is unknown: use count_up, sums, reasoning_gym:<data set> or python:pkg.module:Class"
+        )
     return tasks[kind](variant, seed, text)

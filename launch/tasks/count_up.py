@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
@@ -30,9 +32,9 @@ class CountUp:
             raise ConfigurationError("--task count_up holds no problems out: it trains on all hundred there are")
         return [self._problem(number) for number in range(start, start + count)]
 
-    def reward(self, problem: Problem, response: str) -> float:
+    def reward(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
         """Share of the answer's places (digits and the end) before the first mistake."""
-        answer: str = problem.label
+        answer: str = label
         right = sum(response.startswith(answer[:length]) for length in range(1, len(answer) + 1))
         return (right + (response == answer)) / (len(answer) + 1)
 

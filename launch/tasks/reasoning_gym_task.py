@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import string
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
@@ -57,9 +58,9 @@ class ReasoningGym:
         """Entries of the data set, which is a function of the seed and the number."""
         return [self._problem(number, held_out) for number in range(start, start + count)]
 
-    def reward(self, problem: Problem, response: str) -> float:
+    def reward(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
         """The data set's own score."""
-        return float(self.dataset.score_answer(response.strip(), dict(problem.record)))
+        return float(self.dataset.score_answer(response.strip(), dict(record)))
 
     def _problem(self, number: int, held_out: bool) -> Problem:
         """The first that fits, of those that stand for this number; the question's text decides on which side it is."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
@@ -45,11 +47,11 @@ class Sums:
             )
         return [self._problem(numbers) for numbers in self._kept[start : start + count]]
 
-    def reward(self, problem: Problem, response: str) -> float:
+    def reward(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
         """Whether the answer at the end of the first line is right."""
         first, _, _ = response.strip().partition("\n")
         found = _ANSWER.search(first.strip())
-        return float(found is not None and int(found[1]) == problem.label)
+        return float(found is not None and int(found[1]) == label)
 
     def _training(self, number: int) -> tuple[int, ...]:
         turn, index = divmod(number, len(self._trained))

@@ -149,7 +149,8 @@ def _rollout_steps(
     batch = collector.next_batch(trainer.iteration, weight_sync, lap)
     prepared = trainer.prepare(batch)
     lap("plan")
-    common = summarize_rollouts(batch, groups, trainer.version) | prepared.plan.metrics() | weight_sync.metrics
+    common = summarize_rollouts(batch, groups, trainer.version) | collector.reward_metrics
+    common |= prepared.plan.metrics() | weight_sync.metrics
     mini_batches = config.updates_per_rollout // config.rollouts.grpo_iterations
     for update in range(config.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)

@@ -27,6 +27,7 @@ from megatron_rc.launch.training.model import (
     unwrap,
     wrap_chunks,
 )
+from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups
@@ -109,6 +110,8 @@ class Trainer:
         Raises:
             ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
         """
+        if self.config.rewards.overlong == "mask":
+            batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
         self._scored_at = self._steps
         in_loss = self.config.correction.corrects_in_loss

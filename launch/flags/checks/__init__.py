@@ -11,6 +11,7 @@ from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints, check_folders
 from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
 from megatron_rc.launch.flags.checks.parallel import check_parallelism
+from megatron_rc.launch.flags.checks.rewards import check_rewards
 from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_staleness
 from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts
 from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge
@@ -43,4 +44,5 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_bridge(config, samples)
     check_prompts(config, task)
     check_evaluation(config, task)
+    check_rewards(config, task, samples)
     check_folders(config)

@@ -6,6 +6,10 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks import Problem, make_task
 
 
+def scored(task, problem, response):
+    return task.reward(prompt=problem.prompt, response=response, label=problem.label, record=problem.record)
+
+
 @pytest.fixture(scope="module")
 def count_up():
     return make_task("count_up", seed=1)
@@ -28,7 +32,7 @@ def count_up():
     ],
 )
 def test_count_up_rewards_what_is_right_up_to_the_first_mistake(count_up, answer, response, reward):
-    assert count_up.reward(Problem("37", answer), response) == pytest.approx(reward)
+    assert scored(count_up, Problem("37", answer), response) == pytest.approx(reward)
 
 
 def test_the_answers_count_up_to_nine(count_up):
@@ -65,8 +69,8 @@ def test_questions_that_leave_no_room_are_passed_over():
 def test_reasoning_gym_scores_its_own_answers():
     task = make_task("reasoning_gym:chain_sum", 1)
     for problem in task.problems(0, 5):
-        assert task.reward(problem, problem.label) == 1
-        assert task.reward(problem, "no idea") < 0.1
+        assert scored(task, problem, problem.label) == 1
+        assert scored(task, problem, "no idea") < 0.1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_reasoning_gym_scores_its_own_answers():
     ],
 )
 def test_sums_reward_the_answer_at_the_end_of_the_first_line(response, reward):
-    assert make_task("sums", 1).reward(Problem("4 + 5 + 6 = ?\n", 15), response) == reward
+    assert scored(make_task("sums", 1), Problem("4 + 5 + 6 = ?\n", 15), response) == reward
 
 
 def test_the_examples_of_sums_would_be_rewarded():
@@ -92,7 +96,7 @@ def test_the_examples_of_sums_would_be_rewarded():
     for problem in task.problems(0, 3):
         for prompt, answer in problem.examples:
             numbers = [int(word) for word in prompt.split() if word.isdigit()]
-            assert task.reward(Problem(prompt, sum(numbers)), answer) == 1
+            assert scored(task, Problem(prompt, sum(numbers)), answer) == 1
             assert prompt != problem.prompt
 
 

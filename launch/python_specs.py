@@ -1,0 +1,85 @@
+"""Objects of the user's own modules: ``python:pkg.module:name`` as the value of a flag."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError
+
+PREFIX = "python:"
+# Frames of what imports and calls, in front of the user's own.
+_OURS = ("<frozen importlib", __file__, importlib.__file__)
+
+
+def is_python_spec(text: str | None) -> bool:
+    """Whether a flag names an object of a module instead of an entry of a table."""
+    return text is not None and text.startswith(PREFIX)
+
+
+def load_python(spec: str, flag: str) -> Any:
+    """The object of ``python:pkg.module:name``; the current directory can hold the module.
+
+    Args:
+        spec: the whole value of the flag.
+        flag: that it was given by, with its dashes.
+
+    Raises:
+        ConfigurationError: it is not written so, there is no such module or name, or the module raised when it was
+            imported: then its traceback stands in front of the sentence.
+    """
+    module_name, _, path = spec.removeprefix(PREFIX).partition(":")
+    if not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
+        raise ConfigurationError(f"{flag} {spec}: write it as python:pkg.module:name")
+    found: Any = _module(module_name, f"{flag} {spec}")
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigurationError(f"{flag} {spec}: {module_name} has no {path}: is the name right?")
+        found = getattr(found, part)
+    return found
+
+
+def own_traceback(error: BaseException, ours: tuple[str, ...] = _OURS) -> str:
+    """The traceback of an error of the user's code, from where that code begins.
+
+    Args:
+        error: what was raised.
+        ours: beginnings of the names of files whose frames are left out in front.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def in_words(error: BaseException) -> str:
+    """``ValueError: what it says``, on one line of moderate length."""
+    last = traceback.format_exception_only(type(error), error)[-1]
+    words = " ".join(last.split())
+    return words if len(words) <= 300 else words[:300] + "..."
+
+
+def _module(name: str, user: str) -> ModuleType:
+    here = os.getcwd()
+    # torchrun leaves the current directory out where it starts a file.
+    if not {"", here} & set(sys.path):
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigurationError(
+                f"{user}: there is no module {error.name}: start the run in the folder that holds it, or name that "
+                "folder in PYTHONPATH"
+            ) from error
+        raise ConfigurationError(_import_failed(user, name, error)) from error
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
+        raise ConfigurationError(_import_failed(user, name, error)) from error
+
+
+def _import_failed(user: str, name: str, error: BaseException) -> str:
+    return f"{own_traceback(error)}\n{user}: {name} cannot be imported, it raises {in_words(error)}"

@@ -1,0 +1,80 @@
+"""What a reward function gave for one sample: numbers, or why there are none."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.launch.python_specs import in_words, own_traceback
+
+REWARD = "reward"
+MAX_COMPONENTS = 32
+MAX_TRACEBACK = 20_000
+# The launcher's own metrics of this prefix.
+RESERVED = ("mean", "std", "max", "min", "errors", "overlong_penalty")
+_HERE = str(Path(__file__).parent)
+_NAME = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The score of one sample.
+
+    Attributes:
+        reward: the number that is trained on; NaN where there is none.
+        components: the other entries of a dict, by name.
+        failure: why there is no number, as what the function did: ``raised ValueError: ...``; None: there is one.
+        traceback: where that was; may be empty.
+    """
+
+    reward: float = math.nan
+    components: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    traceback: str = ""
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    """Make the call, and read what it gives; never raises what that raises."""
+    try:
+        return _read(call())
+    except _NoNumber as problem:
+        return Outcome(failure=str(problem))
+    except BaseException as error:  # a user's function can raise anything, sys.exit() included
+        text = own_traceback(error, (_HERE,))[-MAX_TRACEBACK:]
+        return Outcome(failure=f"raised {in_words(error)}", traceback=text)
+
+
+class _NoNumber(ValueError):
+    """What was returned is no reward; the message says what it is."""
+
+
+def _read(given: Any) -> Outcome:
+    if not isinstance(given, Mapping):
+        return Outcome(_number(given, "gave"))
+    if REWARD not in given:
+        raise _NoNumber(f"gave a dict without the entry 'reward': {reprlib.repr(given)}")
+    if len(given) > MAX_COMPONENTS:
+        raise _NoNumber(f"gave a dict of {len(given)} entries, {MAX_COMPONENTS} can be logged")
+    numbers = {name: _number(value, f"gave {reprlib.repr(name)}:") for name, value in given.items()}
+    for name in numbers:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in RESERVED:
+            raise _NoNumber(
+                f"gave a component named {reprlib.repr(name)}: a name has letters, digits, '_', '.' and '-', at most "
+                f"64, and is none of {', '.join(RESERVED)}"
+            )
+    return Outcome(numbers.pop(REWARD), numbers)
+
+
+def _number(value: Any, what: str) -> float:
+    # Numbers of numpy and torch have __float__, texts have not.
+    if not hasattr(value, "__float__"):
+        raise _NoNumber(f"{what} {reprlib.repr(value)}, which is no number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise _NoNumber(f"{what} {number}, which cannot be trained on")
+    return number

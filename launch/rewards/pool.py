@@ -1,0 +1,183 @@
+"""Worker processes that score samples within a time limit: one that hangs or dies is replaced, and costs its sample.
+
+A pool of the multiprocessing family (pebble, loky) would import the trainer's main module in every worker, and torch
+with it, and would leave workers that hang behind where the trainer is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.python_specs import in_words
+from megatron_rc.launch.rewards.messages import Setup, read_outcome
+from megatron_rc.launch.rewards.outcome import MAX_TRACEBACK, Outcome
+from megatron_rc.launch.rewards.rules import Source
+
+LOAD_SECONDS = 120.0
+# After its time limit a worker writes down where its rule is.
+_GRACE_SECONDS = 0.5
+_MAX_ANSWER = 1 << 20
+_MODULE = "megatron_rc.launch.rewards.worker"
+
+
+class RewardPool:
+    """Scores samples by a rule in processes of its own; they start at once, and load the rule meanwhile.
+
+    Args:
+        source: of the rule.
+        workers: processes.
+        timeout: seconds for one sample.
+    """
+
+    def __init__(self, source: Source, workers: int, timeout: float) -> None:
+        self._workers = [_Worker(source, timeout) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        # Threads only wait. They live as long as the pool, and workers end with the thread that started them.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+
+    def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """One outcome a request, in their order; a request holds the keywords of the rule.
+
+        Raises:
+            ConfigurationError: the rule cannot be loaded.
+        """
+        for worker in self._workers:
+            worker.wait_until_loaded()
+        return list(self._threads.map(self._score, requests))
+
+    def close(self) -> None:
+        """End all workers now, whatever they do."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+
+    def _score(self, request: Mapping[str, Any]) -> Outcome:
+        worker = self._idle.get()
+        try:
+            return worker.ask(request)
+        finally:
+            self._idle.put(worker)
+
+
+def check_loads(source: Source, load_timeout: float = LOAD_SECONDS) -> None:
+    """Whether the rule can be loaded, in a process of its own: it may hang or die there.
+
+    Raises:
+        ConfigurationError: no; says why.
+    """
+    worker = _Worker(source, load_timeout, load_timeout)
+    try:
+        worker.wait_until_loaded()
+    finally:
+        worker.close()
+
+
+class _Worker:
+    """One process after the other: the next one is started when the last has gone, and there is something to score."""
+
+    def __init__(self, source: Source, timeout: float, load_timeout: float = LOAD_SECONDS) -> None:
+        self.source, self.timeout, self.load_timeout = source, timeout, load_timeout
+        self._lock = threading.Lock()
+        self._is_closed = self._is_loaded = self._has_ended = False
+        self._start()
+
+    def ask(self, request: Mapping[str, Any]) -> Outcome:
+        """Score one sample."""
+        try:
+            message = pickle.dumps(request)
+        except Exception as error:  # a task's label can be anything
+            return Outcome(failure=f"gets a label or record that no process can be sent: {in_words(error)}")
+        try:
+            if self._has_ended:
+                self._start()
+            self.wait_until_loaded()
+            self._connection.send_bytes(message)
+            if self._connection.poll(self.timeout + _GRACE_SECONDS):
+                return read_outcome(self._connection.recv_bytes(_MAX_ANSWER))
+            _, stacks = self._end()
+            return Outcome(failure=f"took longer than --reward-timeout {self.timeout:g} s", traceback=stacks)
+        except ConfigurationError as problem:
+            return Outcome(failure=f"could not be loaded again: {problem}")
+        except (EOFError, OSError):
+            how, stacks = self._end()
+            return Outcome(failure=how, traceback=stacks)
+
+    def wait_until_loaded(self) -> None:
+        """Raise ConfigurationError unless the process has the rule."""
+        if self._is_loaded:
+            return
+        try:
+            if not self._connection.poll(self.load_timeout + _GRACE_SECONDS):
+                _, stacks = self._end()
+                raise ConfigurationError(f"{stacks}\n{self.source.name} is not loaded after {self.load_timeout:g} s")
+            problem = self._connection.recv_bytes().decode()
+        except (EOFError, OSError):
+            how, stacks = self._end()
+            raise ConfigurationError(f"{stacks}\n{self.source.name} {how} while it was loaded".lstrip()) from None
+        if problem:
+            self._end()
+            raise ConfigurationError(problem)
+        self._is_loaded = True
+
+    def close(self) -> None:
+        """End the process for good."""
+        with self._lock:
+            self._is_closed = True
+        self._end()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the run is over")
+            self._connection, theirs = Pipe()
+            self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed where the process ends)
+            # A session of its own: Ctrl-C is the trainer's, and what a rule started is ended with it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self._stacks.fileno()),
+                env=_environment(),
+                start_new_session=True,
+            )
+            theirs.close()
+            self._is_loaded = self._has_ended = False
+        setup = Setup(self.source, self.timeout, self.load_timeout, os.getpid(), self._stacks.fileno())
+        self._connection.send_bytes(pickle.dumps(setup))
+
+    def _end(self) -> tuple[str, str]:
+        """End the process: (how it went, where its rule was if it could say so)."""
+        with self._lock:
+            if self._has_ended:
+                return "was ended with the run", ""
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._process.wait()
+            self._connection.close()
+            with self._stacks as file:
+                file.seek(0)
+                stacks = file.read(MAX_TRACEBACK).decode(errors="replace").strip()
+            self._has_ended = True
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"ended its process with {how}", stacks
+
+
+def _environment() -> dict[str, str]:
+    """Modules are found where the trainer finds them, and what a rule prints is not lost when its process is killed."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,170 @@
+"""Scores the responses of one replica, and deals with those that cannot be scored."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import reprlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.launch.rewards.outcome import MAX_COMPONENTS, Outcome, outcome_of
+from megatron_rc.launch.rewards.pool import RewardPool
+from megatron_rc.launch.rewards.rules import Source
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Problem
+
+MAX_DEFAULT_WORKERS = 8
+ERRORS_FILE = "reward-errors.jsonl"
+# An error that ends the run goes to all ranks in a message of limited length.
+_SHOWN = 1000
+_log = logging.getLogger("megatron_rc")
+
+
+class RewardError(RuntimeError):
+    """A response that cannot be scored, where that ends the run."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The scores of some responses.
+
+    Attributes:
+        values: what is trained on, one a response, those of errors included.
+        outcomes: what the rule gave, likewise.
+    """
+
+    values: list[float]
+    outcomes: list[Outcome]
+
+    @property
+    def errors(self) -> int:
+        """How many responses could not be scored."""
+        return sum(one.failure is not None for one in self.outcomes)
+
+    def sums(self) -> dict[str, tuple[float, int]]:
+        """By name of a component its sum, and the number of responses that have it."""
+        names = dict.fromkeys(name for one in self.outcomes for name in one.components)
+        found = {name: [one.components[name] for one in self.outcomes if name in one.components] for name in names}
+        return {name: (sum(values), len(values)) for name, values in found.items()}
+
+
+class Rewarder:
+    """The rule of a run on the first rank of one replica. Nothing here is a collective.
+
+    Args:
+        config: of the run.
+        replica: data-parallel rank.
+    """
+
+    def __init__(self, config: RunConfig, replica: int) -> None:
+        self.settings, self.replica = config.rewards, replica
+        self.source = source_of(config)
+        self.file = Path(config.launch.runs_dir) / config.launch.run_name / ERRORS_FILE
+        workers, timeout = self.settings.reward_workers or _default_workers(), self.settings.reward_timeout
+        is_harmless = self.source.is_harmless
+        self._scorer = InProcess(self.source) if is_harmless else RewardPool(self.source, workers, timeout)
+        self._names: set[str] = set()
+        self._has_said = False
+
+    def score(
+        self, problems: Sequence[Problem], responses: Sequence[str], *, step: int, held_out: bool = False
+    ) -> Rewards:
+        """The rewards of responses to problems, one a problem.
+
+        Args:
+            problems: what was asked.
+            responses: the texts of the answers, without their ends.
+            step: optimizer steps that lie behind, for the file of errors.
+            held_out: they are an evaluation's.
+
+        Raises:
+            RewardError: with ``--reward-errors stop``: one could not be scored.
+            ConfigurationError: the rule cannot be loaded.
+        """
+        requests = [_request(problem, text) for problem, text in zip(problems, responses, strict=True)]
+        outcomes = [self._known(outcome) for outcome in self._scorer.score(requests)]
+        failed = [(index, one) for index, one in enumerate(outcomes) if one.failure is not None]
+        for index, outcome in failed:
+            self._write(requests[index], outcome, {"step": step, "held_out": held_out, "sample": index})
+        if failed:
+            self._report(*failed[0], requests)
+        on_error = self.settings.reward_on_error
+        return Rewards([on_error if one.failure else one.reward for one in outcomes], outcomes)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._scorer.close()
+
+    def _known(self, outcome: Outcome) -> Outcome:
+        """The outcome, unless its components are too many beside those of all others."""
+        names = self._names | set(outcome.components)
+        if len(names) > MAX_COMPONENTS:
+            return Outcome(failure=f"gave more than {MAX_COMPONENTS} different components over the run")
+        self._names = names
+        return outcome
+
+    def _write(self, request: Mapping[str, Any], outcome: Outcome, where: Mapping[str, Any]) -> None:
+        """A line in the run's folder."""
+        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
+        what = {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
+        line = {**about, **what, **{name: _as_json(value) for name, value in request.items()}}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _report(self, index: int, outcome: Outcome, requests: Sequence[Mapping[str, Any]]) -> None:
+        """End the run, or say once that it goes on."""
+        where = f"{self.source.name} {outcome.failure}, on response {requests[index]['response'][:80]!r}"
+        if self.settings.reward_errors == "stop":
+            shown = f"its traceback:\n{outcome.traceback[-_SHOWN:]}\n" if outcome.traceback else ""
+            raise RewardError(
+                f"{shown}{where}: the sample is in {self.file}; mend the rule, or go on with --reward-errors continue"
+            )
+        if not self._has_said:
+            self._has_said = True
+            given = self.settings.reward_on_error
+            _log.error("%s: it gets %g, as all that follow; they are in %s", where, given, self.file)
+
+
+class InProcess:
+    """A rule that can neither hang nor die, in this process: what :class:`RewardPool` does without its processes."""
+
+    def __init__(self, source: Source) -> None:
+        self._rule = source.load()
+
+    def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """One outcome a request, in their order."""
+        return [outcome_of(partial(self._rule, **request)) for request in requests]
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+
+def source_of(config: RunConfig) -> Source:
+    """Where the rule of a run comes from."""
+    return Source(config.task.task, config.training.seed, config.rewards.reward)
+
+
+def _as_json(value: Any) -> Any:
+    """The value, or words for what is no JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return reprlib.repr(value)
+    return value
+
+
+def _default_workers() -> int:
+    """This process's share of the machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_DEFAULT_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _request(problem: Problem, response: str) -> dict[str, Any]:
+    return {"prompt": problem.prompt, "response": response, "label": problem.label, "record": dict(problem.record)}

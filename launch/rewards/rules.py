@@ -1,0 +1,116 @@
+"""Which rule scores a run's responses, and whether it may do so in the trainer's process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.python_specs import is_python_spec, load_python
+from megatron_rc.launch.tasks import Rule, make_task
+
+EXACT, MATH_VERIFY = BUILT_IN = ("exact", "math-verify")
+# These compare short texts: they can neither hang nor die. Everything else runs in worker processes.
+_HARMLESS_TASKS = ("count_up", "sums")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run's rule comes from; a worker makes the rule from it.
+
+    Attributes:
+        task: ``--task``.
+        seed: of the task.
+        reward: ``--reward``; None: the task's own rule.
+    """
+
+    task: str
+    seed: int
+    reward: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As a user would say it: the flag and its value."""
+        return f"--task {self.task}" if self.reward is None else f"--reward {self.reward}"
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it runs in the trainer's process, without a time limit."""
+        return self.reward == EXACT or (self.reward is None and self.task in _HARMLESS_TASKS)
+
+    def check(self) -> None:
+        """Raise ConfigurationError unless this is the name of a rule whose library is installed."""
+        if self.reward is None or is_python_spec(self.reward):
+            return
+        if self.reward not in BUILT_IN:
+            raise ConfigurationError(
+                f"--reward {self.reward} is unknown: use {', '.join(BUILT_IN)} or python:pkg.module:function"
+            )
+        if self.reward == MATH_VERIFY:
+            require("math_verify", self.name, "math")
+
+    def load(self) -> Rule:
+        """The rule itself, wherever this is called.
+
+        Raises:
+            ConfigurationError: there is none, or it is no function.
+        """
+        self.check()
+        if self.reward is None:
+            return _rule_of_task(self.task, self.seed)
+        if is_python_spec(self.reward):
+            found = load_python(self.reward, "--reward")
+            if not callable(found) or isinstance(found, type):
+                raise ConfigurationError(f"{self.name} is {_kind(found)}: name a function")
+            rule: Rule = found
+            return rule
+        return exact if self.reward == EXACT else _math_rule()
+
+
+def exact(*, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
+    """1 where the response is the label, but for white space around it; else 0.
+
+    Raises:
+        TypeError: the label is neither text nor a number.
+    """
+    if not isinstance(label, (str, int, float)) or isinstance(label, bool):
+        raise TypeError(f"--reward exact compares texts and numbers, the label is {_kind(label)}")
+    return float(response.strip() == str(label).strip())
+
+
+def verify_math(library: Any, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
+    """1 where the response's last mathematical expression equals the label's, as math-verify sees it; else 0.
+
+    Raises:
+        ValueError: there is no expression in the label.
+    """
+    text = str(label)
+    # A label is an expression as a whole, of which math-verify would otherwise find the first number.
+    marked = text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
+    # The library's own time limits would come on top of the worker's.
+    expected = library.parse(marked, parsing_timeout=None)
+    if not expected:
+        raise ValueError(f"math-verify finds no expression in the label {text!r}")
+    return float(library.verify(expected, library.parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def _math_rule() -> Rule:
+    import math_verify
+
+    # It warns at every call that its own time limit is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return partial(verify_math, math_verify)
+
+
+def _rule_of_task(task: str, seed: int) -> Rule:
+    rule = make_task(task, seed).reward
+    if rule is None:
+        raise ConfigurationError(f"--task {task} has no reward of its own: give --reward")
+    return rule
+
+
+def _kind(value: Any) -> str:
+    return "a class" if isinstance(value, type) else f"of type {type(value).__name__}"

@@ -1,0 +1,50 @@
+"""What rewards are made of, from the first rank of each replica to all ranks, in a message of fixed size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_rc.launch.rewards.rewarder import Rewards
+from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+
+# Enough for MAX_COMPONENTS of the longest names, and the punishment's.
+_BYTES = 8192
+
+
+def gather_reward_metrics(
+    rewards: Rewards | None, broadcast: ReplicaBroadcast, groups: ParallelGroups
+) -> dict[str, float]:
+    """The mean of each component over the responses that have it, and the number of errors; equal on all ranks.
+
+    Args:
+        rewards: on the first rank of each replica; None elsewhere.
+        broadcast: of the replica.
+        groups: of this rank.
+
+    Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
+    """
+    row = torch.zeros(_BYTES, dtype=torch.uint8)
+    if rewards is not None:
+        message = json.dumps({"errors": rewards.errors, "sums": rewards.sums()}).encode()
+        row[: len(message)] = torch.tensor(list(message), dtype=torch.uint8)
+    row = broadcast.tensor(row)
+    table = torch.zeros(group_size(groups.dp), _BYTES, dtype=torch.uint8, device=row.device)
+    table[group_rank(groups.dp)] = row
+    rows = all_reduce_sum(table, groups.dp).tolist()
+    return _merged([json.loads(bytes(row).rstrip(b"\0")) for row in rows])
+
+
+def _merged(replicas: Sequence[dict[str, Any]]) -> dict[str, float]:
+    sums: dict[str, tuple[float, int]] = {}
+    for replica in replicas:
+        for name, (total, count) in replica["sums"].items():
+            before = sums.get(name, (0.0, 0))
+            sums[name] = (before[0] + total, before[1] + count)
+    means = {f"reward/{name}": total / count for name, (total, count) in sorted(sums.items())}
+    return {**means, "reward/errors": float(sum(replica["errors"] for replica in replicas))}

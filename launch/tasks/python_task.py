@@ -1,0 +1,76 @@
+"""A task that is a class in the user's own module: ``--task python:pkg.module:Class``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.python_specs import in_words, load_python, own_traceback
+from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
+
+
+class PythonTask:
+    """What the class says, checked where it is used.
+
+    The class is made with ``seed=...``. It has the method ``problems(start, count, held_out=False)``, and may have the
+    method ``reward(prompt, response, label, record)``, the attribute ``max_response_length``, and the attribute
+    ``characters``, of which the tokenizer is made where no other is named.
+
+    Args:
+        spec: ``python:pkg.module:Class``.
+        seed: of its problems.
+        text: the tokenizer; default: a token for each of ``characters``.
+        max_response_length: tokens of a response; default: the class's.
+
+    Raises:
+        ConfigurationError: no such class, it raises when it is made, or what it lacks is not given by flags.
+    """
+
+    def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
+        self._user = f"--task {spec}"
+        kind = load_python(spec, "--task")
+        if not isinstance(kind, type):
+            raise ConfigurationError(f"{self._user} is of type {type(kind).__name__}: name a class")
+        self._own = self._call(kind, seed=seed)
+        if not callable(getattr(self._own, "problems", None)):
+            raise ConfigurationError(f"{self._user} has no method problems(start, count, held_out=False): add it")
+        self.text = text or self._characters()
+        longest = max_response_length or getattr(self._own, "max_response_length", None)
+        if not isinstance(longest, int) or longest <= 0:
+            raise ConfigurationError(
+                f"{self._user} has max_response_length {longest!r}: set that attribute to a number of tokens, or give "
+                "--max-response-length"
+            )
+        self.max_response_length: int = longest
+        self.reward: Any = getattr(self._own, "reward", None)
+        if self.reward is not None and not callable(self.reward):
+            raise ConfigurationError(f"{self._user} has a reward that is no method: make it one, or give --reward")
+
+    def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
+        """What the class gives, if these are as many problems as it was asked for."""
+        found = self._call(self._own.problems, start, count, held_out=held_out)
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(one, Problem) for one in found):
+            given = f"{len(found)} of them" if isinstance(found, list) else f"a {type(found).__name__}"
+            raise ConfigurationError(
+                f"{self._user}: problems({start}, {count}, held_out={held_out}) must give a list of {count} "
+                f"megatron_rc.launch.tasks.Problem, it gave {given}"
+            )
+        return found
+
+    def _characters(self) -> Text:
+        characters = getattr(self._own, "characters", None)
+        if not isinstance(characters, str) or not characters:
+            raise ConfigurationError(
+                f"{self._user} has no text attribute characters to make tokens of: add it, or give --tokenizer-model"
+            )
+        return CharacterText(characters)
+
+    def _call(self, function: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # a user's class can raise anything
+            raise ConfigurationError(
+                f"{own_traceback(error, (__file__,))}\n{self._user}: {function.__name__} raises {in_words(error)}"
+            ) from error

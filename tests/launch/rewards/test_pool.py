@@ -1,0 +1,214 @@
+"""Workers that score: what they give, what they survive, and that nothing outlives them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rewards.pool import RewardPool, check_loads
+from megatron_rc.launch.rewards.rules import Source
+from tests.support.paths import ROOT
+
+USER = "python:tests.support.user_rewards"
+SECONDS = 20  # nothing here takes as long unless it is broken
+
+
+def request(response, **changed):
+    return {"prompt": "2 + 2 = ?", "response": response, "label": "4", "record": {}, **changed}
+
+
+def source(name):
+    return Source("count_up", 1, f"{USER}:{name}")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RewardPool(source("misbehave"), 2, 0.6)
+    yield pool
+    pool.close()
+
+
+def test_outcomes_come_in_the_order_of_the_requests(pool):
+    slow_first = ["sleep 0.3", "give numpy", "give true", "give fraction", "else"]
+    assert [one.reward for one in pool.score([request(text) for text in slow_first])] == [1.0, 0.5, 1.0, 0.5, 1.0]
+
+
+def test_a_worker_knows_neither_torch_nor_megatron(pool):
+    assert pool.score([request("heavy")])[0].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "failure", "place"),
+    [
+        ("sleep 100", "took longer than --reward-timeout 0.6 s", "in misbehave"),
+        ("regex", "took longer than --reward-timeout 0.6 s", "in misbehave"),
+        ("exit 3", "ended its process with exit code 3", ""),
+        ("exit 0", "ended its process with exit code 0", ""),
+        ("segfault", "ended its process with signal SIGSEGV", "in misbehave"),
+        ("kill", "ended its process with signal SIGKILL", ""),
+        ("raise no such unit", "raised ValueError: no such unit", "raise ValueError(rest)"),
+        ("raise " + "x" * 10_000, "raised ValueError: xxx", "raise ValueError(rest)"),
+        ("quit", "raised SystemExit: 4", "sys.exit(4)"),
+        ("recurse", "raised RecursionError: maximum recursion depth", "in misbehave"),
+        ("read", "raised EOFError", "input()"),
+        ("give none", "gave None, which is no number", ""),
+        ("give text", "gave '0.5', which is no number", ""),
+        ("give list", "gave [1.0], which is no number", ""),
+        ("give lambda", "gave <function", ""),
+        ("give complex", "gave 1j, which is no number", ""),
+        ("give awkward", "raised RuntimeError: not today", "not today"),
+        ("give nan", "gave nan, which cannot be trained on", ""),
+        ("give infinite", "gave inf, which cannot be trained on", ""),
+        ("give without", "gave a dict without the entry 'reward': {'fluency': 1}", ""),
+        ("give empty", "gave a dict without the entry 'reward': {}", ""),
+        ("give words", "gave 'fluency': 'high', which is no number", ""),
+        ("give nested", "gave 'reward': {'reward': 1}, which is no number", ""),
+        ("give taken", "gave a component named 'mean'", ""),
+        ("give odd", "gave a component named 'a b'", ""),
+        ("give number", "gave a component named 3", ""),
+        ("give many", "gave a dict of 41 entries, 32 can be logged", ""),
+        ("give huge", "gave a component named 'xxx", ""),
+    ],
+)
+def test_what_goes_wrong_costs_its_sample_alone(pool, response, failure, place):
+    good, bad, also = pool.score([request("fine"), request(response), request("fine")])
+    assert (good.reward, also.reward) == (1.0, 1.0)
+    assert bad.failure.startswith(failure), bad
+    assert len(bad.failure) < 500
+    assert bad.reward != bad.reward, "NaN"
+    assert place in bad.traceback
+    assert "multiprocessing" not in bad.traceback
+    if place and bad.failure.startswith("raised"):
+        assert "launch/rewards" not in bad.traceback, "the traceback begins with the user's own function"
+
+
+def test_what_a_function_prints_is_printed(capfd):
+    pool = RewardPool(source("misbehave"), 1, SECONDS)
+    assert [one.reward for one in pool.score([request("print ab"), request("print cd")])] == [1.0, 1.0]
+    pool.close()
+    out, err = capfd.readouterr()
+    assert (out.count("ab"), out.count("cd"), err.count("ab"), err.count("cd")) == (100_000,) * 4
+
+
+def test_all_that_is_known_of_a_sample_arrives_as_it_is():
+    pool = RewardPool(source("everything"), 1, SECONDS)
+    label, record = {"is": (4,)}, {"level": 1, "é": None}
+    whole = request("5", label=label, record=record)
+    cut = request("5" * 3_000_000, label=label, record=record)
+    assert [one.reward for one in pool.score([whole, cut])] == [1.0, 0.0]
+    (unsent,) = pool.score([request("5", label=lambda: 1)])
+    assert unsent.failure.startswith("gets a label or record that no process can be sent: ")
+    pool.close()
+
+
+def test_components_are_the_other_entries_of_a_dict():
+    pool = RewardPool(source("parts"), 1, SECONDS)
+    first, second = pool.score([request("4"), request("4, please")])
+    assert (first.reward, first.components) == (1.0, {"length": 1.0})
+    assert (second.reward, second.components) == (0.0, {"length": 9.0, "polite": 1.0})
+    pool.close()
+
+
+def test_a_task_scores_in_a_worker_by_its_own_rule():
+    pool = RewardPool(Source(f"{USER}:Doubles", 1), 1, SECONDS)
+    assert [one.reward for one in pool.score([request("4"), request("44")])] == [1.0, 0.0]
+    pool.close()
+    pool = RewardPool(Source("reasoning_gym:chain_sum", 1), 1, SECONDS)
+    entry = {"question": "2 + 2 = ?", "answer": "4", "metadata": {}}
+    assert pool.score([request("4", record=entry)])[0].reward == 1.0
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            "import time\ntime.sleep(100)\n",
+            r"broken\.py\", line 2 in <module>.*\n--reward \S+ is not loaded after 0\.4 s$",
+        ),
+        ("import os\nos._exit(5)\n", r"ended its process with exit code 5 while it was loaded$"),
+        (
+            "1 / 0\n",
+            r"^Traceback.*line 1.*\n--reward \S+: broken cannot be imported, it raises ZeroDivisionError: .*$",
+        ),
+        ("score = 3\n", r"is of type int: name a function$"),
+        ("class score: pass\n", r"is a class: name a function$"),
+    ],
+)
+def test_a_rule_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch, module, message):
+    (tmp_path / "broken.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError) as caught:
+        check_loads(Source("count_up", 1, "python:broken:score"), 0.4 if "sleep" in module else SECONDS)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
+    assert str(caught.value).splitlines()[-1].startswith("--reward python:broken:score")
+
+
+def test_closing_ends_workers_in_the_middle_of_a_function():
+    before = set(psutil.Process().children())
+    pool = RewardPool(source("misbehave"), 2, 100.0)
+    pool.score([request("fine")] * 4)
+    workers = set(psutil.Process().children()) - before
+    assert len(workers) == 2
+    thread = threading.Thread(target=lambda: suppressed(pool, ["sleep 100"] * 5))
+    thread.start()
+    time.sleep(0.2)
+    pool.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert not [worker for worker in workers if worker.is_running()]
+
+
+def suppressed(pool, responses):
+    with suppress(CancelledError):
+        pool.score([request(text) for text in responses])
+
+
+PARENT = f"""
+import os, sys
+from megatron_rc.launch.rewards.pool import RewardPool
+from megatron_rc.launch.rewards.rules import Source
+pool = RewardPool(Source("count_up", 1, "{USER}:misbehave"), 2, 100.0)
+request = dict(prompt="", label="", record={{}})
+pids = {{int(one.reward) for one in pool.score([dict(request, response="pid")] * 50)}}
+sys.stdout.write(" ".join(map(str, pids)) + "\\n")
+sys.stdout.flush()
+pool.score([dict(request, response=sys.argv[1])] * 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux")
+@pytest.mark.parametrize("response", ["sleep 100", "regex"])
+def test_no_worker_outlives_a_trainer_that_is_killed(response):
+    """In the middle of a function, even of one that lets no other thread run."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, response], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert pids
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + SECONDS
+    while any(Path(f"/proc/{pid}").exists() and is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,87 @@
+"""Rules that the launcher brings."""
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rewards.outcome import outcome_of
+from megatron_rc.launch.rewards.rules import Source
+
+
+def score(reward, label, response):
+    rule = Source("count_up", 1, reward).load()
+    return outcome_of(lambda: rule(prompt="?", response=response, label=label, record={}))
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "reward"),
+    [
+        ("42", " 42\n", 1),
+        (42, "42", 1),
+        (" a b ", "a b", 1),
+        ("42", "42.", 0),
+        ("a", "A", 0),
+        (1.5, "1.5", 1),
+        ("", "", 1),
+    ],
+)
+def test_exact_compares_all_but_white_space_around(label, response, reward):
+    assert score("exact", label, response).reward == reward
+
+
+@pytest.mark.parametrize("label", [None, ["42"], {"answer": 42}, True])
+def test_exact_refuses_labels_that_no_text_can_be(label):
+    outcome = score("exact", label, "42")
+    assert outcome.failure.startswith(
+        "raised TypeError: --reward exact compares texts and numbers, the label is of type"
+    )
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "reward"),
+    [
+        ("42", "6 times 7 is 42.", 1),
+        ("42", "It is 41.", 0),
+        ("42", "no idea", 0),
+        ("42", "", 0),
+        (42, r"so \boxed{42}", 1),
+        (r"\frac{1}{2}", "The answer is $0.5$", 1),
+        (r"$\frac{1}{2}$", r"thus $\boxed{1/2}$", 1),
+        (r"\frac{1}{2}", "The answer is 2", 0),
+        ("x^2+1", "$1 + x^2$", 1),
+        (r"\boxed{3}", "3", 1),
+        ("1,000", "1000", 1),
+    ],
+)
+def test_math_verify_compares_expressions(label, response, reward):
+    pytest.importorskip("math_verify")
+    assert score("math-verify", label, response).reward == reward
+
+
+def test_math_verify_wants_an_expression_for_a_label(caplog):
+    pytest.importorskip("math_verify")
+    assert score("math-verify", "", "42").failure == (
+        "raised ValueError: math-verify finds no expression in the label ''"
+    )
+    assert not caplog.records, "that its own time limit is off goes without saying"
+
+
+@pytest.mark.parametrize(
+    ("reward", "task", "is_harmless"),
+    [
+        ("exact", "sums", True),
+        (None, "count_up", True),
+        (None, "sums", True),
+        (None, "reasoning_gym:chain_sum", False),
+        (None, "python:a:B", False),
+        ("math-verify", "sums", False),
+        ("python:a:b", "count_up", False),
+    ],
+)
+def test_what_can_hang_runs_in_workers(reward, task, is_harmless):
+    assert Source(task, 1, reward).is_harmless == is_harmless
+
+
+@pytest.mark.parametrize("reward", ["math_verify", "", "Exact", "tests.support.user_rewards:parts"])
+def test_an_unknown_rule_is_refused(reward):
+    with pytest.raises(ConfigurationError, match=r"is unknown: use exact, math-verify or python:pkg\.module:function$"):
+        Source("count_up", 1, reward).check()

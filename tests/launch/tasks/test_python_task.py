@@ -1,0 +1,115 @@
+"""A user's class as a task: what it must have, and one sentence where it has not."""
+
+import sys
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.launch.tasks.text import CharacterText
+
+SPEC = "python:tests.support.user_rewards:Doubles"
+GOOD = """
+from megatron_rc.launch.tasks import Problem
+
+class Task:
+    characters = "0123456789"
+    max_response_length = 2
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def problems(self, start, count, held_out=False):
+        return [Problem(str(number), label=number) for number in range(start, start + count)]
+"""
+
+
+def test_a_class_is_a_task():
+    task = make_task(SPEC, 3)
+    assert [(one.prompt, one.label) for one in task.problems(1, 3)] == [("4", "8"), ("0", "0"), ("1", "2")]
+    assert [one.prompt for one in task.problems(0, 1, held_out=True)] == ["8"]
+    assert (task.text.size, task.max_response_length) == (13, 2)
+    assert task.reward(prompt="4", response="8", label="8", record={}) == {"reward": 1.0, "ended": 1.0}
+
+
+def test_flags_come_before_what_the_class_says():
+    text = CharacterText("ab")
+    task = make_task(SPEC, 3, text, 100, 7)
+    assert (task.text, task.max_response_length) == (text, 7)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Makes the task of a class with a changed line."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(line, other, **more):
+        assert line in GOOD
+        (tmp_path / "own.py").write_text(GOOD.replace(line, other))
+        monkeypatch.delitem(sys.modules, "own", raising=False)
+        return make_task("python:own:Task", 1, **more)
+
+    return make
+
+
+def test_what_a_class_may_lack(own):
+    assert own("class Task:", "class Task:").reward is None
+    assert own('    characters = "0123456789"\n', "", text=CharacterText("ab")).text.size == 5
+    assert own("    max_response_length = 2\n", "", max_response_length=4).max_response_length == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "message"),
+    [
+        ("class Task:", "def Task(seed): pass\nclass Other:", "is of type function: name a class$"),
+        ("    def problems(", "    def problem(", r"has no method problems\(start, count, held_out=False\): add it$"),
+        ('    characters = "0123456789"\n', "", "has no text attribute characters .* or give --tokenizer-model$"),
+        ("    max_response_length = 2\n", "", "max_response_length None: set .* or give --max-response-length$"),
+        ("    max_response_length = 2", "    max_response_length = 0", "max_response_length 0: set that attribute"),
+        ("    characters", "    reward = 3\n    characters", "has a reward that is no method"),
+        (
+            "__init__(self, seed)",
+            "__init__(self)",
+            r"^TypeError.*\n--task python:own:Task: Task raises TypeError: .*seed",
+        ),
+        (
+            "self.seed = seed",
+            "self.seed = 1 / 0",
+            r"(?s)own\.py.*\n--task \S+: Task raises ZeroDivisionError: division by",
+        ),
+    ],
+)
+def test_a_class_that_is_no_task_is_refused(own, line, other, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        own(line, other)
+    assert str(caught.value).splitlines()[-1].startswith("--task python:own:Task")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("[Problem('1')]", r"problems\(0, 2, held_out=False\) must give a list of 2 \S+Problem, it gave 1 of them$"),
+        ("iter([])", "it gave a list_iterator$"),
+        ("['1', '2']", "it gave 2 of them$"),
+        ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),
+    ],
+)
+def test_problems_are_checked(own, result, message):
+    task = own(
+        "return [Problem(str(number), label=number) for number in range(start, start + count)]", f"return {result}"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        task.problems(0, 2)
+
+
+def test_a_sentence_of_the_class_itself_stays_one(own):
+    raising = (
+        "from megatron_rc.launch.errors import ConfigurationError; raise ConfigurationError('no problems held out')"
+    )
+    task = own("return [Problem(str(number), label=number) for number in range(start, start + count)]", raising)
+    with pytest.raises(ConfigurationError, match=r"^no problems held out$"):
+        task.problems(0, 2, held_out=True)
+
+
+def test_problems_need_a_prompt_alone():
+    assert Problem("2 + 2 = ?").label is None

@@ -1,0 +1,138 @@
+"""Rewards in a run: components and errors over all ranks, ends of runs, responses without an end."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.launch.training.overlong import without_overlong
+from megatron_rc.records.rollout import FINISH_REASONS, load_rollouts, save_rollouts
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch
+
+USER = "python:tests.support.user_rewards"
+
+
+def test_components_are_logged_and_errors_cost_their_sample(ranks, tmp_path):
+    layout = Layout(tp=2, dp=2)
+    (tmp_path / "own.py").write_text(
+        "def score(prompt, response, label, record):\n"
+        "    if len(response) > 3:\n        raise ValueError('too long: ' + response)\n"
+        "    return {'reward': 0.5, 'short': len(response)}\n"
+    )
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--save-rollouts={tmp_path}/records")
+    more = ["--reward=python:own:score", "--reward-on-error=-2", "--reward-workers=1"]
+    assert ranks.run(with_path, layout, str(tmp_path), [*words, *more]) == [None] * 4
+    (row,) = rows(tmp_path)
+    batches = [load_rollouts(path) for path in sorted((tmp_path / "records").iterdir())]
+    rewards = torch.cat([batch.rewards for batch in batches])
+    failed = rewards == -2
+    assert 0 < failed.sum() < SEQUENCES
+    assert row["reward/errors"] == failed.sum()
+    assert row["reward/mean"] == pytest.approx(rewards.double().mean().item())
+    assert 0 <= row["reward/short"] <= 3
+    lines = [json.loads(line) for line in (tmp_path / "run" / "reward-errors.jsonl").read_text().splitlines()]
+    assert len(lines) == failed.sum()
+    assert {line["replica"] for line in lines} <= {0, 1}
+    for line in lines:
+        assert line["error"] == f"raised ValueError: too long: {line['response']}"
+        assert line["traceback"].splitlines()[-1] == f"ValueError: too long: {line['response']}"
+        assert (line["rule"], line["step"], line["held_out"]) == ("--reward python:own:score", 0, False)
+        assert len(line["prompt"]) == 2
+
+
+def with_path(folder, words):
+    sys.path.insert(0, folder)
+    try:
+        return run_training(words)
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)
+def test_the_first_error_can_end_the_run_on_all_ranks(ranks, tmp_path, layout):
+    words = flags(tmp_path, *LIVE, *layout.flags(), f"--reward={USER}:refuse", "--reward-errors=stop")
+    messages = ranks.run(run_training, layout, [*words, "--reward-workers=1"])
+    assert len(set(messages)) == 1
+    *traceback, sentence = messages[0].splitlines()
+    assert traceback[0] == "AgreedError: the rollout of step 0 failed: RewardError: its traceback:"
+    assert "in refuse" in "\n".join(traceback)
+    assert sentence.startswith(f"--reward {USER}:refuse raised ValueError: none is good enough, on response '")
+    assert "reward-errors.jsonl; mend the rule, or go on with --reward-errors continue" in sentence
+    assert (tmp_path / "run" / "reward-errors.jsonl").is_file()
+
+
+def cut_off(batch, which):
+    finish = torch.zeros(batch.num_sequences, dtype=torch.int64)
+    finish[which] = FINISH_REASONS.index("length")
+    return replace(batch, finish_reasons=finish)
+
+
+def test_masked_responses_do_not_train_and_keep_their_place_in_the_baseline():
+    batch = cut_off(recorded_batch(0), [1, 4, 5, 6, 7])
+    left = without_overlong(batch)
+    assert not left.response_mask[[1, 4, 5, 6, 7]].any()
+    others = [row for row in range(SEQUENCES) if row not in (1, 4, 5, 6, 7)]
+    assert torch.equal(left.response_mask[others], batch.response_mask[others])
+    before, after = (group_advantages(one.rewards, one.group_ids) for one in (batch, left))
+    assert torch.equal(before, after)
+
+
+def train_recorded(words):
+    """One update on the records; its metrics and those of the plan."""
+    trainer = make_trainer(words)
+    folder = trainer.config.rollouts.load_rollouts
+    batch = load_rollouts(f"{folder}/step-0000000-replica-0000.safetensors")
+    rank, size = torch.distributed.get_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    share = batch.num_sequences // size
+    prepared = trainer.prepare(batch.rows(slice(rank * share, (rank + 1) * share)))
+    metrics = trainer.update(prepared, 0)
+    return metrics, prepared.plan.metrics()
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(Layout(), []), (Layout(cp=2, dp=2), ["--rl-use-sequence-packing"]), (Layout(tp=2), ["--bypass-mode"])],
+    ids=["padded", "cp2-dp2-packed", "tp2-bypass"],
+)
+def test_masking_is_the_same_as_records_without_these_tokens(ranks, tmp_path, layout, more):
+    """Their mask is emptied by hand in the records that the other run reads."""
+    batch = cut_off(recorded_batch(0), [0, 5, 9, 10, 11])
+    mask = batch.response_mask.clone()
+    mask[[0, 5, 9, 10, 11]] = False
+    found = []
+    for name, records, flag in (("flag", batch, "mask"), ("hand", replace(batch, response_mask=mask), "keep")):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_rollouts(records, folder / "step-0000000-replica-0000.safetensors")
+        words = [f"--load-rollouts={folder}", "--train-iters=2", f"--overlong={flag}", *more, *layout.flags()]
+        found.append(ranks.run(train_recorded, layout, flags(tmp_path, *words))[0])
+    assert found[0] == found[1]
+    assert found[0][0]["grad_norm"] > 0
+
+
+def test_a_batch_of_overlong_responses_makes_no_step(ranks, tmp_path):
+    """One token at most: nothing ends in time but what ends at once."""
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--max-response-length=1", "--train-iters=2", "--overlong=mask")
+    assert ranks.run(run_training, layout, [*words, "--seed=3"]) == [None, None]
+    for row in rows(tmp_path):
+        assert row["rollout/tokens"] == SEQUENCES, "they are counted where they were sampled"
+        assert all(math.isfinite(value) for value in row.values())
+
+
+def test_the_punishment_is_part_of_the_reward_and_logged(ranks, tmp_path):
+    words = flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={tmp_path}/records")
+    more = ["--overlong=penalise", "--overlong-buffer=6", "--overlong-penalty-factor=0.5"]
+    assert ranks.run(run_training, Layout(), [*words, *more]) == [None]
+    (row,) = rows(tmp_path)
+    (batch,) = [load_rollouts(path) for path in (tmp_path / "records").iterdir()]
+    taken = [0.5 * max(0, length - 4) / 6 for length in batch.response_mask.sum(1).tolist()]
+    assert row["reward/overlong_penalty"] == pytest.approx(sum(taken) / SEQUENCES)
+    assert row["reward/mean"] == pytest.approx(batch.rewards.double().mean().item())
+    assert min(batch.rewards.tolist()) < 0 < max(taken)

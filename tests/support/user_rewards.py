@@ -1,0 +1,114 @@
+"""Reward functions as a user's module may have them; most of them do what their response says."""
+
+import ctypes
+import os
+import re
+import sys
+import time
+from fractions import Fraction
+
+import numpy as np
+
+NUMBER = 3
+
+
+def label_in_response(prompt, response, label, record):
+    return float(str(label) in response)
+
+
+def parts(prompt, response, label, record):
+    """A dict of components."""
+    found = {"reward": float(response == label), "length": len(response)}
+    return {**found, "polite": 1.0} if "please" in response else found
+
+
+def everything(prompt, response, label, record):
+    """What arrives: all four, as they are."""
+    return float((prompt, response, label, record) == ("2 + 2 = ?", "5", {"is": (4,)}, {"level": 1, "é": None}))
+
+
+def misbehave(prompt, response, label, record):
+    what, _, rest = response.partition(" ")
+    if what == "sleep":
+        time.sleep(float(rest))
+    elif what == "regex":  # holds the interpreter's lock
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    elif what == "exit":
+        os._exit(int(rest))
+    elif what == "segfault":
+        ctypes.string_at(0)
+    elif what == "kill":
+        os.kill(os.getpid(), 9)
+    elif what == "raise":
+        raise ValueError(rest)
+    elif what == "quit":
+        sys.exit(4)
+    elif what == "recurse":
+        return misbehave(prompt, response, label, record)
+    elif what == "give":
+        return GIVEN[rest]
+    elif what == "print":
+        sys.stdout.write(rest * 100_000)
+        sys.stderr.write(rest * 100_000)
+    elif what == "read":
+        return len(input())
+    elif what == "pid":
+        return os.getpid()
+    elif what == "heavy":
+        return float("torch" in sys.modules or "megatron.core" in sys.modules)
+    return 1.0
+
+
+class Awkward:
+    def __float__(self):
+        raise RuntimeError("not today")
+
+    def __repr__(self):
+        raise RuntimeError("nor this")
+
+
+GIVEN = {
+    "numpy": np.float32(0.5),
+    "fraction": Fraction(1, 2),
+    "true": True,
+    "none": None,
+    "text": "0.5",
+    "list": [1.0],
+    "lambda": lambda: 1,
+    "awkward": Awkward(),
+    "nan": float("nan"),
+    "infinite": np.inf,
+    "complex": 1j,
+    "without": {"fluency": 1},
+    "words": {"reward": 1, "fluency": "high"},
+    "nested": {"reward": {"reward": 1}},
+    "taken": {"reward": 1, "mean": 2},
+    "odd": {"reward": 1, "a b": 2},
+    "number": {"reward": 1, 3: 2},
+    "many": {"reward": 1, **{f"part{index}": index for index in range(40)}},
+    "huge": {"reward": 1, "x" * 10_000_000: 1},
+    "empty": {},
+}
+
+
+class Doubles:
+    """A task: ``4`` is answered by ``8``."""
+
+    characters = "0123456789"
+    max_response_length = 2
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def problems(self, start, count, held_out=False):
+        from megatron_rc.launch.tasks import Problem
+
+        numbers = [(self.seed + number) % 5 + 5 * held_out for number in range(start, start + count)]
+        return [Problem(str(number), label=str(2 * number)) for number in numbers]
+
+    def reward(self, prompt, response, label, record):
+        return {"reward": float(response == label), "ended": float(len(response) < 2)}
+
+
+def refuse(prompt, response, label, record):
+    raise ValueError("none is good enough")
