@@ -37,7 +37,7 @@ def masked_loss(
     backward of the returned loss runs: a forward-only pass leaves no trace there.
 
     Args:
-        correction: with the objective; where it corrects in the loss, its ``in_loss`` is called.
+        correction: with the objective; where it corrects in the loss, this is where.
         micro_batch: the tokens.
         log_probs: log π_θ of the labels, of the layout's local shape, nats; differentiated.
         entropy: of π_θ, of the same shape; None where there is no entropy bonus: it is then not
@@ -78,7 +78,7 @@ def _masked_loss(
         raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
     found = correction.corrected(micro_batch, log_probs, step)
     per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
-    total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.lengths, micro_batch.layout)
+    total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.sequence_lengths, micro_batch.layout)
     returned = schedule_return(total, {"loss": total}, scale)
     statistics = statistics.plus(loss=total.detach() / scale.denominator)
 

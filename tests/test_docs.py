@@ -242,7 +242,7 @@ def steps_of_readme(words):
     readme["set_up"](trainer.correction, trainer.chunks[0].config)
     ids = [torch.full((len(piece.advantages),), index) for index, some in enumerate(pieces) for piece in some]
     names = ("rollout_log_probs", "response_mask", "layout")
-    old = None if trainer.correction.config.bypass_mode else [piece.old_log_probs for piece in flat]
+    old = None if trainer.correction.config.bypass_mode else [piece.train_log_probs for piece in flat]
     inputs = PlanInputs(
         *(old, *([getattr(piece, name) for piece in flat] for name in names)),
         advantages=[piece.advantages for piece in flat],

@@ -44,10 +44,11 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
     bypass = correction.config.bypass_mode
     plan = correction.plan(PlanInputs(None if bypass else old, rollout, mask if planned is None else planned, layout))
     theta, entropy = theta.clone().requires_grad_(), entropy.clone().requires_grad_()
-    batch = MicroBatch(layout, mask, torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64), rollout, ref_log_probs=ref)
+    advantages = torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64)
+    batch = MicroBatch(None, rollout, mask, layout, advantages, ref_log_probs=ref)
     if not bypass:
         batch = dataclasses.replace(
-            batch, old_log_probs=old, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths
+            batch, train_log_probs=old, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
         )
     end = wrap_finalize(correction, lambda model: None)
     scale = plan.loss_scale(num_microbatches=1)
@@ -151,13 +152,13 @@ def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
 def test_what_the_loss_needs_is_named():
     theta, old, rollout, _, entropy, mask = tensors()
     layout = SequenceLayout.padded(ROWS, WIDTH)
-    batch = MicroBatch(layout, mask, torch.ones(ROWS), rollout)
+    batch = MicroBatch(None, rollout, mask, layout, torch.ones(ROWS))
     correction = make_correction("decoupled", "ppo_clip", entropy_coef=0.1, kl_coef=0.1)
     scale = correction.plan(PlanInputs(old, rollout, mask)).loss_scale(num_microbatches=1)
-    with pytest.raises(ValueError, match="decoupled mode needs old_log_probs, and mask and lengths"):
+    with pytest.raises(ValueError, match=r"decoupled mode needs train_log_probs .*, and mask and sequence_lengths"):
         masked_loss(correction, batch, theta, entropy, scale)
     lengths = torch.full((ROWS,), 4.0, dtype=torch.float64)
-    batch = dataclasses.replace(batch, old_log_probs=old, mask=mask, lengths=lengths)
+    batch = dataclasses.replace(batch, train_log_probs=old, mask=mask, sequence_lengths=lengths)
     with pytest.raises(ValueError, match=r"entropy_coef=0\.1 needs the entropy"):
         masked_loss(correction, batch, theta, None, scale)
     with pytest.raises(ValueError, match=r"kl_coef=0\.1 needs the reference policy"):

@@ -25,14 +25,14 @@ from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
 
-_PER_SEQUENCE = ("advantages", "sequence_ids", "lengths")
+_PER_SEQUENCE = ("advantages", "sequence_ids", "sequence_lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTokens(MicroBatch):
     """What the model and the loss need of some sequences on this rank, label-aligned.
 
-    Weights, mask, lengths and the other policies' log-probs are None until they are known.
+    Weights, mask, lengths and the trainer's log-probs are None until they are known.
 
     Attributes:
         tokens: input tokens, of the layout's local shape, like the next two.
@@ -54,7 +54,7 @@ class LocalTokens(MicroBatch):
             for name, value in present.items()
             if isinstance(value, Tensor)
         }
-        return LocalTokens(**{**pieces, "layout": cut.layout})
+        return dataclasses.replace(self, layout=cut.layout, **pieces)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ def _local_tokens(
     advantages = group_advantages(batch.rewards, batch.group_ids).float()
     experts = batch.routed_experts
     return LocalTokens(
+        train_log_probs=None,
         layout=layout,
         tokens=take(batch.tokens, 0),
         positions=layout.positions().to(batch.tokens.device),

@@ -13,7 +13,6 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rc.correction.api import RolloutCorrection
-from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
@@ -126,11 +125,13 @@ class Trainer:
             device=self.device,
         )
         plan.check()
-        local = dataclasses.replace(cut.local, old_log_probs=old, ref_log_probs=ref)
+        local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref)
         if isinstance(plan, CorrectionResult):
             if isinstance(plan.mask, list) or isinstance(plan.weights, list):
                 raise TypeError("the trainer corrects a whole rollout batch at once")
-            local = dataclasses.replace(local, weights=plan.weights, mask=plan.mask, lengths=plan.sequence_lengths)
+            local = dataclasses.replace(
+                local, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
+            )
         return PreparedBatch(dataclasses.replace(cut, local=local), plan)
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
@@ -228,16 +229,13 @@ class Trainer:
             frozen.requires_grad_(False)
         return reference
 
-    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> PlanInputs:
-        return PlanInputs(
+    def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
+        """The local tokens with what the plan alone looks at."""
+        return dataclasses.replace(
+            cut.local,
             train_log_probs=old,
-            rollout_log_probs=cut.local.rollout_log_probs,
-            response_mask=cut.local.response_mask,
-            layout=cut.local.layout,
-            advantages=cut.local.advantages,
             rewards=cut.sides(batch.rewards),
             group_ids=None if self.config.correction.corrects_in_loss else cut.sides(batch.group_ids),
-            sequence_ids=cut.local.sequence_ids,
             policy_versions=cut.local.policy_versions if self.config.rollouts.knows_versions else None,
             mini_batch_ids=cut.mini_batch_ids,
         )

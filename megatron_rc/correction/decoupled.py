@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields, header_fields
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, OneMicroBatch
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.misuse import StepError
-from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import Plan, PlannedStep, one_each
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.correction.stages import corrected_batch
@@ -45,15 +44,14 @@ class DecoupledPlan(TrainingResult, Plan):
         )
         self.loss, self.groups, self.agreed = loss, groups, agreed
 
-    def _found(self, inputs: PlanInputs, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+    def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
         number = len(layouts)
         if self.sequence_lengths is None:
             raise ValueError("micro_batches() on a pipeline stage without log-probs: the loss is on the last one")
         return {
-            "old_log_probs": one_each(inputs.train_log_probs, number),
             "weights": one_each(self.weights, number),
             "mask": one_each(self.mask, number),
-            "lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
+            "sequence_lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
         }
 
     @property
@@ -73,7 +71,7 @@ class Decoupled:
     ) -> None:
         self.config, self.loss, self.groups, self.compile = config, loss, groups, compile
 
-    def plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> DecoupledPlan:
+    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device | None) -> DecoupledPlan:
         """The whole correction, and its header on every stage."""
         if inputs is None:
             fields = header_fields(self.config, counts)
@@ -87,18 +85,17 @@ class Decoupled:
         """There is none: nothing is corrected from π_θ."""
         raise StepError("in_loss belongs to bypass_mode and proximal_interpolation, not to decoupled mode")
 
-    def from_theta(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+    def from_theta(self, inputs: OneMicroBatch, step: PlannedStep) -> CorrectedMicroBatch:
         """Likewise."""
         raise StepError("in_loss belongs to bypass_mode and proximal_interpolation, not to decoupled mode")
 
-    def corrected(
-        self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep, in_loss: InLossCall
-    ) -> CorrectedMicroBatch:
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         """What the plan gave, if it is all there."""
-        old, mask, lengths = micro_batch.old_log_probs, micro_batch.mask, micro_batch.lengths
+        old, mask, lengths = micro_batch.train_log_probs, micro_batch.mask, micro_batch.sequence_lengths
         if old is None or mask is None or lengths is None:
             raise ValueError(
-                "decoupled mode needs old_log_probs, and mask and lengths of the plan, in every micro-batch"
+                "decoupled mode needs train_log_probs (log π_old), and mask and sequence_lengths of the plan, in every "
+                "micro-batch"
             )
         if micro_batch.weights is None and self.config.applies_weights:
             raise ValueError(
@@ -111,7 +108,10 @@ class Decoupled:
                 "are applied, and the micro-batch has some: leave MicroBatch(weights=...) out"
             )
         layout = micro_batch.layout
-        for name, value, shape in (("mask", mask, layout.shape), ("lengths", lengths, (layout.num_sequences,))):
+        for name, value, shape in (
+            ("mask", mask, layout.shape),
+            ("sequence_lengths", lengths, (layout.num_sequences,)),
+        ):
             if tuple(value.shape) != shape:
                 raise ValueError(
                     f"MicroBatch({name}=...) has shape {tuple(value.shape)}: expected {shape}, the part of the plan's "

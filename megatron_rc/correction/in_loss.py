@@ -9,11 +9,10 @@ from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
 from megatron_rc.correction.in_loss_plan import InLossPlan, MaskCounts, count_masks
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, OneMicroBatch
 from megatron_rc.correction.joined import KeptTokens
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.misuse import Misuse, StepError
-from megatron_rc.correction.mode import InLossCall
 from megatron_rc.correction.plans import PlannedStep
 from megatron_rc.correction.proximal import interpolate
 from megatron_rc.correction.shards import collect_shards
@@ -39,7 +38,7 @@ class InLoss:
         # Since then, on every stage.
         self._steps: tuple[StepResult, ...] = ()
 
-    def plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
+    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
         """Tokens and sequences under the response mask, on the last stage."""
         masks = None if inputs is None else count_masks(inputs, counts, self.groups)
         self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, masks), ()
@@ -53,43 +52,29 @@ class InLoss:
             )
         return self._newest.step(mini_batch)
 
-    def from_theta(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+    def from_theta(self, inputs: OneMicroBatch, step: PlannedStep) -> CorrectedMicroBatch:
         """One micro-batch, with π_θ in the place of π_train, or what is interpolated from it."""
-        # A step is one mini-batch, and no criterion that needs the prompts is there.
         counts, old = _of_one_step(step.plan.agreed), inputs.rollout_log_probs
-        if counts.current_version is None:
-            inputs = dataclasses.replace(inputs, policy_versions=None)
+        inputs = _without_others(inputs, counts)
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, step)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
         tokens = accepted_tokens(inputs, self.config, counts, self.groups, compile=self.compile)
         weights, (mask,), lengths = tokens.spread(None)
-        if not isinstance(old, Tensor):
-            raise TypeError("in_loss takes one micro-batch, not a list")
         return CorrectedMicroBatch(
             weights=weights[0] if weights and self.config.applies_weights else None,
             mask=mask,
-            lengths=lengths,
+            sequence_lengths=lengths,
             old_log_probs=old,
             # In bypass mode the two ratios are one.
             mean_log_ratio=tokens.named["mean_log_ratio"] if self.config.bypass_mode else None,
             tokens=KeptTokens.of(tokens),
         )
 
-    def corrected(
-        self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep, in_loss: InLossCall
-    ) -> CorrectedMicroBatch:
+    @torch.no_grad()
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         """What is found from π_θ."""
-        return in_loss(
-            log_probs,
-            micro_batch.rollout_log_probs,
-            micro_batch.response_mask,
-            layout=micro_batch.layout,
-            advantages=micro_batch.advantages,
-            sequence_ids=micro_batch.sequence_ids,
-            policy_versions=micro_batch.policy_versions,
-            step=step,
-        )
+        return self.from_theta(dataclasses.replace(micro_batch, train_log_probs=log_probs), step)
 
     def metrics(self) -> dict[str, float]:
         """Of all steps since the newest plan, each with a policy of its own. Host synchronisations: one."""
@@ -104,7 +89,7 @@ class InLoss:
             metrics[f"{prefix}rollout_is_weightless_mini_batches"] = weightless
         return metrics | {f"{prefix}mixed_policies": float(len(self._steps))}
 
-    def _interpolated(self, inputs: PlanInputs, step: PlannedStep) -> Tensor:
+    def _interpolated(self, inputs: OneMicroBatch, step: PlannedStep) -> Tensor:
         """The proximal policy's log-probs of a micro-batch: the plan's weights are the steps behind that have ended."""
         counts = _of_one_step(step.plan.agreed)
         shards = collect_shards(inputs, counts, self.groups)
@@ -162,3 +147,11 @@ class InLoss:
 def _of_one_step(counts: AgreedCounts) -> AgreedCounts:
     """The counts of a single mini-batch, without prompts."""
     return dataclasses.replace(counts, num_mini_batches=1, num_groups=None)
+
+
+def _without_others(inputs: OneMicroBatch, counts: AgreedCounts) -> OneMicroBatch:
+    """Without what is of several mini-batches or prompts, and without versions that nothing is compared with."""
+    if not isinstance(inputs.rollout_log_probs, Tensor):
+        raise ValueError("the loss takes one micro-batch, not a list of them")
+    versions = None if counts.current_version is None else inputs.policy_versions
+    return dataclasses.replace(inputs, rewards=None, group_ids=None, mini_batch_ids=None, policy_versions=versions)

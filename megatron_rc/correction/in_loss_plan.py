@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, Tensors
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, Tensors
 from megatron_rc.correction.plans import Plan
 from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.training_result import index_of
@@ -39,7 +39,7 @@ class MaskCounts:
         return MaskCounts(tokens, sequences, total[-1])
 
 
-def count_masks(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups) -> MaskCounts:
+def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups) -> MaskCounts:
     """Count the response masks of a rollout batch, which are checked as :func:`collect_shards` does.
 
     Collectives: one SUM of [n] over ``cp``, then that of ``summed``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -14,27 +15,39 @@ Tensors = Tensor | Sequence[Tensor]
 Layouts = SequenceLayout | Sequence[SequenceLayout]
 
 
+V = TypeVar("V", bound=Tensors, covariant=True)
+L = TypeVar("L", bound=Layouts, covariant=True)
+
+
 @dataclass(frozen=True)
-class PlanInputs:
-    """One rank's part of a rollout batch: one tensor each, or lists with one a micro-batch.
+class CorrectionInputs(Generic[V, L]):
+    """What is known of sampled tokens on one rank: V and L are tensors and layouts, or lists of them.
 
     The fields are the arguments of the same names of :func:`correct_rollouts`, which says what each holds. What may be
     given one a sequence or one a token is read as one a sequence where both shapes are the same.
 
     Attributes:
-        train_log_probs: None in a plan where the correction is made in the loss: π_θ comes later.
+        train_log_probs: None where the correction is made in the loss: π_θ comes later.
     """
 
-    train_log_probs: Tensors | None
-    rollout_log_probs: Tensors
-    response_mask: Tensors
-    layout: Layouts | None = None
-    advantages: Tensors | None = None
-    rewards: Tensors | None = None
-    group_ids: Tensors | None = None
-    sequence_ids: Tensors | None = None
-    policy_versions: Tensors | None = None
-    mini_batch_ids: Tensors | None = None
+    train_log_probs: V | None
+    rollout_log_probs: V
+    response_mask: V
+    layout: L | None = None
+    advantages: V | None = None
+    rewards: V | None = None
+    group_ids: V | None = None
+    sequence_ids: V | None = None
+    policy_versions: V | None = None
+    mini_batch_ids: V | None = None
+
+
+AnyInputs = CorrectionInputs[Tensors, Layouts]
+OneMicroBatch = CorrectionInputs[Tensor, SequenceLayout]
+
+
+class PlanInputs(AnyInputs):
+    """One rank's part of a rollout batch: one tensor each, or lists with one a micro-batch."""
 
 
 @dataclass(frozen=True)

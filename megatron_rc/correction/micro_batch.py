@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron_rc.correction.inputs import OneMicroBatch
 from megatron_rc.correction.joined import KeptTokens
 from megatron_rc.parallel.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What the loss of one micro-batch needs, on the last pipeline stage; per token: the layout's local shape.
+class MicroBatch(OneMicroBatch):
+    """What the loss of one micro-batch needs, on the last pipeline stage: of the plan's inputs and of the plan.
 
     Attributes:
-        layout: which tokens these are.
-        response_mask: bool: the tokens that were sampled.
+        train_log_probs: log π_old; None where π_old is π_rollout or interpolated.
+        layout: which tokens these are; must be given, and so must advantages.
         advantages: [n], or per token.
-        rollout_log_probs: log π_rollout.
-        sequence_ids: [n] int64; error messages name them where the correction is made in the loss.
-        policy_versions: int64, of the weights that sampled: for metrics by staleness, bounds by staleness and the
-            interpolation that are made in the loss; where the plan was given the current version.
-        old_log_probs: log π_old; None in bypass mode, where π_rollout takes its place, and where it is interpolated.
+        sequence_ids: error messages name them where the correction is made in the loss.
+        policy_versions: for metrics by staleness, bounds by staleness and the interpolation that are made in the loss;
+            where the plan was given the current version.
         ref_log_probs: log π_ref, where there is a KL penalty.
         weights: importance weights of the plan; None where the config applies none, and where the loss finds them.
-        mask: the accepted tokens of the plan; None where the loss finds them.
-        lengths: [n] float64, n_i of the plan; likewise.
+        mask: bool, the accepted tokens of the plan; None where the loss finds them.
+        sequence_lengths: [n] float64, n_i of the plan; likewise.
     """
 
-    layout: SequenceLayout
-    response_mask: Tensor
-    advantages: Tensor
-    rollout_log_probs: Tensor
-    sequence_ids: Tensor | None = None
-    policy_versions: Tensor | None = None
-    old_log_probs: Tensor | None = None
+    layout: SequenceLayout = field()
+    advantages: Tensor = field()
     ref_log_probs: Tensor | None = None
     weights: Tensor | None = None
     mask: Tensor | None = None
-    lengths: Tensor | None = None
+    sequence_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class CorrectedMicroBatch:
-    """What the loss is made from; unpacks as ``weights, mask, lengths``.
+    """What the loss is made from; unpacks as ``weights, mask, sequence_lengths``.
 
     Attributes:
         weights: detached, like the tokens; None where none are applied. Bounded; normalised in decoupled mode alone.
         mask: bool: the accepted tokens m'.
-        lengths: [n] float64, n_i: tokens of each whole sequence in the denominator.
+        sequence_lengths: [n] float64, n_i: tokens of each whole sequence in the denominator.
         old_log_probs: log π_old, detached: of the plan, of the rollout in bypass mode, or interpolated.
         mean_log_ratio: [n] float64, the mean of log π_θ/π_old over each whole sequence; None where it is not known yet.
         tokens: what the micro-batch adds to its step follows from these; None where the plan has it.
@@ -58,10 +52,10 @@ class CorrectedMicroBatch:
 
     weights: Tensor | None
     mask: Tensor
-    lengths: Tensor
+    sequence_lengths: Tensor
     old_log_probs: Tensor
     mean_log_ratio: Tensor | None = None
     tokens: KeptTokens | None = None
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.weights, self.mask, self.lengths))
+        return iter((self.weights, self.mask, self.sequence_lengths))

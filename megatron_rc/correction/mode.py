@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_rc.correction.header import HeaderFields
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, OneMicroBatch
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.plans import Plan, PlannedStep
 from megatron_rc.correction.step import StepResult, StepSums
-
-InLossCall = Callable[..., CorrectedMicroBatch]
 
 
 class Mode(Protocol):
@@ -26,19 +23,17 @@ class Mode(Protocol):
 
     needs_steps: bool
 
-    def plan(self, inputs: PlanInputs | None, counts: AgreedCounts, device: torch.device | None) -> Plan:
+    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device | None) -> Plan:
         """Prepare a rollout batch, on every stage."""
 
     def newest_step(self, mini_batch: int | None) -> PlannedStep:
         """A step of the newest plan, for a correction from π_θ."""
 
-    def from_theta(self, inputs: PlanInputs, step: PlannedStep) -> CorrectedMicroBatch:
+    def from_theta(self, inputs: OneMicroBatch, step: PlannedStep) -> CorrectedMicroBatch:
         """Correct one micro-batch from π_θ, which stands in the place of π_train."""
 
-    def corrected(
-        self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep, in_loss: InLossCall
-    ) -> CorrectedMicroBatch:
-        """What the loss of a micro-batch is made from: of the plan, or what ``in_loss`` finds."""
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+        """What the loss of a micro-batch is made from: of the plan, or what is found from π_θ."""
 
     def step_fields(self) -> HeaderFields | None:
         """What a step reduces besides what the losses measured; alike on all stages."""

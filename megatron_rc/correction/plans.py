@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs
 from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.correction.shards import layouts_of
 from megatron_rc.correction.training_result import index_of
@@ -159,7 +159,7 @@ class Plan(ABC):
             step=step,
         )
 
-    def micro_batches(self, inputs: PlanInputs) -> list[MicroBatch]:
+    def micro_batches(self, inputs: AnyInputs) -> list[MicroBatch]:
         """What the loss of each micro-batch needs, of what the plan was given and of what it found; on the last stage.
 
         Args:
@@ -173,12 +173,12 @@ class Plan(ABC):
         masks = one_each(inputs.response_mask, 1)
         is_list, number = not isinstance(inputs.response_mask, Tensor), len(masks)
         layouts = layouts_of(inputs.layout, masks, is_list, self.groups)
-        names = ("rollout_log_probs", "advantages", "sequence_ids", "policy_versions")
+        names = [field.name for field in dataclasses.fields(CorrectionInputs)]
         columns = {name: one_each(getattr(inputs, name), number) for name in names}
-        columns |= {"layout": layouts, "response_mask": masks} | self._found(inputs, layouts)
+        columns |= {"layout": layouts} | self._found(layouts)
         return [MicroBatch(**{name: column[index] for name, column in columns.items()}) for index in range(number)]
 
-    def _found(self, inputs: PlanInputs, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+    def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
         """What the plan has found of each micro-batch, by the names of MicroBatch's fields."""
         return {}
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_rc.correction.decoupled import Decoupled, DecoupledPlan
 from megatron_rc.correction.in_loss import InLoss
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, check_counts
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, check_counts
 from megatron_rc.correction.local_tokens import check_version_given
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.mode import Mode
@@ -74,7 +74,7 @@ class RolloutCorrection:
     @torch.no_grad()
     def plan(
         self,
-        inputs: PlanInputs | None,
+        inputs: AnyInputs | None,
         *,
         num_mini_batches: int = 1,
         num_groups: int | None = None,
@@ -85,7 +85,7 @@ class RolloutCorrection:
         """Prepare a rollout batch, alike on all pipeline stages. Steps of earlier plans are not touched.
 
         Args:
-            inputs: this rank's part; None on the stages that hold no log-probs.
+            inputs: this rank's part, a PlanInputs; None on the stages that hold no log-probs.
             num_mini_batches: optimizer steps that share the batch, equal on every rank.
             num_groups: prompts of the whole batch.
             current_version: of the weights that train.
@@ -127,7 +127,6 @@ class RolloutCorrection:
         sequence_ids: Tensor | None = None,
         policy_versions: Tensor | None = None,
         mini_batch: int | None = None,
-        step: PlannedStep | None = None,
     ) -> CorrectedMicroBatch:
         """Correct one micro-batch from π_θ, inside the loss function: bypass mode and proximal interpolation.
 
@@ -140,10 +139,9 @@ class RolloutCorrection:
             sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
             policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed where the
                 plan was given the current version, else not looked at.
-            mini_batch: the optimizer step, one for all micro-batches until ``finish_step``, of the newest plan. Without
-                a step the micro-batch counts at once, unless gradients are switched off.
-            step: instead: that of a LossScale. The micro-batch counts when its sums are given to ``count``, which
-                ``masked_loss`` does when its backward runs.
+            mini_batch: the optimizer step, one for all micro-batches until ``finish_step``, of the newest plan. The
+                micro-batch counts at once, unless gradients are switched off; that of ``masked_loss`` counts when its
+                backward runs.
 
         Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
 
@@ -152,11 +150,9 @@ class RolloutCorrection:
                 the step so far.
             StepError: decoupled mode, or no ``plan`` before.
         """
-        counts_at_once = step is None and torch.is_grad_enabled()
-        if step is None:
-            step = self.mode.newest_step(mini_batch)
-            self.steps.check_goes_on(step)
-        inputs = PlanInputs(
+        step = self.mode.newest_step(mini_batch)
+        self.steps.check_goes_on(step)
+        inputs = CorrectionInputs(
             log_probs,
             rollout_log_probs,
             response_mask,
@@ -167,7 +163,7 @@ class RolloutCorrection:
         )
         with torch.no_grad():
             found = self.mode.from_theta(inputs, step)
-        if counts_at_once:
+        if torch.is_grad_enabled():
             self.steps.count(step, found.tokens)
         return found
 
@@ -179,7 +175,7 @@ class RolloutCorrection:
         """
         if (step.plan.config, step.plan.loss) != (self.config, self.loss):
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
-        return self.mode.corrected(micro_batch, log_probs, step, self.in_loss)
+        return self.mode.corrected(micro_batch, log_probs, step)
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, Layouts, PlanInputs, Tensors, check_counts
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, Layouts, Tensors, check_counts
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
@@ -106,7 +106,7 @@ class Shards:
         return self.parts[0].mask.device
 
 
-def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGroups | None = None) -> Shards:
+def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups | None = None) -> Shards:
     """Check shapes, dtypes and counts, and fill in the defaults.
 
     Args:
@@ -162,7 +162,7 @@ def collect_shards(inputs: PlanInputs, counts: AgreedCounts, groups: ParallelGro
     ).checked(masks[0].device)
 
 
-def _check_pairs(inputs: PlanInputs, counts: AgreedCounts) -> None:
+def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
     if (inputs.group_ids is None) != (counts.num_groups is None):
         raise ValueError(
             "group_ids and num_groups come together: num_groups is the count of prompts, equal on all ranks"

@@ -25,7 +25,7 @@ from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
 from megatron_rc.correction.header import Columns, HeaderFields, header_fields, normalization_sums
 from megatron_rc.correction.header_records import Source
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
 from megatron_rc.correction.local_tokens import (
     LocalSums,
     Pair,
@@ -192,7 +192,7 @@ def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) 
 
 
 def accepted_tokens(
-    inputs: PlanInputs,
+    inputs: AnyInputs,
     config: RolloutCorrectionConfig,
     counts: AgreedCounts,
     groups: ParallelGroups,
@@ -207,7 +207,7 @@ def accepted_tokens(
 
 
 def corrected_batch(
-    inputs: PlanInputs,
+    inputs: AnyInputs,
     config: RolloutCorrectionConfig,
     counts: AgreedCounts,
     groups: ParallelGroups,

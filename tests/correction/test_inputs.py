@@ -1,13 +1,22 @@
 """What the correction is given: what is refused at once, what is reported by check(), and what it asks of the host."""
 
 import contextlib
+import dataclasses
+import inspect
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import PlanInputs, PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc import (
+    AgreedCounts,
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    correct_rollouts,
+)
 from megatron_rc.correction.checks.bad_tokens import describe_bad_token
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import CASES, clear_batch, make_batch, sizes
@@ -77,6 +86,27 @@ def arguments(name="token"):
 def test_wrong_shapes_and_dtypes_are_errors_at_once(change, message):
     with pytest.raises(ValueError, match=message):
         correct_rollouts(**(arguments() | change), config=config_of("token"))
+
+
+def test_what_is_given_is_called_alike_everywhere():
+    """The records declare it; parameter lists repeat their names, in their order, with their defaults."""
+    of_inputs, of_counts = (
+        {field.name: field.default for field in dataclasses.fields(kind)} for kind in (PlanInputs, AgreedCounts)
+    )
+
+    def defaults(function, names):
+        parameters = inspect.signature(function).parameters
+        return {name: parameter.default for name, parameter in parameters.items() if name in names}
+
+    required = {name: inspect.Parameter.empty for name in NAMES}
+    declared = {name: default for name, default in of_inputs.items() if name not in NAMES}
+    assert defaults(correct_rollouts, of_inputs) == required | declared
+    assert defaults(correct_rollouts, of_counts) == of_counts
+    assert defaults(RolloutCorrection.plan, of_counts) == of_counts
+    others = {"config", "groups", "allow_zero_log_probs", "compile"}
+    assert set(inspect.signature(correct_rollouts).parameters) == {*of_inputs, *of_counts, *others}
+    in_loss = set(inspect.signature(RolloutCorrection.in_loss).parameters)
+    assert in_loss - set(of_inputs) == {"self", "log_probs", "mini_batch"}
 
 
 @pytest.mark.parametrize(

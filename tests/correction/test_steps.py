@@ -91,10 +91,11 @@ class Training:
         layout = SequenceLayout.padded(len(rows), WIDTH)
         given = {}
         if self.mode == "decoupled":
-            given = {"weights": plan.weights, "mask": plan.mask, "lengths": plan.sequence_lengths}
-            given = {name: value[list(rows)] for name, value in given.items()} | {"old_log_probs": self.old[list(rows)]}
+            given = {"weights": plan.weights, "mask": plan.mask, "sequence_lengths": plan.sequence_lengths}
+            given = {name: value[list(rows)] for name, value in given.items()}
+        old = self.old[list(rows)] if given else None
         rollout, mask, advantages = (value[list(rows)] for value in (self.rollout, self.mask, self.advantages))
-        return MicroBatch(layout, mask, advantages, rollout, **given)
+        return MicroBatch(old, rollout, mask, layout, advantages, **given)
 
     def scale(self, plan, mini_batch):
         number = len(MINI_BATCHES[mini_batch]) // PER_MICRO_BATCH
@@ -392,8 +393,9 @@ def test_weights_that_are_not_applied_are_refused():
     training = Training("decoupled", CONFIG | {"rollout_is_apply": False})
     plan = training.planned()
     layout, rows = SequenceLayout.padded(2, WIDTH), slice(0, 2)
-    found = {"mask": plan.mask[rows], "lengths": plan.sequence_lengths[rows], "old_log_probs": training.old[rows]}
-    micro_batch = MicroBatch(layout, training.mask[rows], training.advantages[rows], training.rollout[rows], **found)
+    found = {"mask": plan.mask[rows], "sequence_lengths": plan.sequence_lengths[rows]}
+    tensors = [value[rows] for value in (training.old, training.rollout, training.mask)]
+    micro_batch = MicroBatch(*tensors, layout, training.advantages[rows], **found)
     masked_loss(training.correction, micro_batch, training.model(range(2)), None, training.scale(plan, 0))
     weighted = dataclasses.replace(micro_batch, weights=torch.ones(2, WIDTH))
     with pytest.raises(ValueError, match=r"rollout_is_apply=False: no weights are applied.* leave MicroBatch"):
@@ -456,7 +458,10 @@ def test_a_scale_of_other_counts_is_refused():
     [
         (lambda one: {"mask": one.mask.float()}, r"MicroBatch\(mask=...\) is torch.float32: expected bool"),
         (lambda one: {"mask": one.mask[:1]}, r"MicroBatch\(mask=...\) has shape \(1, 6\): expected \(2, 6\)"),
-        (lambda one: {"lengths": one.lengths.repeat(2)}, r"MicroBatch\(lengths=...\) has shape \(4,\): expected \(2,"),
+        (
+            lambda one: {"sequence_lengths": one.sequence_lengths.repeat(2)},
+            r"MicroBatch\(sequence_lengths=...\) has shape \(4,\): expected \(2,",
+        ),
     ],
 )
 def test_what_the_plan_gave_must_fit_the_micro_batch(wrong, message):
@@ -495,7 +500,8 @@ def test_the_plan_makes_the_micro_batches():
         assert len(found) == 4
         for index, micro_batch in enumerate(found):
             known = training.micro_batch(whole, range(2 * index, 2 * index + 2))
-            for name, value in vars(known).items():
+            assert torch.equal(micro_batch.mini_batch_ids, ids[index])
+            for name, value in vars(dataclasses.replace(known, mini_batch_ids=ids[index])).items():
                 got = getattr(micro_batch, name)
                 assert torch.equal(got, value) if isinstance(value, torch.Tensor) else type(got) is type(value), name
         with pytest.raises(ValueError, match="advantages are missing"):

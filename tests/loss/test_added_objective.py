@@ -99,7 +99,7 @@ def test_in_bypass_mode_it_trains_with_its_weights():
     end = wrap_finalize(correction, lambda model: None)
     plan = correction.plan(PlanInputs(None, rollout, mask))
     theta = theta.requires_grad_()
-    batch = MicroBatch(SequenceLayout.padded(4, 6), mask, advantages, rollout)
+    batch = MicroBatch(None, rollout, mask, SequenceLayout.padded(4, 6), advantages)
     loss, _, _ = masked_loss(correction, batch, theta, None, plan.loss_scale(num_microbatches=1))
     loss.backward()
     end([Chunk()])

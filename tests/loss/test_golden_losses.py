@@ -218,7 +218,7 @@ def bypassed(case, **changes):
     end = wrap_finalize(correction, lambda model: None)
     scale = plan.loss_scale(num_microbatches=1)
     layout = SequenceLayout.padded(*mask.shape)
-    micro_batch = MicroBatch(layout, mask, arrays["advantages"], arrays["rollout_log_prob"])
+    micro_batch = MicroBatch(None, arrays["rollout_log_prob"], mask, layout, arrays["advantages"])
     loss, count, _ = masked_loss(correction, micro_batch, log_probs, None, scale)
     (loss / count).backward()
     end([Chunk()])

@@ -307,7 +307,7 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         step_calls.append(list(calls))
         gradients.append({name: p.main_grad.clone() for name, p in named(trainer.chunks)})
     local = prepared.batch.local
-    applied = [local.weights, local.mask, local.lengths] if held is None else _joined(held)
+    applied = [local.weights, local.mask, local.sequence_lengths] if held is None else _joined(held)
     own = prepared.batch.rows
     row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
     last = groups.is_last_stage
@@ -327,17 +327,17 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
 
 
 def _watch(trainer: Any) -> list[Any] | None:
-    """In bypass mode everything that ``in_loss`` gives from now on."""
+    """In bypass mode what every loss is made from, from now on."""
     correction = trainer.correction
     if not correction.config.corrects_in_loss:
         return None
-    held, in_loss = [], correction.in_loss
+    held, corrected = [], correction.corrected
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        held.append(in_loss(*args, **kwargs))
+        held.append(corrected(*args, **kwargs))
         return held[-1]
 
-    correction.in_loss = watched
+    correction.corrected = watched
     return held
 
 
