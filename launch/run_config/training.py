@@ -76,6 +76,13 @@ class TrainingSection:
     rl_sequence_packing_bin_size: int = option(
         "most tokens of a packed micro-batch; default: micro-batch-size · seq-length", positive=True
     )
+    check_for_nan_in_loss_and_grad: bool = option(
+        "stop before a step whose loss or gradient norm is not finite", default=True
+    )
+    check_for_spiky_loss: bool = option(
+        "stop before a step whose loss is ten times the largest of the first 100 steps", default=False
+    )
+    check_for_large_grads: bool = option("the same for the norm of the gradient", default=False)
     seed: int = option("of weights, prompts and sampling", default=1234, not_negative=True)
 
 
@@ -94,6 +101,15 @@ class CheckpointSection:
 
     save: str | None = option("write checkpoints here", metavar="DIR")
     save_interval: int | None = option("optimizer steps between checkpoints; default: at the end", positive=True)
+    keep_last: int | None = option("remove all but the newest N checkpoints; default: all stay", positive=True)
+    save_retain_interval: int | None = option(
+        "of older checkpoints those at multiples of this many steps stay; without --keep-last only the newest beside "
+        "them",
+        positive=True,
+    )
+    continue_after_failed_save: bool = option(
+        "go on where a checkpoint on the way cannot be written; at the end it is an error still", default=False
+    )
     load: str | None = option("go on from the newest checkpoint here, if there is one", metavar="DIR")
     load_hf: str | None = option("start from this Hugging Face directory, which describes the model too", metavar="DIR")
     weights_bridge: Literal["mbridge"] | None = option(
@@ -102,6 +118,18 @@ class CheckpointSection:
     finetune: bool = option("take the weights of --load alone and start at step 0", default=False)
     no_save_optim: bool = option("leave the optimizer out of checkpoints", default=False)
     no_load_optim: bool = option("leave the optimizer of --load alone", default=False)
+    verify_integrity: bool = option("compare all of --load with its checksums before it is read", default=True)
+    load_last_valid: bool = option(
+        "where the newest checkpoint of --load is damaged, go on from the last one that is whole", default=False
+    )
+    override_opt_param_scheduler: bool = option(
+        "go on with this run's learning rate, schedule, weight decay and optimizer, not with the checkpoint's",
+        default=False,
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        "go on with the checkpoint's learning rate, schedule, weight decay and optimizer, whatever the flags say",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,15 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.checkpoints.save import SaveError
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.sync_check import SyncCheck
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.records.rollout import RolloutBatch
+
+_log = logging.getLogger("megatron_rc")
 
 
 class StopRequest:
@@ -68,8 +72,7 @@ def train(config: RunConfig, task: Task) -> bool:
                     reporter.step(trainer.iteration, row)
                 stop = agree(config, reporter.error if reporter else None, stop=request.signal is not None)
                 if files.save and files.save_interval and trainer.iteration % files.save_interval == 0:
-                    trainer.save()
-                    saved = trainer.iteration
+                    saved = _save(config, trainer, saved)
                 if stop or trainer.iteration >= config.training.train_iters:
                     break
         if files.save and saved != trainer.iteration:
@@ -82,6 +85,19 @@ def train(config: RunConfig, task: Task) -> bool:
             done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
             reporter.close(f"{done} at step {trainer.iteration}{kept}")
     return not stop or bool(files.save)
+
+
+def _save(config: RunConfig, trainer: Trainer, before: int) -> int:
+    """A checkpoint on the way; the step of the last one that was written."""
+    try:
+        trainer.save()
+    except SaveError as error:
+        if not config.checkpoints.continue_after_failed_save:
+            raise
+        if dist.get_rank() == 0:
+            _log.warning("%s; the run goes on", error)
+        return before
+    return trainer.iteration
 
 
 class _WeightSync:

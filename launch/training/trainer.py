@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rc.launch.training.checkpoints.load import load_checkpoint
+from megatron_rc.launch.training.checkpoints.save import save_checkpoint
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
@@ -28,6 +29,7 @@ from megatron_rc.launch.training.model import (
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
+from megatron_rc.launch.training.step_checks import StepChecks
 from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
@@ -63,6 +65,10 @@ class Trainer:
             self._start_from(config.checkpoints.load_hf, chunks)
         self.model = wrap_chunks(config, chunks)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.checks = StepChecks(config)
+        # Megatron asks for it before it changes a weight.
+        norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
+        self._gradient_norm = norm
         self.reference = self._build_reference() if config.loss.kl_coef else []
         self.correction = RolloutCorrection(
             config.correction,
@@ -86,12 +92,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint to ``--save``."""
-        files = self.config.checkpoints
-        if files.save is None:
-            raise ValueError("there is no folder for checkpoints: give --save DIR")
-        optimizer = None if files.no_save_optim else self.optimizer
-        parts = self.model, optimizer, self.scheduler, self.reference
-        save_checkpoint(self.config, files.save, self.iteration, *parts)
+        save_checkpoint(self.config, self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.
@@ -143,14 +144,14 @@ class Trainer:
             Metrics of the step, equal on all ranks.
 
         Raises:
-            AgreedError: on every rank, if the loss is not finite; the weights are as before the step.
+            AgreedError: on every rank, if the loss or the norm of the gradient is not finite; the weights are as before
+                the step.
             ValueError: in bypass mode, on every rank alike, if a log-prob at a trained position is unusable on any.
         """
         is_first = self._steps == self._scored_at
-        self.iteration += 1
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:
-            self.skipped += 1
+            self.iteration, self.skipped = self.iteration + 1, self.skipped + 1
             return self._step_metrics() | {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
         if is_first and not self.config.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
@@ -158,6 +159,7 @@ class Trainer:
         learning_rate = self._learning_rate()
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
+        self.iteration += 1
         return metrics | {
             "grad_norm": float(grad_norm),
             "lr": learning_rate,
@@ -193,11 +195,7 @@ class Trainer:
             if self.correction.step.skips():
                 return None
         metrics = self.correction.loss_metrics()
-        if not math.isfinite(metrics["loss/total"]):
-            raise AgreedError(
-                f"the loss of step {self.iteration} is {metrics['loss/total']}: the step was not made; lower --lr, or "
-                "look at the rewards and log-probs of this batch"
-            )
+        self.checks.loss(self.iteration + 1, metrics["loss/total"])
         return self._step_metrics() | self._asked_for(metrics)
 
     @property
@@ -212,6 +210,11 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def _checked_gradient_norm(self) -> float:
+        norm = float(self._gradient_norm())
+        self.checks.gradient(self.iteration + 1, norm)
+        return norm
 
     def _start_from(self, folder: str, chunks: Sequence[GPTModel]) -> None:
         error = None

@@ -7,21 +7,51 @@ from pathlib import Path
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.training import CheckpointSection
 
 
 def check_checkpoints(config: RunConfig) -> None:
     """Settings of checkpoints and of logging that would do nothing."""
     files, logging = config.checkpoints, config.logging
-    if files.save_interval and not files.save:
-        raise ConfigurationError(f"--save-interval {files.save_interval} does nothing without --save DIR")
-    if (files.finetune or files.no_load_optim) and not files.load:
-        raise ConfigurationError("--finetune and --no-load-optim do nothing without --load DIR")
-    if files.no_save_optim and not files.save:
-        raise ConfigurationError("--no-save-optim does nothing without --save DIR")
+    _check_saving(files)
+    _check_loading(files)
     if logging.wandb_exp_name and not logging.wandb_project:
         raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
     if logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")
+
+
+def _check_saving(files: CheckpointSection) -> None:
+    for name in ("save_interval", "keep_last", "save_retain_interval"):
+        if getattr(files, name) and not files.save:
+            raise ConfigurationError(f"{flag(name)} {getattr(files, name)} does nothing without --save DIR")
+    for name in ("no_save_optim", "continue_after_failed_save"):
+        if getattr(files, name) and not files.save:
+            raise ConfigurationError(f"{flag(name)} does nothing without --save DIR")
+    for name in ("keep_last", "save_retain_interval", "continue_after_failed_save"):
+        if getattr(files, name) and not files.save_interval:
+            raise ConfigurationError(f"{flag(name)} does nothing without --save-interval: only the end is saved")
+    if files.save_retain_interval and files.save_interval and files.save_retain_interval % files.save_interval:
+        raise ConfigurationError(
+            f"--save-retain-interval {files.save_retain_interval} must be a multiple of --save-interval "
+            f"{files.save_interval}"
+        )
+
+
+def _check_loading(files: CheckpointSection) -> None:
+    names = ["finetune", "no_load_optim", "load_last_valid"]
+    names += ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]
+    for name in names:
+        if getattr(files, name) and not files.load:
+            raise ConfigurationError(f"{flag(name)} does nothing without --load DIR")
+    if not files.verify_integrity and not files.load:
+        raise ConfigurationError("--no-verify-integrity does nothing without --load DIR")
+    given = [name for name in names[3:] if getattr(files, name)]
+    if len(given) == 2:
+        raise ConfigurationError(f"{flag(given[0])} contradicts {flag(given[1])}: give one of them")
+    if given and (files.finetune or files.no_load_optim):
+        other = "--finetune" if files.finetune else "--no-load-optim"
+        raise ConfigurationError(f"{flag(given[0])} does nothing with {other}: this run's numbers count; drop it")
 
 
 def check_folders(config: RunConfig) -> None:

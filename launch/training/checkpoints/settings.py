@@ -20,6 +20,15 @@ def settings_text(config: RunConfig) -> str:
     return json.dumps(known, indent=1) + "\n"
 
 
+def settings_beside(folder: Path) -> dict[str, Any]:
+    """The same of one checkpoint's folder; empty where there are none."""
+    try:
+        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
     """The sections of the run that wrote a checkpoint, field by field; None for one that it did not have.
 

@@ -12,7 +12,8 @@ from tests.support.paths import ROOT
 MEGATRON = {
     (int, None): "num-layers-per-virtual-pipeline-stage num-layers hidden-size ffn-hidden-size num-attention-heads "
     "kv-channels seq-length max-position-embeddings vocab-size padded-vocab-size num-experts moe-ffn-hidden-size "
-    "micro-batch-size global-batch-size train-iters recompute-num-layers lr-decay-iters save-interval eval-interval",
+    "micro-batch-size global-batch-size train-iters recompute-num-layers lr-decay-iters save-interval eval-interval "
+    "save-retain-interval",
     (int, 0): "lr-warmup-iters",
     (int, 1): "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
     "expert-model-parallel-size num-query-groups",
@@ -45,7 +46,10 @@ MEGATRON = {
     (str, "linear"): "lr-decay-style",
     (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
     "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 calculate-per-token-loss finetune "
-    "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim",
+    "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
+    "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
+    "verify-integrity",
+    (None, True): "check-for-nan-in-loss-and-grad",
 }
 # README says so, with the reason.
 DIFFERENT = {
@@ -54,6 +58,7 @@ DIFFERENT = {
     "log-interval": 1,
     "micro-batch-size": 1,
     "transformer-impl": None,
+    "verify-integrity": True,
 }
 # Not given, until the checks fill in Megatron-LM's default where the flag means something.
 FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
@@ -62,7 +67,7 @@ OURS = """config run-name runs-dir cpu fused-linear-log-probs load-hf weights-br
 eval-problems max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts save-rollouts load-rollouts rollout-staleness allow-truncated-sampling
 rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation loss-scale-factor
-ppo-dual-clip kl-estimator""".split()
+ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 
 

@@ -1,28 +1,59 @@
-"""Checkpoints on the ranks of the pool: what stands beside the weights, and what is found when it is read back."""
+"""Checkpoints on the ranks of the pool: what is written, what damage is found, and that reading one runs nothing."""
 
 import dataclasses
-import json
+import io
+import os
+import pickle
+import shutil
+import zipfile
 
 import pytest
+import torch
 
-from megatron_rc.launch.training.checkpoints.folders import iteration_folder
+from megatron_rc.launch.training.checkpoints.find import checked_checkpoint, find_checkpoint
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
+from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+from megatron_rc.launch.training.checkpoints.unpickling import read_index, safe_loading
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, run_config, save_initial
+from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
+
+SMALL = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0"]
+TWO = Layout(tp=2)
+
+
+def train(words, steps=0):
+    """A trainer that has made these steps and saved after each; what went wrong, the step, and its weights."""
+    try:
+        trainer = make_trainer(words)
+        for index in range(steps):
+            trainer.update(trainer.prepare(recorded_batch(index)), 0)
+            trainer.save()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}", None, None
+    if trainer.config.checkpoints.save and not steps:
+        trainer.save()
+    return None, trainer.iteration, [weight.detach().clone() for c in trainer.chunks for weight in c.parameters()]
 
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A folder with one checkpoint of a small model, and the flags that wrote it."""
+    """A folder with the checkpoints of two steps of a small model on two ranks, and the flags that wrote it."""
     folder = tmp_path_factory.mktemp("saved")
-    words = flags(folder, "--num-layers=2", f"--save={folder}/save")
-    ranks.run(save_initial, Layout(), words)
+    words = flags(folder, *SMALL, *TWO.flags())
+    assert [error for error, _, _ in ranks.run(train, TWO, [*words, f"--save={folder}/save"], 2)] == [None, None]
     return folder / "save", words
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """The same to be spoilt."""
+    return shutil.copytree(saved[0], tmp_path / "copy")
 
 
 def test_a_checkpoint_says_how_it_was_made(saved):
     folder, words = saved
-    found, config = checkpoint_settings(folder), run_config(words)
+    found, config = checkpoint_settings(folder), run_config(words, 2)
     assert found["transformer"] == dataclasses.asdict(config.transformer)
     assert found["model"]["padded_vocab_size"] == config.model.padded_vocab_size
     assert found["experts"] is None
@@ -32,26 +63,226 @@ def test_a_checkpoint_says_how_it_was_made(saved):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "is missing: checkpoint 0 says nothing of its model"),
+        (None, "is missing: checkpoint 2 says nothing of its model"),
         ("", "cannot be read (Expecting value"),
         ("[" * 100_000, "cannot be read (maximum recursion depth"),
         ("[]", "expected one object for each section"),
         ('{"model": 3}', "expected one object for each section"),
         ('{"model": ' + "9" * 5000 + "}", "cannot be read (Exceeds the limit"),
     ],
+    ids=["missing", "empty", "deep", "list", "number", "digits"],
 )
-def test_settings_that_cannot_be_read_are_one_error(saved, tmp_path, text, message):
-    folder = iteration_folder(tmp_path, 0)
-    folder.mkdir()
-    (folder / "metadata.json").write_text(json.dumps({}))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("0")
+def test_settings_that_cannot_be_read_are_one_error(copy, text, message):
+    path = iteration_folder(copy, 2) / SETTINGS
+    path.unlink()
     if text is not None:
-        (folder / SETTINGS).write_text(text)
+        path.write_text(text)
     with pytest.raises(ValueError, match=r"settings\.json") as error:
-        checkpoint_settings(tmp_path)
+        checkpoint_settings(copy)
     assert message in str(error.value)
 
 
 def test_a_folder_without_checkpoints_has_no_settings(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
         checkpoint_settings(tmp_path)
+
+
+# Damage
+
+
+def files_of(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(path):
+    """One bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def find_each(words, folders):
+    """What is said of each folder."""
+    config, found = run_config(words, torch.distributed.get_world_size()), []
+    for folder in folders:
+        try:
+            found.append(str(find_checkpoint(str(folder), config)))
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("spoil", [flip, cut, empty, os.remove], ids=lambda spoil: spoil.__name__)
+def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
+    folder, words = saved
+    names = [name for name in files_of(iteration_folder(folder, 2)) if spoil is not flip or name != MANIFEST]
+    assert len(names) > 6
+    for name in names:
+        shutil.copytree(folder, tmp_path / name.strip("._"))
+        spoil(iteration_folder(tmp_path / name.strip("._"), 2) / name)
+    folders = [tmp_path / name.strip("._") for name in names]
+    first, second = ranks.run(find_each, TWO, words, folders)
+    assert first == second
+    for name, said in zip(names, first, strict=True):
+        assert "--load-last-valid goes on from checkpoint 1, which is whole" in said or spoil is os.remove
+        assert f"checkpoint 2 is damaged: {name} " in said or (name == "metadata.json" and "is not complete" in said)
+    valid = ranks.run(find_each, TWO, [*words, f"--load={folder}", "--load-last-valid"], folders)
+    assert valid == [["1"] * len(names)] * 2
+
+
+def test_a_flipped_bit_is_trained_on_only_by_flag(ranks, saved, copy):
+    """Without the checksums nobody sees it: PyTorch's format has none."""
+    _, words = saved
+    (path, *_) = sorted(iteration_folder(copy, 2).glob("*.distcp"))
+    flip(path)
+    words = [*words, f"--load={copy}"]
+    first, second = ranks.run(train, TWO, words)
+    assert first[0] == second[0]
+    assert f"checkpoint 2 is damaged: {path.name} is not what was written: its checksum differs" in first[0]
+    assert [found[:2] for found in ranks.run(train, TWO, [*words, "--no-verify-integrity"])] == [(None, 2)] * 2
+    assert [found[:2] for found in ranks.run(train, TWO, [*words, "--load-last-valid"])] == [(None, 1)] * 2
+
+
+def test_where_none_is_whole_the_error_says_so(ranks, saved, copy):
+    for number in (1, 2):
+        cut(iteration_folder(copy, number) / "common.pt")
+    for more in ([], ["--load-last-valid"]):
+        (said, *_), _ = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
+        assert "common.pt has" in said
+        assert said.endswith("no other checkpoint there is whole")
+
+
+def test_a_checkpoint_of_before_loads(ranks, saved, copy):
+    for name in (MANIFEST, SETTINGS):
+        (iteration_folder(copy, 2) / name).unlink()
+    assert [found[:2] for found in ranks.run(train, TWO, [*saved[1], f"--load={copy}"])] == [(None, 2)] * 2
+    (path, *_) = sorted(iteration_folder(copy, 2).glob("*.distcp"))
+    cut(path)
+    ((said, *_), _) = ranks.run(train, TWO, [*saved[1], f"--load={copy}"])
+    assert f"{path.name} has" in said
+    assert "it is cut off" in said
+
+
+@pytest.mark.parametrize("text", ["", "x", "1" * 500, "²", "-1", "\0"])
+def test_a_tracker_without_a_number_is_named(saved, copy, text):
+    (copy / TRACKER).write_text(text)
+    with pytest.raises(ValueError, match="expected the number of a checkpoint"):
+        checked_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"files": {"../../x": {"bytes": 1, "sha256": ""}}}', '{"files": {"x": 1}}', "[" * 100_000]
+)
+def test_a_manifest_that_is_none_is_named(saved, copy, text):
+    (iteration_folder(copy, 2) / MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match=r"manifest\.json is no list of files"):
+        checked_checkpoint(copy)
+
+
+# Nothing in a checkpoint runs
+
+
+class Hostile:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def seal(folder):
+    """As the hostile writer would, with a manifest that fits."""
+    from megatron_rc.launch.training.checkpoints.manifest import digests_of_share, files_of, write_manifest
+
+    write_manifest(folder, digests_of_share(folder, files_of(folder)))
+
+
+def in_index(folder, hostile):
+    (folder / ".metadata").write_bytes(pickle.dumps(hostile))
+
+
+def in_common(folder, hostile):
+    common = torch.load(folder / "common.pt", weights_only=False)
+    torch.save(common | {"iteration": hostile}, folder / "common.pt")
+
+
+def in_entry(folder, hostile):
+    """In the place of what is no tensor."""
+    index = read_index(folder / ".metadata")
+    name, entry = next((key, e) for key, e in index.storage_data.items() if "_extra_state" in key.fqn)
+    content = io.BytesIO()
+    torch.save(hostile, content)
+    entry.offset, entry.length, entry.relative_path = 0, content.tell(), "hostile.distcp"
+    (folder / "hostile.distcp").write_bytes(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return name
+
+
+def in_layer(folder, hostile):
+    """In what Transformer Engine's layers would unpickle themselves."""
+    return in_entry(folder, torch.frombuffer(bytearray(pickle.dumps(hostile)), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("place", [in_index, in_common, in_entry, in_layer], ids=lambda place: place.__name__)
+def test_a_hostile_file_runs_nothing(ranks, saved, copy, tmp_path, place):
+    folder, mark = iteration_folder(copy, 2), tmp_path / "was here"
+    place(folder, Hostile(mark))
+    seal(folder)
+    for more in ([], ["--no-verify-integrity"], ["--no-load-optim"]):
+        (first, *_), (second, *_) = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
+        assert "has no place" in first
+        assert first == second
+        assert not mark.exists()
+
+
+def test_the_hostile_files_are_hostile(saved, copy, tmp_path):
+    """PyTorch and Megatron alone run what is in them."""
+    folder = iteration_folder(copy, 2)
+    in_index(folder, Hostile(tmp_path / "index"))
+    with (folder / ".metadata").open("rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "index").exists()
+    torch.save(Hostile(tmp_path / "entry"), tmp_path / "file")
+    torch.load(tmp_path / "file", weights_only=False)
+    assert (tmp_path / "entry").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", "a\\b", "\0", 3, None])
+def test_an_index_stays_inside_its_folder(saved, copy, name):
+    folder = iteration_folder(copy, 2)
+    index = read_index(folder / ".metadata")
+    next(iter(index.storage_data.values())).relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match=r"\.metadata (names .* no file of|is no index)"):
+        checked_checkpoint(copy, checksums=False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80\x04.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([1]), b"\x80\x04\x8c\xff", b"(" * 100_000],
+    ids=["empty", "stop", "text", "dict", "list", "cut", "deep"],
+)
+def test_an_index_that_is_none_is_one_error(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is no index)"):
+        read_index(tmp_path / ".metadata")
+
+
+def test_what_ranks_send_each_other_is_not_restricted(tmp_path):
+    """``safe_loading`` replaces two functions, and gives them back."""
+    before = pickle.load, torch.load
+    torch.save({"a": torch.ones(3), "b": io.BytesIO(), "c": [1, "x", None]}, tmp_path / "good")
+    with safe_loading():
+        assert torch.load(tmp_path / "good")["c"] == [1, "x", None]
+        assert pickle.loads(pickle.dumps(zipfile.ZipFile)) is zipfile.ZipFile
+    assert (pickle.load, torch.load) == before

@@ -1,0 +1,107 @@
+"""Which checkpoint a run goes on from: the newest, if it is whole."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints import manifest
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder, iterations, latest_iteration
+from megatron_rc.parallel.collectives import all_reduce_max
+
+_log = logging.getLogger("megatron_rc")
+
+
+def checked_checkpoint(load: str | Path, *, checksums: bool = True) -> tuple[int, Path]:
+    """The newest checkpoint of a folder and its place, for one process by itself.
+
+    Read it inside ``unpickling.safe_loading``: whole is not the same as harmless.
+
+    Args:
+        load: the folder of all checkpoints.
+        checksums: read all of it; False: look at sizes alone.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    found = latest_iteration(load)
+    if found is None:
+        raise ValueError(f"{load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    folder = iteration_folder(load, found)
+    problem = manifest.damage(folder, checksums=checksums)
+    if problem is not None:
+        raise ValueError(f"{load}: checkpoint {found} is damaged: {problem}")
+    return found, folder
+
+
+def find_checkpoint(load: str, config: RunConfig) -> int | None:
+    """The checkpoint to go on from: the newest, or with ``--load-last-valid`` the newest that is whole; None: none.
+
+    Raises:
+        AgreedError: on every rank alike: the newest is damaged; the message names the last one that is whole.
+    """
+    found, damage = _agreed_latest_iteration(load, config)
+    if damage is None and found is not None:
+        damage = _agreed_damage(load, found, config)
+        if damage is not None:
+            damage = f"checkpoint {found} is damaged: {damage}"
+    if damage is None:
+        return found
+    others = [number for number in reversed(_agreed_iterations(load)) if number != found]
+    whole = next((number for number in others if _agreed_damage(load, number, config) is None), None)
+    if whole is None:
+        raise AgreedError(f"--load {load}: {damage}; no other checkpoint there is whole")
+    if not config.checkpoints.load_last_valid:
+        raise AgreedError(f"--load {load}: {damage}; --load-last-valid goes on from checkpoint {whole}, which is whole")
+    if dist.get_rank() == 0:
+        _log.warning("--load %s: %s; the run goes on from checkpoint %d", load, damage, whole)
+    return whole
+
+
+def _agreed_latest_iteration(load: str, config: RunConfig) -> tuple[int | None, str | None]:
+    """``latest_iteration`` of ``--load`` and what is wrong with it, the same on every rank."""
+    found, error = None, None
+    try:
+        found = latest_iteration(load)
+    except (OSError, ValueError) as problem:
+        error = str(problem)
+    error = _agreed(config, error)
+    number = -1 if found is None else found
+    numbers = torch.tensor([number, -number], device=config.launch.device)
+    highest, lowest = all_reduce_max(numbers, dist.group.WORLD).tolist()
+    if highest != -lowest:
+        raise ValueError(
+            f"--load {load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
+            "that all machines share"
+        )
+    return found, error
+
+
+def _agreed_damage(load: str, iteration: int, config: RunConfig) -> str | None:
+    """What is wrong with one checkpoint, the same on every rank, each of which reads its share of it."""
+    folder = iteration_folder(load, iteration)
+    problem = _agreed(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
+    if problem is None and dist.get_rank() == 0 and not manifest.has_manifest(folder):
+        _log.warning("--load %s: checkpoint %d has no checksums: only sizes were looked at", load, iteration)
+    return problem
+
+
+def _agreed_iterations(load: str) -> list[int]:
+    found: list[Any] = [iterations(load) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return list(found[0])
+
+
+def _agreed(config: RunConfig, error: str | None) -> str | None:
+    """The first error of any rank."""
+    try:
+        agree(config, error)
+    except AgreedError as agreed:
+        return str(agreed)
+    return None

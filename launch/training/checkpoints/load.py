@@ -1,0 +1,75 @@
+"""Reading a checkpoint: found, verified, fitting, and then into the model, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints.find import find_checkpoint
+from megatron_rc.launch.training.checkpoints.fitting import differences, misfit
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
+from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
+from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.unpickling import read_index, safe_loading
+
+# What Megatron and PyTorch raise for files, or for a model, that they did not expect.
+_UNREADABLE = (
+    *(AssertionError, AttributeError, CheckpointException, CheckpointingException, EOFError, IndexError, KeyError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+
+
+def load_checkpoint(
+    load: str, config: RunConfig, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
+) -> int:
+    """Load the newest checkpoint of the folder ``--load``.
+
+    Returns:
+        The optimizer steps it stands for; 0 with ``--finetune``, and where ``--load`` is ``--save`` and still empty.
+
+    Raises:
+        ValueError, AgreedError: on every rank alike: there is none, it is damaged, or it does not fit this model.
+    """
+    files, found = config.checkpoints, find_checkpoint(load, config)
+    if found is None and (files.finetune or load != files.save):
+        raise ValueError(f"--load {load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    if found is None:
+        return 0
+    where, folder = f"--load {load}: checkpoint {found}", iteration_folder(load, found)
+    with_optimizer = not files.finetune and not files.no_load_optim
+    with_reference = bool(reference) and not files.finetune
+    state = model_state(model)
+    if with_optimizer:
+        state["optimizer"] = optimizer_state(optimizer, model, is_loading=True)
+    if with_reference:
+        state |= model_state(reference, "reference")
+    index = read_index(folder / ".metadata")
+    agree(config, misfit(where, index, config, with_optimizer=with_optimizer, with_reference=with_reference))
+    try:
+        with safe_loading():
+            loaded = dist_checkpointing.load(state, str(folder))
+        load_model(model, loaded)
+        load_model(reference, loaded, "reference" if with_reference else "model")
+        if with_optimizer:
+            check_schedule(where, config, scheduler, optimizer, loaded)
+            load_optimizer_and_schedule(config, optimizer, scheduler, loaded)
+        elif optimizer is not None:
+            optimizer.reload_model_params()
+        return 0 if files.finetune else int(loaded["iteration"])
+    except AgreedError:
+        raise
+    except _UNREADABLE as error:
+        why = differences(config, folder) or _reason(error)
+        raise ValueError(f"{where} does not fit this model and its flags ({why})") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure of any rank, as one line."""
+    causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+    text = " ".join(str((causes or [error])[0]).split())
+    return text if len(text) < 300 else f"{text[:300]} …"

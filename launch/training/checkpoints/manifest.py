@@ -1,0 +1,139 @@
+"""What a checkpoint must hold: size and SHA-256 of every file, written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rc.launch.training.checkpoints.folders import write_durably
+from megatron_rc.launch.training.checkpoints.settings import SETTINGS
+from megatron_rc.launch.training.checkpoints.unpickling import read_index
+
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+
+
+def files_of(folder: Path) -> list[str]:
+    """Every file of a checkpoint but its manifest, the largest first: dealt out in turn, ranks have equal shares."""
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return sorted(sizes.keys() - {MANIFEST}, key=lambda name: (-sizes[name], name))
+
+
+def digests_of_share(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of this rank's share of the files, which have reached the disk afterwards."""
+    found = {}
+    for name in _share(names):
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+        found[name] = _digest(folder / name)
+    return found
+
+
+def write_manifest(folder: Path, digests: dict[str, dict[str, Any]]) -> None:
+    """The last file of a checkpoint."""
+    write_durably(folder / MANIFEST, json.dumps({"files": dict(sorted(digests.items()))}, indent=1) + "\n")
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a checkpoint has one; those of earlier versions have neither that nor settings."""
+    return (folder / MANIFEST).is_file() or (folder / SETTINGS).is_file()
+
+
+def damage(folder: Path, *, checksums: bool) -> str | None:
+    """What is wrong with a checkpoint, as this rank sees it; None: nothing.
+
+    Every rank looks at names and sizes of all files, and reads its share of them.
+
+    Args:
+        folder: of the checkpoint.
+        checksums: read the files; False: sizes alone.
+    """
+    try:
+        _check_sizes(folder)
+        if has_manifest(folder):
+            _check_manifest(folder, checksums=checksums)
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _share(names: list[str]) -> list[str]:
+    """This rank's part; all of them in a process by itself."""
+    return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
+
+
+def _check_sizes(folder: Path) -> None:
+    """What PyTorch's index says of the files."""
+    for name in ("metadata.json", ".metadata"):
+        _require_content(folder / name)
+    index = read_index(folder / ".metadata")
+    ends: dict[str, int] = {}
+    for entry in index.storage_data.values():
+        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+    for name, end in ends.items():
+        size = _require_content(folder / name)
+        if size < end:
+            raise ValueError(f"{name} has {size} bytes instead of {end}: it is cut off")
+    # Since megatron-core 0.19 what is common to all ranks is an entry like others.
+    if not any(name.startswith("common_state/") for name in index.state_dict_metadata):
+        _require_content(folder / "common.pt")
+
+
+def _require_content(path: Path) -> int:
+    size = path.stat().st_size
+    if not size:
+        raise ValueError(f"{path.name} is empty")
+    return size
+
+
+def _check_manifest(folder: Path, *, checksums: bool) -> None:
+    files = _read_manifest(folder / MANIFEST)
+    for name, expected in files.items():
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            raise ValueError(f"{name} has {size} bytes instead of {expected['bytes']}")
+    if checksums:
+        names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        for name in _share(names):
+            if _digest(folder / name) != files[name]:
+                raise ValueError(f"{name} is not what was written: its checksum differs")
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        good = isinstance(files, dict) and all(_is_entry(name, entry) for name, entry in files.items())
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise ValueError(f"{path.name} is no list of files with their sizes and checksums")
+    for name in (".metadata", "metadata.json", SETTINGS):
+        if name not in files:
+            raise ValueError(f"{path.name} does not list {name}")
+    return dict(files)
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    inside = bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+    return inside and isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and set(entry) == _ENTRY
+
+
+_ENTRY = {"bytes", "sha256"}
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": digest.hexdigest()}

@@ -1,0 +1,87 @@
+"""The learning rate of a run that goes on, and what else its optimizer takes from the checkpoint instead of the flags.
+
+Megatron's optimizer and schedule load these numbers with their state. A flag that says something else would be ignored,
+so it is refused, unless another flag says which of the two counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.errors import flag
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints.state import load_optimizer
+
+# The schedule's names for what flags set, and what of it a constant learning rate does not look at.
+_SCHEDULE = {
+    "max_lr": "lr",
+    "min_lr": "min_lr",
+    "lr_warmup_steps": "lr_warmup_iters",
+    "lr_decay_steps": "lr_decay_iters",
+    "lr_decay_style": "lr_decay_style",
+    "start_wd": "weight_decay",
+}
+_UNUSED = {"constant": ("min_lr", "lr_decay_steps")}
+# Of each group of parameters.
+_GROUP = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",), "momentum": ("sgd_momentum",)}
+
+
+def check_schedule(where: str, config: RunConfig, scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> None:
+    """Refuse flags that say something else than the checkpoint, unless a flag says which of the two counts.
+
+    Raises:
+        AgreedError: names the flag, both values and the remedies; every rank has read the same.
+    """
+    files = config.checkpoints
+    if files.override_opt_param_scheduler or files.use_checkpoint_opt_param_scheduler:
+        return
+    for name, own, before in _differences(scheduler, optimizer, loaded):
+        default = " (by default --train-iters)" if name == "lr_decay_iters" else ""
+        raise AgreedError(
+            f"{where} was written with {flag(name)} {before}, this run has {own}{default}: give the same, or "
+            "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep "
+            "the checkpoint's"
+        )
+
+
+def load_optimizer_and_schedule(config: RunConfig, optimizer: Any, scheduler: Any, loaded: dict[str, Any]) -> None:
+    """Load both; the numbers that count afterwards are those of the checkpoint, or by flag this run's."""
+    override = config.checkpoints.override_opt_param_scheduler
+    names = ("max_lr", "min_lr", *_GROUP)
+    own = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    load_optimizer(optimizer, loaded["optimizer"])
+    if override:
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            group.update(values)
+    scheduler.override_opt_param_scheduler, scheduler.use_checkpoint_opt_param_scheduler = override, not override
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def _differences(scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(flag, this run's value, the checkpoint's)."""
+    before = loaded["opt_param_scheduler"]
+    unused = _UNUSED.get(scheduler.lr_decay_style, ()) if before["lr_decay_style"] == scheduler.lr_decay_style else ()
+    for name, option in _SCHEDULE.items():
+        own = getattr(scheduler, name)
+        if name not in unused and own != before[name]:
+            yield option, own, before[name]
+    for group in _groups(loaded["optimizer"])[:1]:
+        for name, options in _GROUP.items():
+            if name in group and name in optimizer.param_groups[0]:
+                pairs = zip(options, _values(optimizer.param_groups[0][name]), _values(group[name]), strict=True)
+                yield from ((option, own, kept) for option, own, kept in pairs if own != kept)
+
+
+def _groups(state: Any) -> list[dict[str, Any]]:
+    """The groups of parameters in an optimizer's state, however Megatron nests it."""
+    if not isinstance(state, dict):
+        return []
+    if isinstance(state.get("param_groups"), list):
+        return list(state["param_groups"])
+    return [group for value in state.values() for group in _groups(value)]
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

@@ -1,0 +1,73 @@
+"""Which losses and gradients an optimizer step is made with; every rank comes to the same verdict before it."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.run_config import RunConfig
+
+# Megatron-Core's: what it compares with, and how much larger is too large.
+_SAMPLES, _FACTOR = 100, 10.0
+_ADVICE = "the step was not made; lower --lr, or look at the rewards and log-probs of this batch"
+
+
+class StepChecks:
+    """Megatron-LM's three checks of a step, by its flags.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.wanted = config, config.training
+        self.losses, self.gradients = _Largest(), _Largest()
+
+    def loss(self, step: int, loss: float) -> None:
+        """Before the step; the loss is the same on all ranks.
+
+        Raises:
+            AgreedError: it is not finite, or by flag much larger than those before.
+        """
+        if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
+            raise AgreedError(f"the loss of step {step} is {loss}: {_ADVICE}")
+        before = self.losses.exceeded_by(loss) if self.wanted.check_for_spiky_loss else None
+        if before is not None:
+            raise AgreedError(
+                f"the loss of step {step} is {loss:.3g}, the largest of the first {_SAMPLES} steps was {before:.3g} "
+                f"(--check-for-spiky-loss): {_ADVICE}"
+            )
+
+    def gradient(self, step: int, norm: float) -> None:
+        """Before the step; ranks with other experts may have another norm.
+
+        Raises:
+            AgreedError: on every rank, if the norm is not finite on any, or by flag much larger than those before.
+        """
+        error = None
+        before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
+        if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(norm):
+            error = f"the gradient norm of step {step} is {norm}: {_ADVICE}"
+        elif before is not None:
+            error = (
+                f"the gradient norm of step {step} is {norm:.3g}, the largest of the first {_SAMPLES} steps was "
+                f"{before:.3g} (--check-for-large-grads): {_ADVICE}"
+            )
+        agree(self.config, error)
+
+
+class _Largest:
+    """The largest of the first values, which later ones are compared with, as Megatron's rerun machine does it."""
+
+    def __init__(self) -> None:
+        self.count, self.largest = 0, 0.0
+
+    def exceeded_by(self, value: float) -> float | None:
+        """The largest value, if this one is ten times that; nothing is known before there are enough."""
+        if not math.isfinite(value):
+            return None
+        if self.count < _SAMPLES:
+            self.count += 1
+            self.largest = max(self.largest, abs(value))
+            return None
+        return self.largest if abs(value) >= _FACTOR * self.largest else None

@@ -1,0 +1,296 @@
+"""Saving where it cannot work, what is kept of older checkpoints, and going on with other flags than before."""
+
+import contextlib
+import math
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
+from megatron_rc.parallel.groups import group_rank
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
+
+SMALL = ["--num-layers=2", "--lr=1e-3"]
+
+
+@contextlib.contextmanager
+def small_files(limit):
+    """No file of this process and its children grows further: what a full disk does, at a chosen place."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def steps(words, count=1, save=True):
+    """Train and save; the step that was reached and the numbers of the optimizer, or what went wrong at the start."""
+    try:
+        trainer = make_trainer(words)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    dp, replicas = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    for index in range(count):
+        trainer.update(trainer.prepare(recorded_batch(index, dp, replicas)), 0)
+        if save:
+            trainer.save()
+    group = trainer.optimizer.param_groups[0]
+    return trainer.iteration, [group["lr"], group.get("betas"), group.get("eps"), group["weight_decay"]]
+
+
+def save_where_it_is_full(words):
+    """Saves, then tries again on a disk that fills up in one file after the other; what each attempt said."""
+    trainer = make_trainer(words)
+    save = Path(trainer.config.checkpoints.save)
+    trainer.save()
+    sizes = {path.name: path.stat().st_size for path in save.rglob("*") if path.is_file()}
+    before, said = content_of(save), []
+    for name in ("common.pt", "manifest.json", ".metadata", "__0_0.distcp"):
+        with small_files(sizes[name] - 1):
+            try:
+                trainer.save()
+            except RuntimeError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        torch.distributed.barrier()
+        assert content_of(save) == before
+    return said
+
+
+def content_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_full_disk_is_one_sentence_on_all_ranks_and_harms_nothing(ranks, tmp_path):
+    """Wherever it strikes: in the weights, in what rank 0 writes alone, in the list of files."""
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *layout.flags())
+    first, second = ranks.run(save_where_it_is_full, layout, words)
+    assert first == second
+    assert len(first) == 4
+    for error in first:
+        assert error.startswith(f"SaveError: --save {tmp_path}/save: checkpoint 0 could not be written (")
+        assert "File too large" in error
+
+
+def test_a_folder_that_became_a_file_is_named(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", *layout.flags())
+
+    def replace():
+        shutil.rmtree(tmp_path / "save", ignore_errors=True)
+        (tmp_path / "save").write_text("")
+
+    assert ranks.run(steps, layout, words, 0)[0][0] == 0
+    replace()
+    first, second = ranks.run(steps_in_a_file, layout, words, str(tmp_path / "save"))
+    assert first == second
+    assert "could not be written (iter_0000001.partial: Not a directory)" in first
+
+
+def steps_in_a_file(words, path):
+    """The folder is there when the flags are checked and a file when the checkpoint is written."""
+    import os
+
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        os.unlink(path)
+    torch.distributed.barrier()
+    trainer = make_trainer(words)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        os.rmdir(path)
+        open(path, "w").close()
+    torch.distributed.barrier()
+    trainer.update(trainer.prepare(recorded_batch(0, group_rank(trainer.groups.dp), 2)), 0)
+    try:
+        trainer.save()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
+    words = flags(tmp_path, *SMALL, f"--save={tmp_path}/save", "--save-interval=1", "--grpo-iterations=1")
+    (tmp_path / "save" / "iter_0000003.partial").mkdir(parents=True)
+    ((reached, _),) = ranks.run(steps, Layout(), [*words, "--keep-last=2", "--save-retain-interval=3"], 6)
+    assert reached == 6
+    assert iterations(tmp_path / "save") == [3, 5, 6]
+    assert (tmp_path / "save" / TRACKER).read_text() == "6"
+    assert sorted(path.name for path in (tmp_path / "save").iterdir())[-1] == TRACKER
+    assert len(list((tmp_path / "save").iterdir())) == 4
+
+
+# The learning rate
+
+
+GOING_ON = ["--num-layers=2", "--lr-decay-style=linear", "--lr-decay-iters=10", "--min-lr=1e-4"]
+
+
+@pytest.fixture(scope="module")
+def stopped(ranks, tmp_path_factory):
+    """A checkpoint after two steps of a schedule."""
+    folder = tmp_path_factory.mktemp("stopped")
+    words = flags(folder, *GOING_ON, "--lr=1e-3")
+    ranks.run(steps, Layout(), [*words, f"--save={folder}/save"], 2)
+    return folder / "save", words
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("--lr=2e-3", "was written with --lr 0.001, this run has 0.002: give the same, or --override-opt-param-sched"),
+        ("--min-lr=0", "was written with --min-lr 0.0001, this run has 0.0"),
+        ("--lr-decay-iters=11", "was written with --lr-decay-iters 10, this run has 11 (by default --train-iters)"),
+        ("--lr-warmup-iters=3", "was written with --lr-warmup-iters 0, this run has 3"),
+        ("--lr-decay-style=cosine", "was written with --lr-decay-style linear, this run has cosine"),
+        ("--weight-decay=0.1", "was written with --weight-decay 0.0, this run has 0.1"),
+        ("--adam-beta2=0.9", "was written with --adam-beta2 0.999, this run has 0.9"),
+        ("--adam-eps=1e-6", "was written with --adam-eps 1e-08, this run has 1e-06"),
+    ],
+)
+def test_another_schedule_is_refused_overridden_or_left_alone(ranks, stopped, other, message):
+    folder, words = stopped
+    words = [*words, f"--load={folder}"]
+    (said,) = ranks.run(steps, Layout(), [*words, other])
+    assert f"checkpoint 2 {message}" in said
+    ((_, before),) = ranks.run(steps, Layout(), words, 1, False)
+    ((_, kept),) = ranks.run(steps, Layout(), [*words, other, "--use-checkpoint-opt-param-scheduler"], 1, False)
+    ((reached, mine),) = ranks.run(steps, Layout(), [*words, other, "--override-opt-param-scheduler"], 1, False)
+    assert kept == before
+    assert reached == 3
+    assert mine != before
+    if other == "--lr=2e-3":
+        assert mine[0] == pytest.approx(2e-3 - 3 / 10 * (2e-3 - 1e-4))
+
+
+def test_the_default_of_the_decay_is_the_run(ranks, tmp_path):
+    words = flags(tmp_path, *SMALL, "--lr-decay-style=linear", "--train-iters=4")
+    ranks.run(steps, Layout(), [*words, f"--save={tmp_path}/save"])
+    (said,) = ranks.run(steps, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=8"])
+    assert "was written with --lr-decay-iters 4, this run has 8 (by default --train-iters): give the same" in said
+
+
+def test_a_constant_rate_goes_on_for_longer(ranks, tmp_path):
+    words = flags(tmp_path, *SMALL, "--train-iters=4")
+    ranks.run(steps, Layout(), [*words, f"--save={tmp_path}/save"])
+    ((reached, _),) = ranks.run(steps, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=8"], 1, False)
+    assert reached == 2
+
+
+# Other layouts
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["to-plain", "to-distributed"])
+def test_the_distributed_optimizer_is_named_where_it_differs(ranks, tmp_path, distributed):
+    use = "--use-distributed-optimizer"
+    layout, words = Layout(dp=2), flags(tmp_path, *SMALL)
+    ranks.run(steps, layout, [*words, f"--save={tmp_path}/save", *[use] * distributed])
+    words += [f"--load={tmp_path}/save", *[use] * (not distributed)]
+    first, second = ranks.run(steps, layout, words)
+    assert first == second
+    assert f"was written {'with' if distributed else 'without'} --use-distributed-optimizer" in first
+    found = ranks.run(steps, layout, [*words, "--no-load-optim"], 0, False)
+    assert [reached for reached, _ in found] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (["--no-save-optim"], [], "was written without the optimizer's state (--no-save-optim): give --no-load-optim"),
+        (["--grpo-kl-beta=0"], ["--grpo-kl-beta=0.1"], "was written without a reference policy: give --grpo-kl-beta 0"),
+        ([], ["--optimizer=sgd"], "was written with --optimizer adam"),
+        (["--optimizer=sgd"], [], "was written with --optimizer sgd"),
+        ([], ["--hidden-size=64"], "does not fit this model and its flags (--hidden-size 64; it was written with 32)"),
+        ([], [*GPT2[4:], "--add-qkv-bias"], "(--add-qkv-bias true; it was written with false)"),
+        ([], ["--bf16", "--rollout-dtype=bf16"], None),
+    ],
+    ids=["no-optim", "no-reference", "sgd", "adam", "hidden", "bias", "bf16"],
+)
+def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
+    words = flags(tmp_path, *SMALL)
+    ranks.run(steps, Layout(), [*words, *before, f"--save={tmp_path}/save"])
+    (said,) = ranks.run(steps, Layout(), [*words, *after, f"--load={tmp_path}/save"])
+    assert isinstance(said, str)
+    assert message is None or message in said
+
+
+def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path):
+    """The log-probs of one batch, whatever layout reads the weights."""
+    words = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=8")
+    layouts = [Layout(tp=2, pp=2), Layout(), Layout(tp=2), Layout(pp=2, vpp=True)]
+    ranks.run(steps, layouts[0], [*words, f"--save={tmp_path}/save", *layouts[0].flags()])
+    scores = [
+        ranks.run(score_loaded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[-1] for layout in layouts
+    ]
+    assert scores[0].abs().max() > 1
+    for score in scores[1:]:
+        torch.testing.assert_close(score, scores[0], rtol=0, atol=2e-6)
+
+
+def score_loaded(words):
+    trainer = make_trainer(words)
+    return trainer.score(trainer.prepare(recorded_batch(3)).batch)
+
+
+# Steps that must not be made
+
+
+def poisoned_step(words, value, where):
+    """One good step, then one whose gradient holds ``value`` on one rank; whether anything moved, and what was said."""
+    trainer = make_trainer(words)
+    dp = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    trainer.update(trainer.prepare(recorded_batch(0, *dp)), 0)
+    weights = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    accumulate = trainer.accumulate
+
+    def poison(prepared, mini_batch):
+        metrics = accumulate(prepared, mini_batch)
+        if torch.distributed.get_rank() == where:
+            for parameter in trainer.chunks[0].parameters():
+                parameter.main_grad.fill_(value)
+        return metrics
+
+    trainer.accumulate, said = poison, None
+    try:
+        trainer.update(trainer.prepare(recorded_batch(1, *dp)), 0)
+    except RuntimeError as error:
+        said = str(error)
+    after = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(weights, after, strict=True))
+    try:
+        trainer.save()
+    except RuntimeError as error:
+        return same, said, trainer.iteration, str(error)
+    return same, said, trainer.iteration, None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(Layout(pp=2), []), (Layout(tp=2), ["--clip-grad=0"]), (Layout(dp=2), ["--use-distributed-optimizer"])],
+    ids=["pp2", "tp2-unclipped", "dp2-distributed"],
+)
+def test_a_gradient_that_is_not_finite_is_not_stepped_on(ranks, tmp_path, layout, more, value):
+    """The loss is finite; one rank has the bad number."""
+    words = flags(tmp_path, *SMALL, *more, *layout.flags(), f"--save={tmp_path}/save")
+    found = ranks.run(poisoned_step, layout, words, value, 0)
+    for same, said, reached, saved in found:
+        assert same
+        assert said == found[0][1]
+        assert said.startswith(f"the gradient norm of step 2 is {value}: the step was not made")
+        assert (reached, saved) == (1, None)
+
+
+def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
+    layout = Layout(pp=2)
+    words = flags(tmp_path, *SMALL, *layout.flags(), f"--save={tmp_path}/save", "--no-check-for-nan-in-loss-and-grad")
+    found = ranks.run(poisoned_step, layout, words, math.nan, 0)
+    for _, said, reached, saved in found:
+        assert (said, reached) == (None, 2)
+        assert saved == found[0][3]
+        assert "is not finite after step 2: this model is not saved" in saved
+    assert iterations(tmp_path / "save") == []
