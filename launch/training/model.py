@@ -167,7 +167,10 @@ def _gelu_by_tanh(hidden: Tensor) -> Tensor:
 
 
 def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
+from tests.support.recorded_training import GPT2, flags, run_config
 
 
 def switch():
@@ -54,3 +55,16 @@ assert "torch._inductor.compile_fx" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_without_apex_has_the_norms_of_the_cpu(monkeypatch, tmp_path):
+    """apex, which brings LayerNorms of its own, need not be there."""
+    from megatron_rc.launch.training import model
+    from megatron_rc.launch.training.local_layers import LocalNorm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = flags(tmp_path, "--normalization=LayerNorm", "--transformer-impl=local", model=GPT2)
+    config = run_config([word for word in words if word != "--cpu"], engine=False)
+    assert not config.launch.on_cpu
+    monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_: 1)
+    assert model._layer_spec(config, model.build_transformer_config(config), None).layer_norm is LocalNorm
