@@ -44,7 +44,8 @@ class Block:
         """[rows] int64, tokens of each sequence in it; sent to the device once."""
         if device not in self._sent:
             counts = self.counts if self.counts is not None else (self.shape[1],) * self.rows
-            self._sent[device] = torch.tensor(counts, device=device)
+            # The host does not wait until a GPU has done what it was given before.
+            self._sent[device] = torch.tensor(counts).to(device, non_blocking=True)
         return self._sent[device]
 
     @functools.cached_property

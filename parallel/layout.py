@@ -21,6 +21,11 @@ from megatron_rc.parallel.blocks import Block, cut_packed, cut_padded
 Split = Literal["zigzag", "contiguous"]
 
 
+def _sent(indices: Tensor, device: torch.device) -> Tensor:
+    """The indices on a device; the host does not wait until a GPU has done what it was given before."""
+    return indices.to(device, non_blocking=True)
+
+
 def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zigzag") -> Tensor:
     """Positions in a sequence of ``length`` tokens that one context-parallel rank holds, in its order.
 
@@ -142,7 +147,7 @@ class SequenceLayout:
         """
         rest = self._check(full, self._full_shape)
         flat = full.reshape(sum(self.full_lengths), *rest)
-        return flat[self._flat_index(self.cp_rank).to(full.device)].view(*self.shape, *rest)
+        return flat[_sent(self._flat_index(self.cp_rank), full.device)].view(*self.shape, *rest)
 
     def restore(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole tensor from the shards of all CP ranks, in rank order: the inverse of :meth:`cut`.
@@ -156,7 +161,7 @@ class SequenceLayout:
         full = shards[0].new_empty(sum(self.full_lengths), *rest)
         for rank, shard in enumerate(shards):
             self._check(shard, self.shape)
-            full[self._flat_index(rank).to(full.device)] = shard.reshape(-1, *rest)
+            full[_sent(self._flat_index(rank), full.device)] = shard.reshape(-1, *rest)
         return full.view(*self._full_shape, *rest)
 
     def sum_sequences(self, values: Tensor) -> Tensor:
@@ -172,8 +177,10 @@ class SequenceLayout:
             ValueError: the values have another shape.
         """
         self._check(values, self.shape)
+        if len(self.shape) == 2:
+            return values.sum(1, dtype=torch.float64)
         sums = torch.zeros(self.num_sequences, dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, self.sequence_index.to(values.device), values.reshape(-1).double())
+        return sums.index_add_(0, _sent(self.sequence_index, values.device), values.double())
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """Give every local token its sequence's value: ``[n]`` to the local shape.
@@ -183,7 +190,9 @@ class SequenceLayout:
         """
         if per_sequence.shape != (self.num_sequences,):
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
-        return per_sequence[self.sequence_index.to(per_sequence.device)].view(self.shape)
+        if len(self.shape) == 2:
+            return per_sequence.unsqueeze(1).repeat(1, self.shape[1])
+        return per_sequence[_sent(self.sequence_index, per_sequence.device)]
 
     def blocks(self, num_tokens: int) -> list[Block]:
         """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once."""
@@ -211,7 +220,7 @@ class SequenceLayout:
         chunks = 2 if self.cp_size > 1 and self.split == "zigzag" else 1
         if len(self.shape) == 2:
             return (places + 1) % max(self.shape[1] // chunks, 1) != 0
-        local = self.local_lengths.to(places.device)
+        local = _sent(self.local_lengths, places.device)
         ends = local.cumsum(0)
         sequences = torch.searchsorted(ends, places, right=True)
         behind = ends[sequences] - places - 1
@@ -230,7 +239,7 @@ class SequenceLayout:
         """
         if self.cp_size == 1:
             return offsets
-        local = self.local_lengths.to(sequences.device)[sequences]
+        local = _sent(self.local_lengths, sequences.device)[sequences]
         if self.split == "contiguous":
             return offsets + local * self.cp_rank
         chunk = local // 2

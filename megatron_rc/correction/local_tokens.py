@@ -26,6 +26,7 @@ Pair = tuple[Tensor, Tensor]
 # Tokens of one block, at least and at most: a sixth of the shard, so that the scratch stays below a tensor of its
 # size, and no more than stays in a CPU's cache.
 MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
+GPU_BLOCK = 2**22  # tokens that keep a GPU busy for as long as the host takes to ask for the next operation
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def check_version_given(config: RolloutCorrectionConfig, counts: AgreedCounts) -
 
 
 def _blocks(part: Part, compile: bool = False) -> list[Block]:
+    if part.mask.device.type != "cpu":
+        return part.layout.blocks(GPU_BLOCK)
     # A compiled pass has less scratch, and more to do for each call.
     most = part.mask.numel() // (4 if compile else 6)
     return part.layout.blocks(min(max(most, MIN_BLOCK), MAX_BLOCK * (4 if compile else 1)))

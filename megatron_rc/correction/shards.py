@@ -86,17 +86,19 @@ class Shards:
             ("versions", "policy_versions", None, self.counts.current_version),
         )
         moved, bad = {}, {}
+        # A copy to the host would not be there yet.
+        sends = device.type != "cpu"
         nothing = torch.zeros(self.num_sequences, dtype=torch.bool, device=device)
         for field_name, name, lower, upper in limits:
             bad[name] = nothing
             if (value := getattr(self, field_name)) is not None:
-                value = value.to(device)
+                value = value.to(device, non_blocking=sends)
                 moved[field_name] = value.clamp(lower, upper)
                 bad[name] = moved[field_name] != value
         for name in ("advantages", "rewards"):
             bad[name] = nothing
             if (value := getattr(self, name)) is not None:
-                moved[name] = value.to(device)
+                moved[name] = value.to(device, non_blocking=sends)
                 bad[name] = ~moved[name].isfinite()
         return dataclasses.replace(self, **moved, bad=bad)
 

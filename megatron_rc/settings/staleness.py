@@ -30,11 +30,16 @@ class StalenessScale:
 
     def levels(self, staleness: Tensor) -> Tensor:
         """int64 like ``staleness``: which factor is that of each."""
-        return torch.bucketize(staleness, torch.tensor(self.steps, device=staleness.device), right=True)
+        return torch.bucketize(staleness, _table(self.steps, torch.int64, staleness.device), right=True)
 
     def of(self, levels: Tensor, dtype: torch.dtype) -> Tensor:
         """The factor of each level."""
-        return torch.tensor(self.factors, dtype=dtype, device=levels.device)[levels]
+        return _table(self.factors, dtype, levels.device)[levels]
+
+
+def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers on the device; the host does not wait until a GPU has done what it was given before."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def parse_staleness_scale(text: object) -> StalenessScale | None:

@@ -72,7 +72,7 @@ def _piece(part: Part, sequence: Tensor, start: int, stop: int) -> list[Tensor]:
     tensors = (part.mask, part.train, part.rollout)
     if part.mask.dim() == 2:
         return [tensor[:, start:stop].index_select(0, sequence).view(-1) for tensor in tensors]
-    lengths = part.layout.local_lengths.to(part.mask.device)
+    lengths = part.layout.local_lengths.to(part.mask.device, non_blocking=True)
     offsets = torch.arange(start, stop, device=part.mask.device)
     index = ((lengths.cumsum(0) - lengths)[sequence] + offsets).clamp(max=len(part.mask) - 1)
     mask, train, rollout = (tensor[index] for tensor in tensors)

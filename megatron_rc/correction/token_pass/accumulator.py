@@ -104,7 +104,7 @@ class Accumulator:
         for rows, each in self._runs:
             for row in range(rows.start, rows.stop):
                 counts[row] += each
-        return torch.tensor(counts, dtype=torch.int64, device=self._nothing.device)
+        return torch.tensor(counts, dtype=torch.int64).to(self._nothing.device, non_blocking=True)
 
 
 def _joined(table: Tensor, each: int, how: How) -> Tensor:

@@ -1,0 +1,98 @@
+"""The correction on a device that is not the CPU: the same numbers, and the host waits for it once."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel import ParallelGroups
+from tests.support.correction_cases import CASES, clear_batch
+from tests.support.correction_comparison import assert_same, correct, pack
+from tests.support.far_device import NAME, far_device
+
+# Eager operations of a whole correction: what a GPU is asked for by the host, one after the other.
+MOST_KERNELS = 480
+
+
+def moved(batch):
+    sides = {name: value.to(NAME) for name, value in batch.sides.items()}
+    tensors = {name: getattr(batch, name).to(NAME) for name in ("train", "rollout", "mask")}
+    return dataclasses.replace(batch, **tensors, sides=sides)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_once(name, packed):
+    batch, found = clear_batch(name)
+    layout = None
+    if packed:
+        batch, layout, _ = pack(batch)
+    expected = correct(name, batch, layout=layout)
+    with far_device() as device:
+        there = moved(batch)
+        device.waits.clear()
+        device.kernels = 0
+        result = correct(name, there, layout=layout)
+        assert not device.waits
+        metrics = result.metrics()
+        assert sum(device.waits.values()) == 1
+        assert device.kernels <= MOST_KERNELS
+        near = [None if value is None else value.to("cpu") for value in (result.weights, result.mask)]
+    assert metrics == pytest.approx(expected.metrics(), rel=1e-9, abs=1e-9)
+    torch.testing.assert_close(near[0], expected.weights, rtol=1e-12, atol=1e-12)
+    assert torch.equal(near[1], expected.mask)
+    if not packed:
+        assert_same(expected, found)
+
+
+def test_a_tensor_on_another_device_is_noticed():
+    """What this file rests on."""
+    with far_device() as device:
+        there = torch.ones(3, device=NAME)
+        with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
+            there + torch.ones(3)
+        assert not device.waits
+        assert float(there.sum()) == 3
+        assert sum(device.waits.values()) == 1
+        there[there > 0] = 2.0
+        assert sum(device.waits.values()) == 2
+
+
+def test_a_plan_in_both_modes():
+    """Bypass mode waits once a rollout batch for what the plan says, and once a step."""
+    batch, _ = clear_batch("nothing")
+    for fields in ({}, {"bypass_mode": True, "loss_type": "reinforce"}):
+        config = RolloutCorrectionConfig(rollout_is="token", **fields)
+        found = []
+        with far_device() as device:
+            for each in (batch, moved(batch)):
+                correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+                device.waits.clear()
+                train = None if config.bypass_mode else each.train
+                plan = correction.plan(PlanInputs(train, each.rollout, each.mask))
+                plan.check()
+                assert sum(device.waits.values()) <= 1
+                if config.bypass_mode:
+                    correction.in_loss(each.train, each.rollout, each.mask)
+                    correction.finish_step()
+                    device.waits.clear()
+                    found.append(correction.step.metrics())
+                    assert sum(device.waits.values()) <= 1
+                else:
+                    found.append(plan.metrics())
+        assert found[1] == pytest.approx(found[0], rel=1e-9, abs=1e-9)
+
+
+def test_a_million_tokens_are_one_block():
+    """A GPU is faster with them than the host is with asking for the next operation."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(512, 2048, generator=generator) - 0.01
+    train = (rollout + 0.05 * torch.randn(rollout.shape, generator=generator)).clamp(max=0)
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2")
+    with far_device() as device:
+        tensors = [tensor.to(NAME) for tensor in (train, rollout, rollout < -0.7)]
+        device.kernels = 0
+        correct_rollouts(*tensors, config).check()
+    assert device.kernels <= 300

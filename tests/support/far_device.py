@@ -1,0 +1,162 @@
+"""A device that is not the CPU, on a machine that has only a CPU: tensors whose memory the CPU may not simply use.
+
+What a GPU refuses is refused here: an operation on tensors of two devices. What makes the host wait for a GPU is
+counted: a number or a tensor that comes back, shapes that depend on data, and tensors that are sent there from ordinary
+memory. The numbers are the CPU's.
+"""
+
+from __future__ import annotations
+
+import collections
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+NAME = "far"
+aten = torch.ops.aten
+# Their results have a shape that only the data say.
+_DATA_SHAPES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten.bincount.default)
+_INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+
+
+class FarTensor(torch.Tensor):
+    """A tensor on the far device; ``near`` holds its numbers."""
+
+    near: Tensor
+
+    @staticmethod
+    def __new__(cls, near: Tensor) -> FarTensor:
+        found = torch.Tensor._make_wrapper_subclass(
+            cls,
+            near.shape,
+            strides=near.stride(),
+            storage_offset=near.storage_offset(),
+            dtype=near.dtype,
+            device=torch.device(NAME, 0),
+            requires_grad=near.requires_grad,
+        )
+        found.near = near
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FarTensor({self.near!r})"
+
+    def tolist(self) -> Any:
+        """As of any tensor: the host waits for it."""
+        return self.to("cpu").tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} outside of far_device()")
+
+
+class FarDevice(TorchDispatchMode):
+    """Computes what is asked of the far device.
+
+    Attributes:
+        waits: what made the host wait, and where in the library.
+        kernels: how many operations it was given; views and empty tensors not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        flat, _ = tree_flatten((args, kwargs))
+        given = [value for value in flat if isinstance(value, Tensor)]
+        far = [value for value in given if isinstance(value, FarTensor)]
+        target = kwargs.get("device")
+        goes_far = bool(far) if target is None else torch.device(target).type == NAME
+        if not far and not goes_far:
+            return func(*args, **kwargs)
+        self._check(func, given, far)
+        self._count(func, args, kwargs, len(far) < len(given), goes_far)
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        args, kwargs = tree_map(_near, (args, kwargs))
+        found = func(*args, **kwargs)
+        return self._result(found, far, goes_far)
+
+    def _check(self, func: Any, given: list[Tensor], far: list[Tensor]) -> None:
+        """A GPU takes single numbers from the CPU, and indices for a tensor of its own; else all must be there."""
+        mixed = [value for value in given if not isinstance(value, FarTensor) and value.dim()]
+        if far and mixed and func not in (aten.copy_.default, *_INDEXING):
+            raise RuntimeError(f"{func}: expected all tensors to be on one device, found {NAME} and cpu")
+
+    def _count(self, func: Any, args: Any, kwargs: Any, from_cpu: bool, goes_far: bool) -> None:
+        leaves = from_cpu or not goes_far
+        # What the host makes and sends, it need not wait for if it asks so.
+        asynchronous = goes_far and (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
+        sent = func in (aten._to_copy.default, aten.copy_.default, *_INDEXING) and leaves and not asynchronous
+        flags = func in _INDEXING and any(_is_flags(index) for index in args[1])
+        shaped = func in _DATA_SHAPES and kwargs.get("output_size") is None
+        if func is aten._local_scalar_dense.default or shaped or sent or flags or not goes_far:
+            self.waits[f"{func} at {_place()}"] += 1
+        if not func.is_view and "empty" not in func.name():
+            self.kernels += 1
+
+    def _result(self, found: Any, far: list[Tensor], goes_far: bool) -> Any:
+        """What was written to in place is the tensor that was given."""
+        known = {id(value.near): value for value in far if isinstance(value, FarTensor)}
+
+        def wrap(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return known.get(id(value)) if id(value) in known else (FarTensor(value) if goes_far else value)
+
+        return tree_map(wrap, found)
+
+
+class _SentThere(TorchFunctionMode):
+    """``torch.tensor`` makes its numbers on the CPU and sends them, where no dispatch mode sees it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if func is torch.tensor and device is not None and torch.device(device).type == NAME:
+            return func(*args, **kwargs | {"device": "cpu"}).to(device)
+        return func(*args, **kwargs)
+
+
+def _near(value: Any) -> Any:
+    return value.near if isinstance(value, FarTensor) else value
+
+
+def _is_flags(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _place() -> str:
+    """The line of the library that asks."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if "megatron_rc" in path.parts and "tests" not in path.parts:
+            return f"{path.name}:{frame.lineno}"
+    return "a test"
+
+
+@contextmanager
+def far_device() -> Iterator[FarDevice]:
+    """The device ``"far"`` exists inside this block."""
+    _register()
+    with _SentThere(), FarDevice() as device:
+        yield device
+
+
+def _register() -> None:
+    from torch.utils import backend_registration
+
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        set_up: Callable[..., None] = backend_registration._setup_privateuseone_for_python_backend
+        set_up(NAME)
