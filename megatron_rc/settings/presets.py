@@ -1,7 +1,7 @@
 """Presets: published corrections by name, each with its numbers and the paper it comes from.
 
-Every name of every release of verl works here: those that mean the same as another are in the table ``ALIASES``. ρ =
-π_train / π_rollout; every bound is on ρ.
+Every name of every release of verl works here: those that mean the same as another are in the table ``ALIASES``, those
+that have the numbers of a decoupled one in ``IN_BYPASS_MODE``. ρ = π_train / π_rollout; every bound is on ρ.
 """
 
 from __future__ import annotations
@@ -30,6 +30,74 @@ ALIASES = {
     "pure_rs": ("bypass_pg_geo_rs", "its name before release 2025-11"),
     "bypass_pg_rs": ("bypass_pg_geo_rs", "as verl spelt it at the end of 2025"),
     "pg_geo_rs_seq_tis": ("bypass_pg_geo_rs_seq_tis", "as verl spelt it at the end of 2025"),
+}
+
+_PPO: dict[str, Any] = {"bypass_mode": True}
+_REINFORCE: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
+
+# Name: (the decoupled preset whose arguments and numbers it has, the objective in bypass mode, its docstring). ρ is
+# π_θ / π_rollout there, and π_old := π_rollout needs no extra forward pass.
+IN_BYPASS_MODE = {
+    "bypass_ppo_clip_geo_rs": (
+        "decoupled_geo_rs",
+        _PPO,
+        """``bypass_ppo_clip``, and sequences whose geometric mean ratio is out of bounds are rejected.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    ),
+    "bypass_ppo_clip_k3_rs": (
+        "decoupled_k3_rs",
+        _PPO,
+        """``bypass_ppo_clip``, and sequences whose mean k3 is above a bound are rejected.
+
+        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
+        Reinforcement Learning".
+        """,
+    ),
+    "bypass_pg_is": (
+        "decoupled_seq_is",
+        _REINFORCE,
+        """REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ. Where PPO's clipping is not wanted.
+
+        Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; Liu
+        et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    ),
+    "bypass_pg_token_icepop": (
+        "decoupled_token_icepop",
+        _REINFORCE,
+        """REINFORCE with token weights that are 0 out of bounds (IcePop). Bounds as in ``decoupled_token_icepop``.
+
+        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
+        """,
+    ),
+    "bypass_pg_geo_rs": (
+        "decoupled_geo_rs",
+        _REINFORCE,
+        """REINFORCE without weights on sequences whose geometric mean ratio is within bounds. For long responses.
+
+        Bounds and releases as in ``decoupled_geo_rs``.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    ),
+    "bypass_pg_geo_rs_seq_tis": (
+        "decoupled_geo_rs_seq_tis",
+        _REINFORCE,
+        """``bypass_pg_geo_rs`` and ``bypass_pg_is`` together: the filter and sequence weights.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    ),
+    "bypass_pg_geo_rs_token_tis": (
+        "decoupled_geo_rs_token_tis",
+        _REINFORCE,
+        """``bypass_pg_geo_rs`` with token weights: less variance than sequence weights, more bias.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    ),
 }
 
 C = TypeVar("C", bound="Presets")
@@ -209,7 +277,7 @@ class Presets:
         bounds = f"{mean_threshold!r},{max_threshold!r}"
         return cls(rollout_is=None, rollout_rs="seq_mean_k3,seq_max_k2", rollout_rs_threshold=bounds)
 
-    # Bypass mode: π_old := π_rollout, no extra forward pass, ρ = π_θ / π_rollout.
+    # Bypass mode with numbers of its own; the others are in the table.
 
     @classmethod
     def bypass_ppo_clip(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
@@ -238,96 +306,6 @@ class Presets:
         return cls.bypass_ppo_clip(threshold, release=RELEASES[1] if with_weights else NEWEST)
 
     @classmethod
-    def bypass_ppo_clip_geo_rs(
-        cls: type[C],
-        rs_threshold: Bound | None = None,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-        *,
-        release: str = NEWEST,
-    ) -> C:
-        """``bypass_ppo_clip``, and sequences whose geometric mean ratio is out of bounds are rejected.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """
-        return cls(
-            rollout_is=None, bypass_mode=True, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release)
-        )
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
-        """``bypass_ppo_clip``, and sequences whose mean k3 is above a bound are rejected.
-
-        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
-        Reinforcement Learning".
-        """
-        return cls(rollout_is=None, bypass_mode=True, **_k3(rs_threshold))
-
-    @classmethod
-    def bypass_pg_is(cls: type[C], threshold: float = 2.0) -> C:
-        """REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ. Where PPO's clipping is not wanted.
-
-        Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; Liu
-        et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """
-        return cls(**_weights("sequence", threshold), **_REINFORCE)
-
-    @classmethod
-    def bypass_pg_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
-        """REINFORCE with token weights that are 0 out of bounds (IcePop). Bounds as in ``decoupled_token_icepop``.
-
-        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
-        """
-        return cls(**_icepop(threshold, threshold_lower), **_REINFORCE)
-
-    @classmethod
-    def bypass_pg_geo_rs(
-        cls: type[C],
-        rs_threshold: Bound | None = None,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-        *,
-        release: str = NEWEST,
-    ) -> C:
-        """REINFORCE without weights on sequences whose geometric mean ratio is within bounds. For long responses.
-
-        Bounds and releases as in ``decoupled_geo_rs``.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """
-        return cls(
-            rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release), **_REINFORCE
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(
-        cls: type[C],
-        is_threshold: float = 2.0,
-        rs_threshold: Bound | None = None,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = None,
-        *,
-        release: str = NEWEST,
-    ) -> C:
-        """``bypass_pg_geo_rs`` and ``bypass_pg_is`` together: the filter and sequence weights.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """
-        return cls(
-            **_weights("sequence", is_threshold),
-            **_geometric(rs_threshold, rs_threshold_lower, veto_threshold, release),
-            **_REINFORCE,
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(cls: type[C], is_threshold: float = 2.0, rs_threshold: Bound = "0.999_1.001") -> C:
-        """``bypass_pg_geo_rs`` with token weights: less variance than sequence weights, more bias.
-
-        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
-        """
-        return cls(**_weights("token", is_threshold), **_geometric(rs_threshold), **_REINFORCE)
-
-    @classmethod
     def disabled(cls: type[C]) -> C:
         """Nothing is corrected, everything is measured. The first run to make: it shows how large the mismatch is.
 
@@ -336,7 +314,15 @@ class Presets:
         return cls(**_weights("token", 2.0), rollout_is_apply=False)
 
     if TYPE_CHECKING:
-        # The table of aliases, for type checkers.
+        # The tables, for type checkers.
+        bypass_ppo_clip_geo_rs, bypass_ppo_clip_k3_rs = decoupled_geo_rs, decoupled_k3_rs
+        bypass_pg_is, bypass_pg_token_icepop, bypass_pg_geo_rs = (
+            decoupled_seq_is,
+            decoupled_token_icepop,
+            decoupled_geo_rs,
+        )
+        bypass_pg_geo_rs_seq_tis = decoupled_geo_rs_seq_tis
+        bypass_pg_geo_rs_token_tis = decoupled_geo_rs_token_tis
         token_is = token_tis = decoupled_token_is
         seq_is, seq_is_rs = decoupled_seq_is, decoupled_seq_is_rs
         geo_rs, geo_rs_seq_tis = decoupled_geo_rs, decoupled_geo_rs_seq_tis
@@ -345,25 +331,25 @@ class Presets:
         pg_geo_rs_seq_tis = bypass_pg_geo_rs_seq_tis
 
 
-def _alias(name: str, other: str, origin: str) -> Any:
-    """A constructor of another name, with a docstring that says whose it is."""
+def _add(name: str, other: str, doc: str, fields: dict[str, Any]) -> None:
+    """A constructor with the arguments of another, which gives its config with other fields."""
     make = vars(Presets)[other].__func__
 
     @functools.wraps(make)
-    def alias(*args: Any, **kwargs: Any) -> Any:
-        return make(*args, **kwargs)
+    def variant(*args: Any, **kwargs: Any) -> Any:
+        config = make(*args, **kwargs)
+        return type(config)(**config.to_dict() | fields) if fields else config
 
-    alias.__name__, alias.__qualname__ = name, f"{Presets.__qualname__}.{name}"
-    alias.__doc__ = f"Alias of ``{other}``: {origin}."
-    return classmethod(alias)
+    variant.__name__, variant.__qualname__, variant.__doc__ = name, f"{Presets.__qualname__}.{name}", doc
+    setattr(Presets, name, classmethod(variant))
 
 
+for _name, (_other, _fields, _doc) in IN_BYPASS_MODE.items():
+    _add(_name, _other, _doc, _fields)
 for _name, (_other, _origin) in ALIASES.items():
-    setattr(Presets, _name, _alias(_name, _other, _origin))
+    _add(_name, _other, f"Alias of ``{_other}``: {_origin}.", {})
 
 PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
-
-_REINFORCE: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
 def _is_newest(release: str) -> bool:
