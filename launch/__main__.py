@@ -13,15 +13,17 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 # Until torchrun listens for it, Ctrl-C ends this process without a traceback, while modules load too.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.parser import Parser, build_parser
 from megatron_rc.launch.ranks import run_ranks
+from megatron_rc.launch.training.settings_file import settings_text
 
 USAGE_ERROR = 2
 TRAINER = "megatron_rc.launch.train_ppo"
@@ -54,26 +56,45 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         parser.print_help()
         build_parser().print_help()
         sys.exit(0)
-    configure(flags, mine.nproc_per_node * mine.nnodes)
+    _check(mine)
+    config, _ = configure(flags, mine.nproc_per_node * mine.nnodes, folders=not mine.print_config)
+    if mine.print_config:
+        sys.stdout.write(settings_text(config, Path("FILE")))
+        sys.exit(0)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mine.nproc_per_node)))
     command = ["--nproc-per-node", str(mine.nproc_per_node)]
     if mine.nnodes == 1:
         command += ["--standalone"]
     else:
-        command += ["--nnodes", str(mine.nnodes), "--node-rank", str(mine.node_rank)]
-        command += ["--master-addr", mine.master_addr, "--master-port", str(mine.master_port)]
+        command += ["--nnodes", str(mine.nnodes), "--node-rank", str(mine.node_rank or 0)]
+        command += ["--master-addr", mine.master_addr or "127.0.0.1", "--master-port", str(mine.master_port or 29500)]
     return [*command, "--module", module, *flags]
+
+
+def _check(mine: argparse.Namespace) -> None:
+    for name in ("nproc_per_node", "nnodes"):
+        if getattr(mine, name) < 1:
+            raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} must be positive")
+    for name in ("node_rank", "master_addr", "master_port"):
+        if mine.nnodes == 1 and getattr(mine, name) is not None:
+            raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} does nothing without --nnodes above 1")
+    if not 0 <= (mine.node_rank or 0) < mine.nnodes:
+        raise ConfigurationError(
+            f"--node-rank {mine.node_rank} must be one of 0 to {mine.nnodes - 1}, with --nnodes {mine.nnodes}"
+        )
 
 
 def _torchrun_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
     group = parser.add_argument_group("torchrun")
     group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
+    text = "check the flags, print all of them as a launch file, and start nothing"
+    group.add_argument("--print-config", action="store_true", help=text)
     group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")
     group.add_argument("--nnodes", type=int, default=1, help="machines")
-    group.add_argument("--node-rank", type=int, default=0, help="number of this machine")
-    group.add_argument("--master-addr", default="127.0.0.1", help="address of machine 0")
-    group.add_argument("--master-port", type=int, default=29500, help="free port of machine 0")
+    group.add_argument("--node-rank", type=int, help="number of this machine; default: 0")
+    group.add_argument("--master-addr", help="address of machine 0; default: 127.0.0.1")
+    group.add_argument("--master-port", type=int, help="free port of machine 0; default: 29500")
     return parser
 
 

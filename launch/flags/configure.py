@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks import check
+from megatron_rc.launch.flags.checks.files import check_folders
 from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
 from megatron_rc.launch.flags.parser import Parser, build_parser, unknown
 from megatron_rc.launch.flags.resolve import resolve
+from megatron_rc.launch.flags.resolved import resolved_flags
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
 
-def configure(argv: Sequence[str], world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
+def configure(
+    argv: Sequence[str], world_size: int, *, engine: bool = True, folders: bool = True
+) -> tuple[RunConfig, Task]:
     """The settings that these words describe, complete and checked, and the task.
 
     Args:
         argv: flags; ``--config FILE`` is their base, and under that what ``--load-hf DIR`` says of the model.
         world_size: number of processes.
         engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
+        folders: make those that are written to.
 
     Raises:
         ConfigurationError: one sentence: the flag or key, its value and the remedy.
@@ -30,7 +36,9 @@ def configure(argv: Sequence[str], world_size: int, *, engine: bool = True) -> t
         require(module, "training", "launch")
     config, task = resolve(args, world_size, engine=engine)
     check(config, task, engine=engine)
-    return config, task
+    if folders:
+        check_folders(config)
+    return dataclasses.replace(config, flags=tuple(resolved_flags(args, config))), task
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:

@@ -49,6 +49,11 @@ def check_idle(args: argparse.Namespace, loss: PolicyLossConfig) -> None:
             raise ConfigurationError(f"--config {args.config}: {key}: {value} does nothing {idle.why}")
 
 
+def idle_names(args: argparse.Namespace, loss: PolicyLossConfig) -> set[str]:
+    """The flags that do nothing here, of which ``check_idle`` lets some stand in a launch file."""
+    return {idle.name for idle in _idle(args, loss)}
+
+
 def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
     used = ENGINES[args.rollout_engine].settings
     for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):

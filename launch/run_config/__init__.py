@@ -7,12 +7,13 @@ there. Flags become a RunConfig in ``flags/`` alone; everything else takes a Run
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
 
+from megatron_rc.launch.resolved import ResolvedFlag
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
@@ -43,6 +44,7 @@ class RunConfig:
         experts: None: a dense model.
         correction: of the rollouts.
         loss: the objective.
+        flags: all of them as they were resolved, from which the rest of this follows.
     """
 
     launch: LaunchSection
@@ -62,6 +64,7 @@ class RunConfig:
     engine: EngineSection
     correction: RolloutCorrectionConfig
     loss: PolicyLossConfig
+    flags: tuple[ResolvedFlag, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def data_parallel_size(self) -> int:

@@ -18,6 +18,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.checkpoints.save import SaveError
 from megatron_rc.launch.training.report import Reporter
+from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.sync_check import SyncCheck
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
@@ -59,6 +60,7 @@ def train(config: RunConfig, task: Task) -> bool:
         ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
     """
     groups, files = ParallelGroups.from_megatron(), config.checkpoints
+    agree(config, write_settings(config) if dist.get_rank() == 0 else None)
     trainer = Trainer(config, groups)
     collector = RolloutCollector(config, task, groups)
     reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rc.launch.environment import environment
+from megatron_rc.launch.resolved import as_mapping
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
@@ -43,7 +45,7 @@ class Reporter:
         iteration: optimizer steps that lie behind.
 
     Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, with a row an optimizer step and one an evaluation;
-    ``tensorboard/``; ``summary.png``.
+    ``tensorboard/``; ``summary.png``. Weights & Biases gets the flags too.
 
     Attributes:
         error: why a file could not be written, once one could not: the run is to end on all ranks.
@@ -51,7 +53,7 @@ class Reporter:
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
         self.logging, self.train_iters = config.logging, config.training.train_iters
-        self.run_name = config.launch.run_name
+        self.run_name, self.flags = config.launch.run_name, config.flags
         self.folder = Path(config.launch.runs_dir) / self.run_name
         self.metrics = MetricsFile(self.folder / METRICS_FILE, iteration)
         board = Path(self.logging.tensorboard_dir or self.folder / "tensorboard")
@@ -121,7 +123,8 @@ class Reporter:
             return None
         wandb = importlib.import_module("wandb")
         name = self.logging.wandb_exp_name or self.run_name
-        return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder))
+        known = as_mapping(self.flags) | environment()
+        return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder), config=known)
 
     def _picture(self) -> None:
         from megatron_rc.launch.training.picture import draw_run

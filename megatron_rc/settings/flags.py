@@ -50,7 +50,7 @@ _OF_MEGATRONS_SWITCH = (
 )
 _BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
 # The flag of each field of the objective.
-_OF_THE_LOSS = {
+LOSS_FLAGS = {
     "algorithm": "policy_loss",
     "clip_low": "grpo_clamp_eps_lower",
     "clip_high": "grpo_clamp_eps_upper",
@@ -121,16 +121,21 @@ def rollout_correction_config_from_args(
     return _named(lambda: RolloutCorrectionConfig(**fields, notes=base.notes), _flag_of_error)
 
 
+def is_correction_flag(name: str) -> bool:
+    """Whether a flag, with underscores, is one of the correction's."""
+    return name in FIELDS or name in map(_name, _BASES)
+
+
 def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
     """The objective that Megatron-LM's ``--grpo-*`` flags and ours beside them describe; absent ones: the default.
 
     Raises:
         ValueError: a value that the objective cannot have; the flag is named.
     """
-    given = {field: getattr(args, name, None) for field, name in _OF_THE_LOSS.items()}
+    given = {field: getattr(args, name, None) for field, name in LOSS_FLAGS.items()}
     return _named(
         lambda: PolicyLossConfig(**{field: value for field, value in given.items() if value is not None}),
-        lambda message: flag_of(_OF_THE_LOSS[message.partition("=")[0]]),
+        lambda message: flag_of(LOSS_FLAGS[message.partition("=")[0]]),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rc.launch.flags.configure import configure
 from tests.support.paths import ROOT
 
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
@@ -72,6 +73,8 @@ def test_a_run_from_flags_to_picture(tmp_path):
         assert row["policy/approx_kl"] == 0, "the first update scores with the weights that made log π_old"
     assert (tmp_path / "count_up" / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "count_up" / "tensorboard").rglob("events.*"))
+    again, _ = configure([f"--config={tmp_path}/count_up/config.yaml"], 4)
+    assert again == configure(words, 4)[0]
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_rc.launch.flags.checks.batches import check_batches
 from megatron_rc.launch.flags.checks.experts import check_experts
-from megatron_rc.launch.flags.checks.files import check_checkpoints, check_folders
+from megatron_rc.launch.flags.checks.files import check_checkpoints
 from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
 from megatron_rc.launch.flags.checks.parallel import check_parallelism
 from megatron_rc.launch.flags.checks.rewards import check_rewards
@@ -45,4 +45,3 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_prompts(config, task)
     check_evaluation(config, task)
     check_rewards(config, task, samples)
-    check_folders(config)

@@ -44,6 +44,8 @@ def _check_loading(files: CheckpointSection) -> None:
     for name in names:
         if getattr(files, name) and not files.load:
             raise ConfigurationError(f"{flag(name)} does nothing without --load DIR")
+    if files.load and not Path(files.load).is_dir() and files.load != files.save:
+        raise ConfigurationError(f"--load {files.load}: no such folder")
     if not files.verify_integrity and not files.load:
         raise ConfigurationError("--no-verify-integrity does nothing without --load DIR")
     given = [name for name in names[3:] if getattr(files, name)]
@@ -74,5 +76,3 @@ def check_folders(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"{given} cannot be written to ({error.strerror}): choose another folder"
             ) from error
-    if files.load and not Path(files.load).is_dir() and files.load != files.save:
-        raise ConfigurationError(f"--load {files.load}: no such folder")

@@ -4,10 +4,10 @@ import logging
 import re
 
 import pytest
-import torch.distributed.run
 
 from megatron_rc.launch.__main__ import main
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.ranks import Outcome
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import PRESETS
 from tests.support.paths import ROOT
@@ -100,9 +100,10 @@ def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_th
 
 
 def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(torch.distributed.run, "main", lambda words: None)
+    monkeypatch.setattr("megatron_rc.launch.__main__.run_ranks", lambda words: Outcome(0))
     try:
-        main(flags(tmp_path, *IN_THE_LOSS[0]))
+        with pytest.raises(SystemExit):
+            main(flags(tmp_path, *IN_THE_LOSS[0]))
     finally:
         logging.getLogger("megatron_rc").setLevel(logging.NOTSET)
     assert not caplog.records

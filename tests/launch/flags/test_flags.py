@@ -411,6 +411,21 @@ def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):
     assert command[2:10] == ["--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "29500"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nproc-per-node=0", "--nproc-per-node 0 must be positive"),
+        ("--nnodes=-1", "--nnodes -1 must be positive"),
+        ("--node-rank=0", "--node-rank 0 does nothing without --nnodes above 1"),
+        ("--master-port=1234", "--master-port 1234 does nothing without --nnodes above 1"),
+        ("--nnodes=2 --node-rank=2", "--node-rank 2 must be one of 0 to 1, with --nnodes 2"),
+    ],
+)
+def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        torchrun_arguments([*words.split(), *flags(tmp_path)])
+
+
 def test_the_launcher_counts_the_processes_of_all_machines(tmp_path):
     words = flags(tmp_path, "--tensor-model-parallel-size=2")
     with pytest.raises(ConfigurationError, match="needs 2 processes, got 1"):

