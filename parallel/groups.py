@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup
@@ -60,3 +61,10 @@ def group_size(group: Group | None) -> int:
 def group_rank(group: Group | None) -> int:
     """This process's rank inside the group; 0 for ``None``."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def group_device(group: Group | None) -> torch.device:
+    """The device whose tensors a group sends: this process's GPU where its backend is nccl, else the CPU."""
+    if group is not None and "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

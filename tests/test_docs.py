@@ -234,28 +234,29 @@ def test_readme_corrects_inside_megatron(monkeypatch):
 def steps_of_readme(words):
     """The trainer's two optimizer steps of one plan, README's, and the gradients by the formula, on this rank."""
     trainer = make_trainer(words)
+    correction, is_last = trainer.correction, trainer.groups.is_last_stage
     prepared = trainer.prepare(recorded_batch(0))
     cuts = prepared.batch.cuts
     own = [(trainer.accumulate(prepared, index), gradients(trainer))[1] for index in range(len(cuts))]
     pieces = [[prepared.batch.local.piece(cut) for cut in some] for some in cuts]
     readme, flat = run(2), [piece for some in pieces for piece in some]
-    readme["set_up"](trainer.correction, trainer.chunks[0].config)
+    readme["set_up"](correction, trainer.chunks[0].config)
     ids = [torch.full((len(piece.advantages),), index) for index, some in enumerate(pieces) for piece in some]
     names = ("rollout_log_probs", "response_mask", "layout")
-    old = None if trainer.correction.config.bypass_mode else [piece.train_log_probs for piece in flat]
+    old = None if correction.config.bypass_mode else [piece.train_log_probs for piece in flat]
     inputs = PlanInputs(
         *(old, *([getattr(piece, name) for piece in flat] for name in names)),
         advantages=[piece.advantages for piece in flat],
         mini_batch_ids=ids,
     )
-    plan, made = readme["prepare"](trainer.correction, inputs, num_mini_batches=len(cuts))
-    found, made = [], iter(made)
+    plan, made = readme["prepare"](correction, inputs if is_last else None, num_mini_batches=len(cuts))
+    found, made = [], iter(made or [None] * len(flat))
     for index, some in enumerate(pieces):
         batches = [(piece.tokens, piece.positions, piece.labels, next(made)) for piece in some]
-        metrics = readme["step"](
-            trainer.correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4
-        )
-        found.append((metrics, own[index], gradients(trainer), by_the_formula(trainer, some)))
+        metrics = readme["step"](correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4)
+        got = gradients(trainer)
+        formula = by_the_formula(trainer, some) if trainer.groups.pp.size() == 1 else None
+        found.append((metrics, own[index], got, formula))
     return found
 
 
@@ -281,15 +282,18 @@ def gradients(trainer):
     return [parameter.main_grad.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(pp=2, vpp=True)], ids=str)
 @pytest.mark.parametrize("mode", [[], ["--bypass-mode", "--loss-type=reinforce"]], ids=["decoupled", "bypass"])
-def test_readme_takes_the_trainers_steps(ranks, tmp_path, mode):
+def test_readme_takes_the_trainers_steps(ranks, tmp_path, mode, layout):
     # The whole vocabulary is real, and neither penalty is on: README's loss asks for neither.
-    words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *mode)
-    (steps,) = ranks.run(steps_of_readme, Layout(), words)
-    assert len(steps) == 2
-    for metrics, known, got, wanted in steps:
+    words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *layout.flags(), *mode)
+    everywhere = ranks.run(steps_of_readme, layout, words)
+    assert {len(steps) for steps in everywhere} == {2}
+    for metrics, known, got, wanted in (step for steps in everywhere for step in steps):
         assert metrics["loss/total"] != 0
         assert all(torch.equal(one, other) for one, other in zip(known, got, strict=True))
+        if wanted is None:
+            continue
         size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
         assert size > 0.01
         for gradient, other in zip(got, wanted, strict=True):

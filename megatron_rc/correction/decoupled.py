@@ -71,7 +71,7 @@ class Decoupled:
     ) -> None:
         self.config, self.loss, self.groups, self.compile = config, loss, groups, compile
 
-    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device | None) -> DecoupledPlan:
+    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device) -> DecoupledPlan:
         """The whole correction, and its header on every stage."""
         if inputs is None:
             fields = header_fields(self.config, counts)

@@ -38,7 +38,7 @@ class InLoss:
         # Since then, on every stage.
         self._steps: tuple[StepResult, ...] = ()
 
-    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device | None) -> InLossPlan:
+    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device) -> InLossPlan:
         """Tokens and sequences under the response mask, on the last stage."""
         masks = None if inputs is None else count_masks(inputs, counts, self.groups)
         self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, masks), ()

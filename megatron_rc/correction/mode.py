@@ -23,7 +23,7 @@ class Mode(Protocol):
 
     needs_steps: bool
 
-    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device | None) -> Plan:
+    def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device) -> Plan:
         """Prepare a rollout batch, on every stage."""
 
     def newest_step(self, mini_batch: int | None) -> PlannedStep:

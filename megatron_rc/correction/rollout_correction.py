@@ -16,7 +16,7 @@ from megatron_rc.correction.plans import Plan, PlannedStep
 from megatron_rc.correction.step import StepResult
 from megatron_rc.correction.steps import Steps
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.groups import ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
@@ -90,7 +90,7 @@ class RolloutCorrection:
             num_groups: prompts of the whole batch.
             current_version: of the weights that train.
             max_staleness: the last bucket of staleness.
-            device: of the header, where ``inputs`` is None.
+            device: of the header, where ``inputs`` is None. Default: the GPU where ``groups.pp`` is of nccl.
 
         Returns:
             Decoupled: the result, on stages without log-probs with weights and mask None. In the loss: the denominators
@@ -110,7 +110,7 @@ class RolloutCorrection:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
-        plan = self.mode.plan(inputs, counts, device)
+        plan = self.mode.plan(inputs, counts, device or group_device(self.groups.pp))
         if isinstance(plan, DecoupledPlan):
             plan.allow_zero_log_probs = self.allow_zero_log_probs
         plan.check_ready = self.steps.check_ready
@@ -182,7 +182,7 @@ class RolloutCorrection:
         """End one optimizer step, on every pipeline stage: reduce what the micro-batches added up.
 
         Args:
-            device: of the result, on stages that hold no log-probs.
+            device: of the result, on stages that hold no log-probs. Default: likewise.
 
         Returns:
             0-D float64, what the gradients are to be multiplied by. In the loss that is D₀/G, with D₀ the denominator
@@ -196,7 +196,7 @@ class RolloutCorrection:
             StepError: on every rank alike, if what was counted on any of them is not one whole step. It is kept until
                 ``reset_step``.
         """
-        return self.steps.finish(device).factor
+        return self.steps.finish(device or group_device(self.groups.pp)).factor
 
     def reset_step(self) -> None:
         """Forget what was counted since the last step ended, on every rank: a schedule failed and is run again.

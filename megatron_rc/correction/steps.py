@@ -106,7 +106,7 @@ class Steps:
         self._open.found.add(Misuse.REFUSED_LOSS)
         self._open.refused = self._open.refused or message
 
-    def finish(self, device: torch.device | None = None) -> StepResult:
+    def finish(self, device: torch.device) -> StepResult:
         """End a step: see :meth:`RolloutCorrection.finish_step`."""
         fields = step_fields(self.mode.step_fields())
         if self.groups.is_last_stage:
@@ -171,7 +171,7 @@ class Steps:
         """The gradients of these model chunks have been scaled: nothing may be added to them before they are zeroed."""
         self._scaled = ScaledGradients(model)
 
-    def _reduced(self, fields: HeaderFields, device: torch.device | None) -> Tensor:
+    def _reduced(self, fields: HeaderFields, device: torch.device) -> Tensor:
         """The header of the step that ends."""
         opened, known = self._open, self.mode.step_fields() or NO_FIELDS
         misuse = opened.misuse(needs_micro_batches=self.mode.needs_steps)
