@@ -10,6 +10,7 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks import check
 from megatron_rc.launch.flags.checks.files import check_folders
 from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
+from megatron_rc.launch.flags.own_objects import define_own_objects
 from megatron_rc.launch.flags.parser import Parser, build_parser, unknown
 from megatron_rc.launch.flags.resolve import resolve
 from megatron_rc.launch.flags.resolved import resolved_flags
@@ -62,6 +63,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     # The correction's flags override those of the launch file by rules of their own.
     args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
     args.typed, args.in_launch_file = _names(argv), _names(base)
+    for namespace in (args, args.launch_file, args.command_line):
+        define_own_objects(namespace)
     check_architecture_words(parser, args, architecture)
     return args
 

@@ -129,7 +129,9 @@ def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
 
 def _add_loss_args(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss")
-    group.add_argument("--policy-loss", choices=OBJECTIVES, help="objective; default: ppo_clip, or --loss-type")
+    # No choices: a module of the user's can name another one.
+    known, text = ",".join(OBJECTIVES), "objective, or python:pkg.module:OBJECTIVE; default: ppo_clip, or --loss-type"
+    group.add_argument("--policy-loss", metavar=f"{{{known}}}", help=text)
     group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help="from tokens to one loss; default: token-mean")
     group.add_argument(
         "--loss-scale-factor", type=float, help="what token-sum and seq-mean-token-sum-norm divide by: they need it"

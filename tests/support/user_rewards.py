@@ -112,3 +112,7 @@ class Doubles:
 
 def refuse(prompt, response, label, record):
     raise ValueError("none is good enough")
+
+
+def length(prompt, response, label, record):
+    return len(response)

@@ -1,0 +1,53 @@
+"""Objectives and rejection criteria of the user's own modules: named by a flag, they join the tables of the library."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.python_specs import is_python_spec, load_python
+from megatron_rc.loss.objectives import OBJECTIVES, Objective
+from megatron_rc.loss.objectives import define as define_objective
+from megatron_rc.settings.criteria import CRITERIA
+from megatron_rc.settings.criteria import define as define_criterion
+from megatron_rc.settings.criterion import Criterion
+
+_TABLES: dict[type[Any], tuple[dict[str, Any], Any]] = {
+    Objective: (OBJECTIVES, define_objective),
+    Criterion: (CRITERIA, define_criterion),
+}
+# What the objects named by a flag are.
+_KINDS: dict[str, type[Any]] = {"policy_loss": Objective, "loss_type": Objective, "rollout_rs": Criterion}
+
+
+def define_own_objects(args: argparse.Namespace) -> None:
+    """Put the name of the object in the place of each ``python:pkg.module:OBJECT``, and define the object.
+
+    Raises:
+        ConfigurationError: it cannot be loaded, is of another type, or has the name of something else.
+    """
+    for name, kind in _KINDS.items():
+        given = getattr(args, name)
+        if given is not None and any(is_python_spec(part.strip()) for part in given.split(",")):
+            setattr(args, name, ",".join(_name_of(part.strip(), flag(name), kind) for part in given.split(",")))
+
+
+def _name_of(part: str, flag: str, kind: type[Any]) -> str:
+    """The name of the object that one entry of the flag's list stands for."""
+    if not is_python_spec(part):
+        return part
+    found = load_python(part, flag)
+    if not isinstance(found, kind):
+        raise ConfigurationError(
+            f"{flag} {part} is of type {type(found).__name__}: name an object {kind.__name__} of {kind.__module__}"
+        )
+    table, define = _TABLES[kind]
+    name: str = found.name
+    # A module may have put its object into the table by itself.
+    if table.get(name) is not found:
+        try:
+            define(found)
+        except ValueError as error:
+            raise ConfigurationError(f"{flag} {part}: {error}") from error
+    return name

@@ -1,0 +1,82 @@
+"""Objectives and criteria of a user's module: named by a flag, then known by their own names."""
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.criteria import CRITERIA
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+USER = "python:tests.support.user_objects"
+RS = [f"--rollout-rs=token_k1,{USER}:SEQ_MIN", "--rollout-rs-threshold=0.5_2.5,0.01_100"]
+
+
+@pytest.fixture(autouse=True)
+def tables():
+    """As they were."""
+    before = [(table, dict(table)) for table in (OBJECTIVES, CRITERIA)]
+    yield
+    for table, entries in before:
+        table.clear()
+        table.update(entries)
+
+
+def test_an_objective_is_defined_by_the_flag_that_names_it(tmp_path):
+    words = flags(tmp_path, f"--policy-loss={USER}:GOOD_ONLY")
+    words = [word for word in words if "clamp-eps" not in word]
+    for _ in range(2):  # the launcher reads the flags, and so do the ranks
+        assert run_config(words).loss.algorithm == "own_good_only"
+    bypass = ["--bypass-mode", f"--loss-type={USER}:GOOD_ONLY"]
+    assert run_config([*words[:-1], *bypass]).correction.loss_type == "own_good_only"
+
+
+def test_a_criterion_stands_in_the_list_beside_others(tmp_path):
+    config = run_config(flags(tmp_path, *RS))
+    assert config.correction.rollout_rs == "token_k1,own_seq_min"
+    assert "sequences whose smallest ρ_t" in config.correction.describe()
+
+
+def test_a_launch_file_names_them_too(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"rollout-rs: {USER}:SEQ_MIN\nrollout-rs-threshold: 0.01_100\n")
+    config = run_config([word for word in flags(tmp_path, f"--config={path}") if "rollout-rs" not in word])
+    assert config.correction.rollout_rs == "own_seq_min"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [f"--policy-loss={USER}:SEQ_MIN"],
+            r"^--policy-loss \S+ is of type Criterion: name an object Objective of meg",
+        ),
+        (
+            [f"--rollout-rs={USER}:GOOD_ONLY"],
+            r"^--rollout-rs \S+ is of type Objective: name an object Criterion of meg",
+        ),
+        (
+            [f"--rollout-rs={USER}:TAKEN"],
+            r"^--rollout-rs \S+: criterion 'token_k3' is defined already: give it another",
+        ),
+        ([f"--rollout-rs=token_k1,{USER}:NO"], r"^--rollout-rs python:\S+:NO: tests\.support\.user_objects has no NO"),
+        (["--loss-type=python:nowhere:X"], r"^--loss-type python:nowhere:X: there is no module nowhere"),
+        (["--policy-loss=ppo"], r"^--policy-loss: algorithm='ppo' is unknown: use one of ppo_clip, reinforce"),
+        ([f"--rollout-rs={USER}:SEQ_MIN", "--rollout-rs-threshold=-1"], r"^--rollout-rs-threshold"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, *words))
+
+
+def test_they_train_on_all_ranks(ranks, tmp_path):
+    layout = Layout(tp=2, pp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), *RS, f"--policy-loss={USER}:GOOD_ONLY", "--train-iters=2")
+    words = [word for word in words if "clamp-eps" not in word]
+    words += ["--reward=python:tests.support.user_rewards:length", "--reward-workers=1"]
+    assert ranks.run(run_training, layout, words) == [None] * 4
+    for row in rows(tmp_path):
+        assert row["rollout_corr/rollout_rs_own_seq_min_mean"] > 0
+        assert row["grad_norm"] > 0
