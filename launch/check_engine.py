@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.rewards.rewarder import ERRORS_FILE
 from megatron_rc.launch.rollouts.agreement import LAGS, Finding, judge, lag_distances, tolerance
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
@@ -57,7 +59,7 @@ def run_check(config: RunConfig, task: Task) -> bool:
         sys.stdout.flush()
     wrong = [finding.about for finding in findings if not finding.agrees]
     if wrong:
-        raise AgreedError(f"the rollout engine and the trainer disagree on {', '.join(wrong)}: see the findings above")
+        raise AgreedError(f"the check finds fault with {', '.join(wrong)}: see the findings above")
     return True
 
 
@@ -72,12 +74,14 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     broadcast over PP.
     """
     from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training.loop import summarize_rollouts
     from megatron_rc.launch.training.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()
-    trainer, collector = Trainer(config, groups), RolloutCollector(config, task, groups)
-    collector.sync_weights(trainer.chunks, trainer.iteration)
-    batch = collector.collect(trainer.iteration)
+    trainer = Trainer(config, groups)
+    with closing(RolloutCollector(config, task, groups)) as collector:
+        collector.sync_weights(trainer.chunks, trainer.iteration)
+        batch = collector.collect(trainer.iteration)
     configured = config.rollouts.rl_default_temperature
     temperatures = sorted({configured, *TEMPERATURES})
     sums = [score_distances(trainer, batch, temperature) for temperature in temperatures]
@@ -89,7 +93,13 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
     distances = dict(zip(temperatures, scored, strict=True))
     found = judge(distances, configured, tolerance(config))
-    return [*found, judge_tokens(task.text.size, *total[-6:-3]), *judge_endings(*total[-3:])]
+    rewards = summarize_rollouts(batch, groups) | collector.reward_metrics
+    return [
+        *found,
+        judge_tokens(task.text.size, *total[-6:-3]),
+        *judge_endings(*total[-3:]),
+        *judge_rewards(rewards, config.rollouts.sequences),
+    ]
 
 
 def score_distances(trainer: Trainer, batch: RolloutBatch, temperature: float) -> Tensor:
@@ -147,6 +157,24 @@ def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:
             Finding("end of text", False, f"{words}: the token that ends a response must be in it, with its log-prob")
         ]
     return [Finding("end of text", True, words)]
+
+
+def judge_rewards(metrics: Mapping[str, float], responses: int) -> list[Finding]:
+    """Whether every response could be scored, where this run scores them.
+
+    Args:
+        metrics: of the rewards of the batch, as a run logs them.
+        responses: of the batch.
+    """
+    errors = metrics.get("reward/errors")
+    if errors is None:
+        return []
+    words = f"{metrics['reward/mean']:.3g} on average, from {metrics['reward/min']:.3g} to {metrics['reward/max']:.3g}"
+    if errors:
+        words += (
+            f"; {errors:.0f} of {responses} responses could not be scored: {ERRORS_FILE} in the run's folder has them"
+        )
+    return [Finding("rewards", not errors, words)]
 
 
 if __name__ == "__main__":

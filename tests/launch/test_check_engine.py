@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_tokens
+from megatron_rc.launch.check_engine import _tokens, judge_endings, judge_rewards, judge_tokens
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks.text import CharacterText
@@ -89,6 +89,7 @@ def test_one_fault_is_one_finding(ranks, tmp_path, fault, more, wrong, message):
         "weights",
         "tokenizer",
         "end of text",
+        "rewards",
     ]
     if message:
         assert any(message in finding.words for finding in found)
@@ -101,6 +102,16 @@ def test_every_rank_finds_the_same(ranks, tmp_path):
     assert {finding.about for finding in found[0] if not finding.agrees} >= {"weights"}
     good = ranks.run(findings, layout, flags(tmp_path, *WIDE, *layout.flags()), None)
     assert all(finding.agrees for one in good for finding in one)
+
+
+def test_rewards_that_fail_are_a_finding(ranks, tmp_path):
+    rule = ["--reward=python:tests.support.user_rewards:refuse", "--reward-workers=1"]
+    (found,) = ranks.run(findings, Layout(), flags(tmp_path, *WIDE, *rule), None)
+    assert [one.about for one in found if not one.agrees] == ["rewards"]
+    assert "32 of 32 responses could not be scored: reward-errors.jsonl in the run's folder has them" in found[-1].words
+    (good,) = judge_rewards({"reward/errors": 0.0, "reward/mean": 0.25, "reward/min": 0.0, "reward/max": 1.0}, 4)
+    assert (good.agrees, good.words) == (True, "0.25 on average, from 0 to 1")
+    assert judge_rewards({"reward/mean": 0.0}, 4) == [], "recorded rewards"
 
 
 def test_ends_inside_a_response_are_seen():

@@ -1,0 +1,93 @@
+"""docs/tasks.md: its modules and its commands, as they are written."""
+
+import os
+import re
+import shlex
+import sys
+
+import pytest
+
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.criteria import CRITERIA
+from tests.launch.training.test_loop import rows, run_training
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+
+TEXT = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+MODULES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL))
+COMMANDS = [
+    shlex.split(text.replace("\\\n", " ")) for text in re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+]
+FLAGS = [words[words.index("--config") :] for words in COMMANDS]
+# A few small steps of the launch file on one process.
+SMALL = """--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel --cpu --train-iters=2
+--grpo-iterations=1 --grpo-prompts-per-step=4 --grpo-group-size=4 --run-name=run --global-batch-size=16
+--micro-batch-size=8""".split()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the modules; the tables of the library are as before afterwards."""
+    before = [(table, dict(table)) for table in (OBJECTIVES, CRITERIA)]
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    yield tmp_path
+    for table, entries in before:
+        table.clear()
+        table.update(entries)
+    for name in MODULES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def in_folder(folder, do, *arguments):
+    """As if started there: the current directory is where modules are looked for."""
+    before, path = os.getcwd(), list(sys.path)
+    os.chdir(folder)
+    try:
+        return do(*arguments)
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+
+
+def test_the_page_is_read():
+    assert list(MODULES) == ["my_rewards.py", "my_task.py", "my_objects.py"]
+    assert len(COMMANDS) == 3
+    assert all(words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "4"] for words in COMMANDS)
+    assert len(MODULES["my_task.py"].strip().splitlines()) < 30
+
+
+@pytest.mark.parametrize("words", FLAGS, ids=lambda words: words[2])
+def test_every_command_is_a_run(folder, words):
+    config, _ = in_folder(folder, configure, ["--cpu", f"--runs-dir={folder}", *words], 4)
+    assert config.training.seq_length == 16
+
+
+def test_the_examples_train(ranks, folder):
+    """The task with the objective and the criterion, then the reward."""
+    _, task, objects = FLAGS
+    words = [*task, *objects[2:], *SMALL, f"--runs-dir={folder}", "--reward-workers=1"]
+    assert ranks.run(in_folder, Layout(), folder, run_training, words) == [None]
+    (first, second) = rows(folder)
+    assert {"reward/first_digit", "rollout_corr/rollout_rs_seq_min_k1_mean"} < set(first)
+    assert (first["reward/errors"], second["reward/errors"]) == (0, 0)
+
+
+def test_the_reward_gives_what_the_page_says(folder):
+    sys.path.insert(0, str(folder))
+    try:
+        from my_rewards import last_number
+        from my_task import Reverse
+    finally:
+        sys.path.remove(str(folder))
+    call = {"prompt": "2 + 2 = ?", "label": 4, "record": {}}
+    assert last_number(response="It is 4", **call) == {"reward": 1.0, "right": 1.0, "short": 1.0}
+    assert last_number(response="4, or 5" + " perhaps" * 9, **call) == {"reward": 0.0, "right": 0.0, "short": 0.0}
+    task = Reverse(1)
+    trained, kept = ({one.prompt for one in task.problems(0, 300, held_out=held_out)} for held_out in (False, True))
+    assert not trained & kept
+    (problem,) = task.problems(7, 1)
+    asked = {"prompt": problem.prompt, "label": problem.label, "record": {}}
+    assert task.reward(response=problem.prompt[::-1], **asked) == {"reward": 1.0, "first_digit": 1.0}
+    assert task.reward(response="", **asked)["reward"] == 0
