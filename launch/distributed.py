@@ -72,6 +72,21 @@ def agree(config: RunConfig, error: str | None = None, stop: bool = False) -> bo
     return bool(stopping)
 
 
+def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:
+    """Check that all ranks have the same number, below 2^63.
+
+    Collectives: one all-reduce of two numbers over all ranks.
+
+    Raises:
+        AgreedError: on every rank if they have not, with the message ``otherwise``.
+    """
+    ends = torch.tensor([number, -number], device=config.launch.device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
+    highest, lowest = ends.tolist()
+    if highest != -lowest:
+        raise AgreedError(otherwise)
+
+
 def _broadcast_text(text: str, source: int, device: torch.device) -> str:
     content = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     message = torch.tensor(list(content), dtype=torch.uint8, device=device)

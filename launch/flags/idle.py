@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.flags.resolve_data import OF_EVALUATIONS, OF_FILES
 from megatron_rc.launch.rewards.rules import Source
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -41,10 +42,10 @@ def check_idle(args: argparse.Namespace, loss: PolicyLossConfig) -> None:
     """
     for idle in _idle(args, loss):
         if idle.name in args.typed:
-            value = getattr(args.command_line, idle.name)
+            value = _shown(args.command_line, idle.name)
             raise ConfigurationError(f"{flag(idle.name)} {value} does nothing {idle.why}")
         if idle.name in args.in_launch_file and args.typed.isdisjoint(idle.because_of):
-            value = getattr(args.launch_file, idle.name)
+            value = _shown(args.launch_file, idle.name)
             key = flag(idle.name).removeprefix("--")
             raise ConfigurationError(f"--config {args.config}: {key}: {value} does nothing {idle.why}")
 
@@ -52,6 +53,11 @@ def check_idle(args: argparse.Namespace, loss: PolicyLossConfig) -> None:
 def idle_names(args: argparse.Namespace, loss: PolicyLossConfig) -> set[str]:
     """The flags that do nothing here, of which ``check_idle`` lets some stand in a launch file."""
     return {idle.name for idle in _idle(args, loss)}
+
+
+def _shown(given: argparse.Namespace, name: str) -> str:
+    value = getattr(given, name)
+    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
@@ -67,6 +73,14 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
     if not args.use_rope_scaling:
         why = "without --use-rope-scaling: give both, or neither"
         yield _Idle("rope_scaling_factor", why, ("use_rope_scaling",))
+    if args.prompt_data:
+        yield _Idle("task", "with --prompt-data: drop one of them", ("prompt_data",))
+    else:
+        for name in ("prompt_data", *OF_FILES):
+            yield _Idle(name, "without --prompt-data: give both, or neither", ("task",))
+    if args.eval_interval is None:
+        for name in OF_EVALUATIONS:
+            yield _Idle(name, "without --eval-interval: give both, or neither", ("task",))
     if loss.kl_coef == 0:
         because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)
         yield _Idle("kl_estimator", "with --grpo-kl-beta 0: give that, or drop it", because_of)

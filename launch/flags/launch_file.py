@@ -80,9 +80,15 @@ def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[
         if value == "true":
             return [f"--{key}"]
         return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
+    if action.nargs == "+" and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
+        return [f"--{key}", *value]
     if not isinstance(value, str) or value in ("", "null", "true", "false"):
-        raise ConfigurationError(f"{path}: {key}: {value!r} must be one number or one string")
+        raise ConfigurationError(f"{path}: {key}: {value!r} must be one number or one string{_or_list(action)}")
     return [f"--{key}={value}"]
+
+
+def _or_list(action: argparse.Action) -> str:
+    return ", or a list of them" if action.nargs == "+" else ""
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

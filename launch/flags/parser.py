@@ -36,6 +36,8 @@ _TITLES = {
     "logging": "logging",
     "task": "task",
     "rewards": "rewards",
+    "data": "prompts from files",
+    "evaluation": "evaluation",
     "rollouts": "rollouts",
     "engine": "rollout engine",
 }
@@ -107,6 +109,7 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
     if option.kind is not bool:
         choices = _CHOICES.get(option.field, option.choices) or None
         kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
+        kind |= {"nargs": "+"} if option.many else {}
         group.add_argument(name, type=option.kind, choices=choices, default=default, help=help, **kind)
     elif option.inverted or name.startswith("--no-"):
         group.add_argument(name, action="store_true", help=help)

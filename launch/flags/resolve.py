@@ -19,6 +19,7 @@ from megatron_rc.correction.objective import resolve_objective
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.flags.idle import check_idle
 from megatron_rc.launch.flags.parser import PENALTIES
+from megatron_rc.launch.flags.resolve_data import choose_prompts
 from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
@@ -43,6 +44,7 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
         ConfigurationError: a value that is missing or out of its range, or a flag that does nothing beside the others.
     """
     _check_values(args)
+    choose_prompts(args)
     args.world_size = world_size
     args.knows_versions = (engine and not args.load_rollouts) or args.rollout_staleness is not None
     _resolve_launch(args)

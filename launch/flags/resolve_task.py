@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import string
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.run_config.rollouts import EVAL_PROBLEMS
+from megatron_rc.launch.flags.resolve_data import prompt_data, resolve_evaluation
+from megatron_rc.launch.run_config.data import EVAL_PROBLEMS
 from megatron_rc.launch.tasks import Task, Text, make_task
-from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, HuggingFaceText
+from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, CharacterText, HuggingFaceText
+
+_log = logging.getLogger("megatron_rc")
 
 
 def resolve_task(args: argparse.Namespace) -> Task:
@@ -17,8 +22,15 @@ def resolve_task(args: argparse.Namespace) -> Task:
         ConfigurationError: no such task or tokenizer, a vocabulary that is too small for it, or a flag that does
             nothing.
     """
-    task = make_task(args.task, args.seed, _text(args), args.seq_length, args.max_response_length)
-    args.max_response_length = args.max_response_length or task.max_response_length
+    text, most = _text(args), EVAL_PROBLEMS
+    if args.prompt_data:
+        data = prompt_data(args, text or CharacterText(string.printable))
+        task: Task = data
+        most = data.num_held_out
+    else:
+        task = make_task(args.task, args.seed, text, args.seq_length, args.max_response_length)
+        args.max_response_length = args.max_response_length or task.max_response_length
+    resolve_evaluation(args, most)
     args.vocab_size = args.vocab_size or task.text.size
     if args.vocab_size < task.text.size:
         raise ConfigurationError(
@@ -27,26 +39,38 @@ def resolve_task(args: argparse.Namespace) -> Task:
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    if args.eval_problems is not None and args.eval_interval is None:
-        raise ConfigurationError(
-            f"--eval-problems {args.eval_problems} does nothing without --eval-interval: give both, or neither"
-        )
-    args.eval_problems = args.eval_problems or EVAL_PROBLEMS
     return task
 
 
 def _text(args: argparse.Namespace) -> Text | None:
     """The tokenizer that the flags name; None: the task's own characters."""
-    folder, chat = args.tokenizer_model or args.load_hf, args.apply_chat_template
+    folder = args.tokenizer_model or args.load_hf
     kind = args.tokenizer_type = args.tokenizer_type or (HUGGING_FACE if folder else CHARACTERS)
     if kind == HUGGING_FACE:
         if not folder:
             raise ConfigurationError(f"--tokenizer-type {kind} needs --tokenizer-model DIR or --load-hf DIR")
-        return HuggingFaceText(folder, chat)
+        return _hugging_face_text(args, folder)
     if args.tokenizer_model:
         raise ConfigurationError(
             f"--tokenizer-model {args.tokenizer_model} does nothing with --tokenizer-type {kind}: drop one of them"
         )
-    if chat:
+    if args.apply_chat_template and "apply_chat_template" in args.typed:
         raise ConfigurationError("--apply-chat-template needs a tokenizer that has one: give --tokenizer-model DIR")
+    if args.apply_chat_template:
+        _drop_template(args, kind)
     return None
+
+
+def _hugging_face_text(args: argparse.Namespace, folder: str) -> Text:
+    typed = "apply_chat_template" in args.typed
+    text = HuggingFaceText(folder, args.apply_chat_template and typed)
+    if args.apply_chat_template and not text.has_template:
+        _drop_template(args, f"the tokenizer in {folder}")
+    text.chat = args.apply_chat_template
+    return text
+
+
+def _drop_template(args: argparse.Namespace, tokenizer: str) -> None:
+    """What the launch file says serves its own tokenizer; another one may come without a template."""
+    _log.warning("%s has no chat template: apply-chat-template of --config %s is dropped", tokenizer, args.config)
+    args.apply_chat_template = False

@@ -22,19 +22,21 @@ class Source:
     """Where a run's rule comes from; a worker makes the rule from it.
 
     Attributes:
-        task: ``--task``.
+        task: ``--task``; None: files of prompts, which have no rule.
         seed: of the task.
         reward: ``--reward``; None: the task's own rule.
     """
 
-    task: str
+    task: str | None
     seed: int
     reward: str | None = None
 
     @property
     def name(self) -> str:
         """As a user would say it: the flag and its value."""
-        return f"--task {self.task}" if self.reward is None else f"--reward {self.reward}"
+        if self.reward is not None:
+            return f"--reward {self.reward}"
+        return "--prompt-data" if self.task is None else f"--task {self.task}"
 
     @property
     def is_harmless(self) -> bool:
@@ -105,10 +107,11 @@ def _math_rule() -> Rule:
     return partial(verify_math, math_verify)
 
 
-def _rule_of_task(task: str, seed: int) -> Rule:
-    rule = make_task(task, seed).reward
+def _rule_of_task(task: str | None, seed: int) -> Rule:
+    rule = None if task is None else make_task(task, seed).reward
     if rule is None:
-        raise ConfigurationError(f"--task {task} has no reward of its own: give --reward")
+        user = "--prompt-data" if task is None else f"--task {task}"
+        raise ConfigurationError(f"{user} has no reward of its own: give --reward")
     return rule
 
 

@@ -13,12 +13,14 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+from megatron_rc.launch.rollouts.evaluation import Graded, metrics_of, sums_of, write_answers
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.weights.converter import export_model
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
@@ -180,22 +182,36 @@ class RolloutCollector:
         batch = self._on_engine_rank(lambda: self._required_sampler().probe(rows, longest, length), what)
         return self.broadcast.batch(batch, rows, length)
 
-    def evaluate(self) -> dict[str, float]:
-        """Mean reward, and share of right answers, of the most likely responses to ``--eval-problems`` held out.
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Mean reward, share of right answers and pass@k of responses to ``--eval-problems`` that are held out.
 
-        The engine answers, with its own rounded weights. Equal on all ranks. Collectives: one broadcast in the replica,
-        one SUM over DP.
+        The engine answers, with its own rounded weights. Equal on all ranks. A few answers are written down.
+        Collectives: one broadcast in the replica, one SUM over DP.
+
+        Args:
+            step: optimizer steps that lie behind.
 
         Raises:
             AgreedError: on every rank, if sampling or scoring failed on any.
         """
-        rewards = self._on_engine_rank(lambda: self._required_sampler().evaluate(), "the evaluation")
-        sums = torch.zeros(3, dtype=torch.float64)
-        if rewards is not None:
-            right = sum(reward == 1 for reward in rewards)
-            sums = torch.tensor([len(rewards), sum(rewards), right], dtype=torch.float64)
-        count, total, right = all_reduce_sum(self.broadcast.tensor(sums), self.groups.dp).tolist()
-        return {"eval/reward": total / count, "eval/exact_match": right / count}
+        graded = self._on_engine_rank(lambda: self._graded(step), "the evaluation")
+        samples = self.config.evaluation.eval_samples
+        sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded or [], samples)), self.groups.dp)
+        return metrics_of(sums, samples)
+
+    def _graded(self, step: int) -> list[Graded]:
+        """This replica's part of an evaluation; the first replica writes some of its answers down."""
+        graded = self._required_sampler().evaluate()
+        if self.replica == 0:
+            write_answers(graded, self.config, step)
+        return graded
+
+    def data_metrics(self, step: int) -> dict[str, float]:
+        """How much of the prompt data is used, the batch that starts at a step included; of a task there is nothing."""
+        if self.config.rollouts.load_rollouts or not isinstance(self.task, PromptData):
+            return {}
+        batches = step // self.config.updates_per_rollout + 1
+        return self.task.metrics(batches * self.config.rollouts.grpo_prompts_per_step)
 
     def _on_engine_rank(self, work: Callable[[], T], what: str) -> T | None:
         """The result there, None elsewhere; whatever it raises, every rank raises."""

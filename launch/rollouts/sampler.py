@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,13 @@ import torch
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.rewards.overlong import penalised
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards
+from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+
+# Responses of an evaluation that an engine is asked for together: one in this process holds all their tokens.
+_MOST_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,26 @@ class RolloutSampler:
         batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
         return batch.at_length(length, self.task.text.pad)
 
-    def evaluate(self) -> list[float]:
-        """Rewards of the most likely responses to this replica's share of the problems that are held out."""
-        number, replicas = self.config.task.eval_problems, self.config.data_parallel_size
+    def evaluate(self) -> list[Graded]:
+        """``--eval-samples`` responses to each of this replica's share of the problems that are held out, graded."""
+        number, replicas = self.config.evaluation.eval_problems, self.config.data_parallel_size
         first, end = (number * rank // replicas for rank in (self.replica, self.replica + 1))
         problems = self.task.problems(first, end - first, held_out=True)
-        longest, seed = self.config.rollouts.max_response_length, self.config.training.seed
-        _, samples = self._answers(problems, SamplingParams(top_k=1), longest, seed)
-        return self._rewards(problems, samples, self.engine.version, held_out=True).values
+        at_once = max(1, _MOST_AT_ONCE // self.config.evaluation.eval_samples)
+        parts = [problems[begin : begin + at_once] for begin in range(0, len(problems), at_once)]
+        return [graded for number, part in enumerate(parts) for graded in self._graded(part, number)]
+
+    def _graded(self, problems: Sequence[Problem], part: int) -> Iterator[Graded]:
+        """Ask for responses to some problems, and grade them."""
+        tries, longest = self.config.evaluation.eval_samples, self.config.rollouts.max_response_length
+        repeated = [problem for problem in problems for _ in range(tries)]
+        seed = self.config.training.seed + 1_000_003 * part + self.replica
+        _, samples = self._answers(repeated, sampling_of(self.config), longest, seed)
+        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
+        rewards = self.rewarder.score(repeated, texts, step=self.engine.version, held_out=True)
+        for index, problem in enumerate(problems):
+            own = slice(index * tries, (index + 1) * tries)
+            yield Graded(problem, texts[own], rewards.values[own], rewards.outcomes[own])
 
     def close(self) -> None:
         """End the processes that score."""
@@ -88,11 +104,9 @@ class RolloutSampler:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
         return encoded, self.engine.sample(encoded, sampling, longest, seed)
 
-    def _rewards(
-        self, problems: Sequence[Problem], samples: Sequence[Sample], step: int, held_out: bool = False
-    ) -> Rewards:
+    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample], step: int) -> Rewards:
         texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-        return self.rewarder.score(problems, texts, step=step, held_out=held_out)
+        return self.rewarder.score(problems, texts, step=step)
 
     def _batch(
         self,

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from megatron_rc.launch.resolved import ResolvedFlag
+from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
@@ -60,6 +61,8 @@ class RunConfig:
     logging: LoggingSection
     task: TaskSection
     rewards: RewardSection
+    data: DataSection
+    evaluation: EvaluationSection
     rollouts: RolloutSection
     engine: EngineSection
     correction: RolloutCorrectionConfig

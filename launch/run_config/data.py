@@ -1,4 +1,4 @@
-"""Prompts from the user's own files, and what the model is tried on."""
+"""Prompts from the user's own files, and how the model is tried on problems that are held out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_rc.launch.run_config.options import option
 
-EVAL_PROBLEMS = 96
+EVAL_PROBLEMS, EVAL_SAMPLES, EVAL_ANSWERS = 96, 1, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,27 +15,41 @@ class DataSection:
     """Files of prompts, and what their rows hold where."""
 
     prompt_data: tuple[str, ...] | None = option(
-        "train on the prompts of these files of JSON lines, or folders saved by the datasets library, each after its "
-        "weight or all without: 0.7 a.jsonl 0.3 b.jsonl; instead of --task",
-        metavar="[WEIGHT] PATH",
+        "train on the prompts of files of JSON lines, or folders saved by the datasets library, in the place of a "
+        "task; all with weights (0.7 a.jsonl 0.3 b.jsonl), or none",
+        metavar="PATH",
     )
-    eval_data: tuple[str, ...] | None = option(
-        "held-out prompts for --prompt-data, files likewise, without weights", metavar="PATH"
-    )
-    input_key: str = option("holds the prompt: a string, or a list of messages", default="prompt")
+    eval_data: tuple[str, ...] | None = option("held-out prompts for --prompt-data, likewise", metavar="PATH")
+    input_key: str = option("key of a row's prompt, which is a string or a list of messages", default="prompt")
     label_key: str | None = option(
-        "holds what the reward compares a response with; given, every row must have it; default: label"
+        "key of what the reward compares a response with; if given, every row must have it; default: label"
     )
     overlong_prompts: Literal["drop", "error"] = option(
-        "what becomes of prompts that leave no room for a response", default="drop"
+        "prompts that leave no room for --max-response-length are left out and counted, or end the run at its start",
+        default="drop",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """How often held-out problems are tried, and how."""
+    """How often, on how many problems, and with how many responses.
+
+    ``eval_temperature``: None: the most likely response.
+    """
 
     eval_interval: int | None = option("optimizer steps between evaluations; default: none are made", positive=True)
     eval_problems: int = option(
-        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, all of --eval-data", positive=True
+        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, with --eval-data all of it", positive=True
+    )
+    eval_samples: int = option(
+        f"responses to each of them, for pass@1, pass@2, pass@4, ... up to this; default: {EVAL_SAMPLES}",
+        positive=True,
+    )
+    eval_temperature: float | None = option(
+        "of these responses; default: one alone is the most likely one, several have --rl-default-temperature",
+        positive=True,
+    )
+    eval_answers: int = option(
+        f"graded answers of an evaluation that are written to eval/ in the run's folder; default: {EVAL_ANSWERS}",
+        not_negative=True,
     )

@@ -2,7 +2,8 @@
 
     num_layers: int = option("transformer layers", required=True, positive=True)
 
-makes ``--num-layers``: the type comes from the annotation, a ``Literal`` lists the choices, a ``bool`` is a switch.
+makes ``--num-layers``: the type comes from the annotation, a ``Literal`` lists the choices, a ``bool`` is a switch, a
+``tuple`` takes one value or more.
 A field without ``option`` has no flag of its own: ``flags/resolve.py`` works it out from the others.
 """
 
@@ -33,6 +34,7 @@ class Option:
         field: name of the field.
         kind: type of one value.
         choices: all values, where there are few.
+        many: the flag takes one value or more, the field holds them all.
     """
 
     help: str
@@ -46,6 +48,7 @@ class Option:
     field: str = ""
     kind: type = str
     choices: tuple[str, ...] = ()
+    many: bool = False
 
 
 def option(help: str, **how: Any) -> Any:
@@ -60,9 +63,11 @@ def options_of(section: type) -> list[Option]:
     for field in dataclasses.fields(section):
         declared = field.metadata.get(_KEY)
         if declared is not None:
-            kind, choices = _kind_of(hints[field.name])
-            name = declared.flag or field.name
-            found.append(dataclasses.replace(declared, field=field.name, flag=name, kind=kind, choices=choices))
+            found.append(
+                dataclasses.replace(
+                    declared, field=field.name, flag=declared.flag or field.name, **_kind_of(hints[field.name])
+                )
+            )
     return found
 
 
@@ -71,10 +76,12 @@ def values_of(section: Any) -> dict[str, Any]:
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
-def _kind_of(hint: Any) -> tuple[type, tuple[str, ...]]:
-    """Type of one value, and all of them where they are listed: of ``int``, ``int | None``, ``Literal[...]``."""
+def _kind_of(hint: Any) -> dict[str, Any]:
+    """What ``int``, ``int | None``, ``Literal[...]`` and ``tuple[str, ...]`` say of a flag's values."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     if get_origin(hint) is Literal:
-        return str, get_args(hint)
-    return hint, ()
+        return {"kind": str, "choices": get_args(hint)}
+    if get_origin(hint) is tuple:
+        return {"kind": get_args(hint)[0], "many": True}
+    return {"kind": hint}

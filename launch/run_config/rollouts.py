@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from megatron_rc.launch.run_config.options import option
 
-EVAL_PROBLEMS = 96
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """Problems, their tokens, and how often held-out ones are tried."""
+    """Problems, and their tokens.
 
-    task: str = option(
-        "what is learnt: count_up, sums, reasoning_gym:<data set> or python:pkg.module:Class", default="count_up"
+    ``task``: None: the prompts of ``--prompt-data``.
+    """
+
+    task: str | None = option(
+        "what is learnt: count_up, sums, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, "
+        "or --prompt-data"
     )
     tokenizer_type: str = option(
         "default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else one token a character"
@@ -23,8 +25,6 @@ class TaskSection:
     apply_chat_template: bool = option(
         "show problems as turns of a conversation, by the tokenizer's template", default=False
     )
-    eval_interval: int | None = option("optimizer steps between evaluations; default: none are made", positive=True)
-    eval_problems: int = option(f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}", positive=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,8 @@ class Text(Protocol):
 class CharacterText:
     """One token a character, for models that are trained from nothing.
 
-    The ids are those of ``<pad>``, ``<eos>``, ``<unk>`` and then the characters in their order.
+    The ids are those of ``<pad>``, ``<eos>``, ``<unk>`` and then the characters in their order. ``alphabet`` holds the
+    characters.
     """
 
     chat = False
@@ -71,6 +72,7 @@ class CharacterText:
     def __init__(self, characters: str) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+        self.alphabet = frozenset(characters)
         vocabulary = {token: index for index, token in enumerate([PAD, EOS, UNKNOWN, *dict.fromkeys(characters)])}
         self.tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
         self.tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -102,6 +104,9 @@ class HuggingFaceText:
 
     Raises:
         ConfigurationError: no tokenizer there, or one without an end-of-text token or without the template.
+
+    Attributes:
+        has_template: the tokenizer has a chat template.
     """
 
     def __init__(self, folder: str | Path, chat: bool) -> None:
@@ -118,7 +123,8 @@ class HuggingFaceText:
             raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {error}") from error
         if self.tokenizer.eos_token_id is None:
             raise ConfigurationError(f"the tokenizer in {folder} has no eos_token: name it in tokenizer_config.json")
-        if chat and self.tokenizer.chat_template is None:
+        self.has_template = self.tokenizer.chat_template is not None
+        if chat and not self.has_template:
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
             )

@@ -12,10 +12,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import agree, agree_alike
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.training.checkpoints.save import SaveError
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.settings_file import write_settings
@@ -59,6 +60,10 @@ def train(config: RunConfig, task: Task) -> bool:
         AgreedError: on every rank alike: an engine, a reward, a record or the loss failed.
         ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
     """
+    if isinstance(task, PromptData):
+        agree_alike(
+            config, task.digest, "--prompt-data and --eval-data hold other rows on some machines: copy them anew"
+        )
     groups, files = ParallelGroups.from_megatron(), config.checkpoints
     agree(config, write_settings(config) if dist.get_rank() == 0 else None)
     trainer = Trainer(config, groups)
@@ -127,7 +132,7 @@ class _WeightSync:
     @property
     def is_wanted(self) -> bool:
         """Whether an evaluation is due: an interval has ended since the last one, or the run has."""
-        interval, step = self.config.task.eval_interval, self.trainer.iteration
+        interval, step = self.config.evaluation.eval_interval, self.trainer.iteration
         if interval is None or step == self.evaluated:
             return False
         return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)
@@ -140,7 +145,7 @@ class _WeightSync:
         lap("sync")
         if self.is_wanted:
             self.evaluated = step
-            metrics = self.collector.evaluate()
+            metrics = self.collector.evaluate(step)
             if self.reporter is not None:
                 self.reporter.evaluation(step, metrics)
             lap("eval")
@@ -164,11 +169,12 @@ def _rollout_steps(
         now = time.monotonic()
         times[f"perf/{name}_seconds"], clock = now - clock, now
 
+    data = collector.data_metrics(trainer.iteration)
     batch = collector.next_batch(trainer.iteration, weight_sync, lap)
     prepared = trainer.prepare(batch)
     lap("plan")
     common = summarize_rollouts(batch, groups, trainer.version) | collector.reward_metrics
-    common |= prepared.plan.metrics() | weight_sync.metrics
+    common |= prepared.plan.metrics() | weight_sync.metrics | data
     mini_batches = config.updates_per_rollout // config.rollouts.grpo_iterations
     for update in range(config.updates_per_rollout):
         metrics = trainer.update(prepared, update % mini_batches)

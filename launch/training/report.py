@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.resolved import as_mapping
+from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
@@ -74,7 +75,7 @@ class Reporter:
         """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""
         self._write({"step": step, **metrics})
         self._log(step, metrics)
-        self.say(f"step {step}/{self.train_iters}  held out: {metrics['eval/exact_match']:.1%} right")
+        self.say(f"step {step}/{self.train_iters}  {in_words(metrics)}")
 
     def say(self, text: str) -> None:
         """A line of text that does not break the bar."""

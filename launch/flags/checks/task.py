@@ -7,13 +7,18 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 
 
-def check_prompts(config: RunConfig, task: Task) -> None:
-    """Whether the first rollout batch's prompts leave room for a response."""
-    length, response = config.training.seq_length, config.rollouts.max_response_length
+def check_room(length: int, response: int) -> None:
+    """Whether a response leaves room for a prompt at all."""
     if response >= length:
         raise ConfigurationError(
             f"--max-response-length {response} leaves no room for a prompt in --seq-length {length}"
         )
+
+
+def check_prompts(config: RunConfig, task: Task) -> None:
+    """Whether the first rollout batch's prompts leave room for a response."""
+    length, response = config.training.seq_length, config.rollouts.max_response_length
+    check_room(length, response)
     problems = task.problems(0, config.rollouts.grpo_prompts_per_step)
     longest = max(len(task.text.encode(problem)) for problem in problems)
     if longest > length - response:
@@ -25,7 +30,11 @@ def check_prompts(config: RunConfig, task: Task) -> None:
 
 def check_evaluation(config: RunConfig, task: Task) -> None:
     """Whether there is an engine, and enough problems, at the steps where held-out problems are tried."""
-    interval, number, recorded = config.task.eval_interval, config.task.eval_problems, config.rollouts.load_rollouts
+    interval, number, recorded = (
+        config.evaluation.eval_interval,
+        config.evaluation.eval_problems,
+        config.rollouts.load_rollouts,
+    )
     if interval is None:
         return
     if recorded:

@@ -64,10 +64,13 @@ DIFFERENT = {
 FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
 moe-token-dispatcher-type grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction""".split()
 OURS = """config run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task apply-chat-template
-eval-problems max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
+eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key overlong-prompts
+max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts save-rollouts load-rollouts rollout-staleness allow-truncated-sampling
 rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation loss-scale-factor
-ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid""".split()
+ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers reward-timeout
+reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor use-rope-scaling rope-scaling-factor
+openai-gelu sliding-window hf-model-type""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 
 

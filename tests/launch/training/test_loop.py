@@ -458,7 +458,11 @@ def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp
     assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
     evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
     assert [row["step"] for row in evaluations] == steps
-    assert all(set(row) == {"step", "eval/reward", "eval/exact_match"} for row in evaluations)
+    assert all(set(row) == {"step", "eval/reward", "eval/exact_match", "eval/pass@1"} for row in evaluations)
+    written = sorted((tmp_path / "run" / "eval").iterdir())
+    assert [path.name for path in written] == [f"step-{step:07d}.jsonl" for step in steps]
+    # The first replica writes what it has answered.
+    assert len(written[0].read_text().splitlines()) == 5 // layout.dp
     assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
 
 
@@ -476,44 +480,75 @@ def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
 
 
 class Pupil:
-    """Knows the answer to some of the held-out problems, and is asked for nothing but its best one."""
+    """Knows the answer to some of the held-out problems, and to others at every second try."""
 
     version = 0
 
-    def __init__(self, task, known):
-        self.task, self.known, self.asked = task, known, []
+    def __init__(self, task, known, guessed=()):
+        self.task, self.known, self.guessed, self.asked, self.sampling = task, known, guessed, [], []
 
     def load_weights(self, weights, version):
         self.version = len(list(weights)) and version
 
     def sample(self, prompts, params, max_new_tokens, seed):
-        self.asked += [self.task.text.decode(prompt) for prompt in prompts]
-        assert params.top_k == 1
-        answers = [f"Answer: {self.known.get(self.task.text.decode(prompt), 99)}" for prompt in prompts]
-        ids = [[*self.task.text.encode(Problem(answer, None)), self.task.text.eos] for answer in answers]
-        return [Sample(one, [0.0] * len(one), "stop") for one in ids]
+        self.sampling.append((params.top_k, params.temperature))
+        return [self.answer(self.task.text.decode(prompt)) for prompt in prompts]
+
+    def answer(self, prompt):
+        self.asked.append(prompt)
+        is_right = prompt not in self.guessed or self.asked.count(prompt) % 2
+        text = f"Answer: {self.known.get(prompt, 99) if is_right else 99}"
+        ids = [*self.task.text.encode(Problem(text)), self.task.text.eos]
+        return Sample(ids, [0.0] * len(ids), "stop")
 
 
-def evaluate_pupil(words, known):
+def evaluate_pupil(words, known, guessed=()):
     from megatron_rc.launch.rollouts.collector import RolloutCollector
 
     config, task = configure(words, torch.distributed.get_world_size())
     groups = ParallelGroups.from_megatron()
-    pupil = Pupil(task, known)
+    pupil = Pupil(task, known, guessed)
     collector = RolloutCollector(config, task, groups, pupil)
-    return collector.evaluate(), pupil.asked if collector.is_engine_rank else []
+    metrics = collector.evaluate(6)
+    return metrics, pupil.asked, set(pupil.sampling)
+
+
+def first_problems(count):
+    """The problems, and their prompts as the engine sees them."""
+    task = make_task("sums", 1234)
+    problems = task.problems(0, count, held_out=True)
+    return problems, [task.text.decode(task.text.encode(problem)) for problem in problems]
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
 def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks, tmp_path, layout):
-    task = make_task("sums", 1234)
-    problems = task.problems(0, 5, held_out=True)
-    prompts = [task.text.decode(task.text.encode(problem)) for problem in problems]
+    problems, prompts = first_problems(5)
     known = {prompt: problem.label for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
     words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *layout.flags())
     found = ranks.run(evaluate_pupil, layout, words, known)
-    assert [metrics for metrics, _ in found] == [{"eval/reward": 0.6, "eval/exact_match": 0.6}] * layout.world
-    assert sorted(prompt for _, asked in found for prompt in asked) == sorted(prompts)
+    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6}
+    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
+    assert sorted(prompt for _, asked, _ in found for prompt in asked) == sorted(prompts)
+    assert {how for *_, sampling in found for how in sampling} == {(1, 1.0)}
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
+def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_path, layout):
+    """Of 4 tries 2 are right for a problem that is guessed: one of two tries is right with 1 - 1/6."""
+    problems, prompts = first_problems(5)
+    known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True) if prompt != prompts[4]}
+    more = ["--eval-samples=4", "--eval-temperature=0.7", "--eval-answers=2"]
+    words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
+    found = ranks.run(evaluate_pupil, layout, words, known, prompts[:2])
+    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6}
+    expected |= {"eval/pass@2": (2 * 5 / 6 + 2) / 5, "eval/pass@4": 0.8}
+    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
+    asked = [prompt for _, some, _ in found for prompt in some]
+    assert {prompt: asked.count(prompt) for prompt in prompts} == dict.fromkeys(prompts, 4)
+    assert {how for *_, sampling in found for how in sampling} == {(0, 0.7)}
+    lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [(answer["label"], answer["reward"]) for answer in answers] == [(p.label, 1.0) for p in problems[:2]]
 
 
 @pytest.mark.parametrize(

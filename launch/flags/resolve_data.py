@@ -1,0 +1,90 @@
+"""Where prompts come from: a task, or the user's files."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.task import check_room
+from megatron_rc.launch.python_specs import is_python_spec
+from megatron_rc.launch.run_config.data import EVAL_ANSWERS, EVAL_SAMPLES
+from megatron_rc.launch.tasks.prompt_data.room import Room
+from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from megatron_rc.launch.tasks.text import CharacterText, Text
+
+OF_EVALUATIONS = ("eval_data", "eval_problems", "eval_samples", "eval_temperature", "eval_answers")
+DEFAULT_TASK, DEFAULT_LABEL = "count_up", "label"
+# Flags that say what is in files of prompts.
+OF_FILES = ("eval_data", "input_key", "label_key", "overlong_prompts")
+
+
+def choose_prompts(args: argparse.Namespace) -> None:
+    """Settle on a task or on files; what only the launch file says gives way to what was typed.
+
+    Raises:
+        ConfigurationError: both were given in the same place.
+    """
+    if args.task and args.prompt_data:
+        typed = {"task", "prompt_data"} & args.typed
+        if len(typed) != 1:
+            raise ConfigurationError(
+                f"--task {args.task} and --prompt-data {' '.join(args.prompt_data)} each bring prompts: drop one of "
+                "them"
+            )
+        if typed == {"task"}:
+            args.prompt_data = args.eval_data = None
+        else:
+            args.task = None
+    if not args.prompt_data:
+        args.task = args.task or DEFAULT_TASK
+    for name in ("prompt_data", "eval_data"):
+        words = getattr(args, name)
+        setattr(args, name, None if words is None else tuple(words))
+
+
+def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
+    """Open the files, and look at every row.
+
+    Raises:
+        ConfigurationError: a file or a row that cannot be used, or a flag that is missing.
+    """
+    if args.max_response_length is None:
+        raise ConfigurationError(
+            f"--prompt-data {' '.join(args.prompt_data)} does not say how long responses get: give "
+            "--max-response-length"
+        )
+    check_room(args.seq_length, args.max_response_length)
+    if args.eval_interval is not None and not args.eval_data:
+        raise ConfigurationError(
+            f"--eval-interval {args.eval_interval} needs prompts that training never draws: give --eval-data"
+        )
+    row_format = RowFormat(
+        input_key=args.input_key,
+        label_key=args.label_key or DEFAULT_LABEL,
+        needs_label=args.label_key is not None or not is_python_spec(args.reward),
+        chat=text.chat,
+        alphabet=text.alphabet if isinstance(text, CharacterText) else None,
+    )
+    drops = args.overlong_prompts == "drop"
+    room = Room(text, args.seq_length, args.max_response_length, drops)
+    data = PromptData(
+        args.prompt_data, args.eval_data or (), row_format, text, args.seed, room, args.max_response_length
+    )
+    args.label_key = row_format.label_key
+    return data
+
+
+def resolve_evaluation(args: argparse.Namespace, held_out: int) -> None:
+    """Fill in what was not said of evaluations.
+
+    Args:
+        args: written to.
+        held_out: problems of an evaluation.
+    """
+    args.eval_problems = args.eval_problems or held_out
+    args.eval_samples = args.eval_samples or EVAL_SAMPLES
+    if args.eval_temperature is None and args.eval_samples > 1:
+        args.eval_temperature = args.rl_default_temperature
+    if args.eval_answers is None:
+        args.eval_answers = EVAL_ANSWERS

@@ -1,0 +1,112 @@
+"""Held-out problems: how many of them are answered right, in one try or in several, and a few answers to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.rewards.outcome import Outcome
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Problem
+from megatron_rc.records.rollout import SamplingParams
+
+# A reward of this much or more is a right answer's.
+RIGHT = 1.0
+FOLDER = "eval"
+_PASS = "eval/pass@"
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A problem, and the graded responses to it.
+
+    Attributes:
+        problem: what was asked.
+        responses: without their ends.
+        rewards: one a response.
+        outcomes: what the reward's rule gave for each.
+    """
+
+    problem: Problem
+    responses: Sequence[str]
+    rewards: Sequence[float]
+    outcomes: Sequence[Outcome]
+
+
+def sampling_of(config: RunConfig) -> SamplingParams:
+    """How responses are sampled: one try without a temperature is the most likely answer."""
+    settings = config.evaluation
+    if settings.eval_temperature is None:
+        return SamplingParams(top_k=1)
+    return SamplingParams(temperature=settings.eval_temperature)
+
+
+def tries(samples: int) -> list[int]:
+    """The k of pass@k: powers of two, and the number of samples."""
+    return [*(2**power for power in range(samples.bit_length()) if 2**power < samples), samples]
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """How likely one of k responses is right, without a bias, from ``samples`` of which so many are.
+
+    1 - C(n - c, k) / C(n, k)      (Chen et al. 2021, Evaluating Large Language Models Trained on Code, Eq. 1)
+    """
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def sums_of(graded: Sequence[Graded], samples: int) -> Tensor:
+    """[2 + number of tries] float64: problems, rewards, and pass@k of each; they add up over replicas."""
+    right = [sum(reward >= RIGHT for reward in one.rewards) for one in graded]
+    rewards = sum(reward for one in graded for reward in one.rewards)
+    passed = [sum(pass_at_k(samples, count, k) for count in right) for k in tries(samples)]
+    return torch.tensor([len(graded), rewards, *passed], dtype=torch.float64)
+
+
+def metrics_of(sums: Tensor, samples: int) -> dict[str, float]:
+    """What the sums of all replicas say of a problem."""
+    problems, rewards, *passed = sums.tolist()
+    shares = {f"{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
+    return {"eval/reward": rewards / (problems * samples), "eval/exact_match": shares[f"{_PASS}1"], **shares}
+
+
+def in_words(metrics: Mapping[str, float]) -> str:
+    """What the terminal says of an evaluation."""
+    passed = {int(name.removeprefix(_PASS)): share for name, share in metrics.items() if name.startswith(_PASS)}
+    most = max(passed)
+    more = f", {passed[most]:.1%} in {most} tries" if most > 1 else ""
+    return f"held out: {metrics['eval/exact_match']:.1%} right{more}"
+
+
+def write_answers(graded: Sequence[Graded], config: RunConfig, step: int) -> None:
+    """The first response to each of the first problems, as JSON lines in the run's folder: ``eval/step-0000006.jsonl``.
+
+    The evaluation before step 0 begins a folder of its own; an older run's keeps its answers under another name.
+    """
+    if not config.evaluation.eval_answers:
+        return
+    folder = Path(config.launch.runs_dir) / config.launch.run_name / FOLDER
+    if step == 0 and folder.is_dir():
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
+        folder.rename(folder.with_name(f"{FOLDER}-{stamp}"))
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(_line(one), default=str) + "\n" for one in graded[: config.evaluation.eval_answers]]
+    (folder / f"step-{step:07d}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _line(graded: Graded) -> dict[str, object]:
+    problem, outcome = graded.problem, graded.outcomes[0]
+    return {
+        "prompt": list(problem.messages) or problem.prompt,
+        "response": graded.responses[0],
+        "label": problem.label,
+        "reward": graded.rewards[0],
+        "components": dict(outcome.components),
+        "error": outcome.failure,
+    }

@@ -1,0 +1,268 @@
+"""Flags of prompts from files and of evaluations: what goes together, and what docs/data.md shows."""
+
+import json
+import logging
+import re
+import shlex
+
+import pytest
+import transformers
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.resolved import as_launch_file
+from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from tests.launch.tasks.test_text import tokenizer_folder
+from tests.support.paths import ROOT
+from tests.support.recorded_training import COMMON, LLAMA
+
+# Without the task, whose place the files take.
+BASE = [*LLAMA, *(word for word in COMMON if not word.startswith("--task"))]
+DATA = ["--reward=exact", "--seq-length=64", "--max-response-length=16", "--vocab-size=300"]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(
+        tmp_path / "a.jsonl", [{"prompt": f"{number} + 1 = ", "label": str(number + 1)} for number in range(9)]
+    )
+
+
+@pytest.fixture
+def other(tmp_path):
+    return write(
+        tmp_path / "b.jsonl", [{"prompt": f"{number} - 1 = ", "label": str(number - 1)} for number in range(4)]
+    )
+
+
+def check(tmp_path, *words, world_size=1):
+    return configure([*BASE, f"--runs-dir={tmp_path}/runs", *words], world_size)
+
+
+def test_prompts_come_from_the_files(tmp_path, file, other):
+    config, task = check(tmp_path, *DATA, "--prompt-data", "0.5", file, "0.5", other)
+    assert isinstance(task, PromptData)
+    assert config.data.prompt_data == ("0.5", file, "0.5", other)
+    assert (config.task.task, config.data.label_key) == (None, "label")
+    assert sorted("-" in problem.prompt for problem in task.problems(0, 8)) == [False] * 4 + [True] * 4
+    assert {problem.record["prompt"] for problem in task.problems(0, 50)} > {"0 + 1 = ", "3 - 1 = "}
+
+
+def test_a_launch_file_has_them_as_a_list(tmp_path, file, other):
+    flags = ["0.7", file, "0.3", other]
+    for text in (f"prompt-data: [{', '.join(flags)}]", f"prompt-data: {file}"):
+        (tmp_path / "run.yaml").write_text(f"{text}\n")
+        config, _ = check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
+        assert config.data.prompt_data in (tuple(flags), (file,))
+    for text in ("prompt-data: {a: b}", "prompt-data: []", "prompt-data: [[a]]"):
+        (tmp_path / "run.yaml").write_text(f"{text}\n")
+        with pytest.raises(ConfigurationError, match="must be one number or one string, or a list of them"):
+            check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
+    (tmp_path / "run.yaml").write_text("lr: [1, 2]\n")
+    with pytest.raises(ConfigurationError, match=r"lr: \['1', '2'\] must be one number or one string$"):
+        check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "task"),
+    [
+        ("task: sums", ["--prompt-data", "FILE", "--reward=exact"], None),
+        ("prompt-data: FILE\neval-data: FILE\neval-interval: 2", ["--task=sums"], "sums"),
+    ],
+)
+def test_what_was_typed_takes_the_place_of_the_launch_files(tmp_path, file, text, words, task):
+    (tmp_path / "run.yaml").write_text(text.replace("FILE", file) + "\n")
+    words = [word.replace("FILE", file) for word in words]
+    more = ["--seq-length=256", "--max-response-length=32", "--vocab-size=300", f"--config={tmp_path}/run.yaml"]
+    config, _ = check(tmp_path, *more, *words)
+    assert config.task.task == task
+    assert (config.data.prompt_data is None) == (task is not None)
+    assert config.data.eval_data is None
+
+
+@pytest.mark.parametrize("place", ["typed", "launch file"])
+def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
+    (tmp_path / "run.yaml").write_text(f"task: sums\nprompt-data: {file}\n")
+    typed = ["--task=sums", "--prompt-data", file]
+    words = typed if place == "typed" else [f"--config={tmp_path}/run.yaml"]
+    with pytest.raises(ConfigurationError, match=r"--task sums and --prompt-data .*a.jsonl each bring prompts"):
+        check(tmp_path, *DATA, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--eval-data", "B"], "--eval-data .*b.jsonl does nothing without --eval-interval"),
+        (["--eval-interval=2"], "--eval-interval 2 needs prompts that training never draws: give --eval-data"),
+        (
+            ["--eval-interval=2", "--eval-data", "B", "--eval-problems=5"],
+            "--eval-data holds 4 prompts, 5 were asked for",
+        ),
+        (["--eval-interval=2", "--eval-data", "1", "B"], "--eval-data 1 .*b.jsonl takes no weights"),
+        (["--input-key=question"], r"a.jsonl, line 1 has no 'question' \(it has 'prompt', 'label'\)"),
+        (["--label-key=answer"], r"a.jsonl, line 1 has no 'answer'"),
+        (["--label-key=answer", "--reward=python:math:sqrt"], r"a.jsonl, line 1 has no 'answer'"),
+        (["--overlong-prompts=keep"], "overlong-prompts: invalid choice: 'keep'"),
+        (["--max-response-length=64"], "--max-response-length 64 leaves no room for a prompt in --seq-length 64"),
+        (["--max-response-length=56", "--overlong-prompts=error"], None),
+        (
+            ["--max-response-length=57", "--overlong-prompts=error"],
+            "line 1 has a prompt of 8 tokens, and --seq-len",
+        ),
+        (["--max-response-length=57"], "every prompt is too long, the shortest has 8 tokens"),
+        (["--apply-chat-template"], "--apply-chat-template needs a tokenizer that has one: give --tokenizer-model DIR"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tmp_path, file, other, words, message):
+    words = [other if word == "B" else word for word in words]
+    if message is None:
+        check(tmp_path, *DATA, "--prompt-data", file, *words)
+        return
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        check(tmp_path, *DATA, "--prompt-data", file, *words)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--eval-data", "x", "--eval-interval=2"], "--eval-data x does nothing without --prompt-data"),
+        (["--input-key=question"], "--input-key question does nothing without --prompt-data"),
+        (["--label-key=answer"], "--label-key answer does nothing without --prompt-data"),
+        (["--overlong-prompts=error"], "--overlong-prompts error does nothing without --prompt-data"),
+        (["--eval-samples=4"], "--eval-samples 4 does nothing without --eval-interval"),
+        (["--eval-temperature=0.6"], "--eval-temperature 0.6 does nothing without --eval-interval"),
+        (["--eval-answers=0"], "--eval-answers 0 does nothing without --eval-interval"),
+        (["--eval-interval=2", "--eval-samples=0"], "--eval-samples 0 must be positive"),
+        (["--eval-interval=2", "--eval-temperature=0"], "--eval-temperature 0.0 must be positive"),
+        (["--eval-interval=2", "--eval-answers=-1"], "--eval-answers -1 must be 0 or more"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check(tmp_path, "--task=sums", "--seq-length=256", "--vocab-size=300", *words)
+
+
+def test_files_need_the_length_of_a_response(tmp_path, file):
+    base = [word for word in BASE if not word.startswith("--max-response-length")]
+    with pytest.raises(ConfigurationError, match="does not say how long responses get: give --max-response-length"):
+        configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", "--prompt-data", file], 1)
+
+
+def test_labels_are_not_asked_of_rows_for_a_function(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    _, task = check(tmp_path, *DATA, "--prompt-data", path, "--reward=python:math:sqrt")
+    assert task.problems(0, 1)[0].label is None
+    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 has no 'label'"):
+        check(tmp_path, *DATA, "--prompt-data", path)
+
+
+def test_evaluations_try_all_of_their_data(tmp_path, file, other):
+    config, task = check(tmp_path, *DATA, "--prompt-data", file, "--eval-data", other, "--eval-interval=2")
+    settings = config.evaluation
+    assert (settings.eval_problems, settings.eval_samples, settings.eval_temperature, settings.eval_answers) == (
+        4,
+        1,
+        None,
+        8,
+    )
+    assert [problem.label for problem in task.problems(0, 4, held_out=True)] == ["-1", "0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task: sums", ["--prompt-data", "0.5", "A", "0.5", "B", "--eval-data", "B", "--eval-interval=2", *DATA]),
+        ("prompt-data: [A, B]\nlabel-key: label", DATA),
+        ("prompt-data: A", ["--task=sums", "--seq-length=256", "--vocab-size=300", "--max-response-length=32"]),
+    ],
+    ids=["typed", "launch file", "given up"],
+)
+def test_the_settings_that_a_run_keeps_make_it_again(tmp_path, file, other, text, words):
+    (tmp_path / "run.yaml").write_text(text.replace("A", file).replace("B", other) + "\n")
+    words = [{"A": file, "B": other}.get(word, word) for word in words]
+    config, _ = check(tmp_path, f"--config={tmp_path}/run.yaml", *words)
+    (tmp_path / "again.yaml").write_text(as_launch_file(config.flags))
+    again, _ = configure([f"--config={tmp_path}/again.yaml"], 1)
+    assert (again.task, again.data, again.evaluation) == (config.task, config.data, config.evaluation)
+
+
+def template_line(caplog):
+    return [message for message in caplog.messages if "chat template" in message]
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"])
+def test_a_launch_files_template_needs_a_tokenizer_that_has_one(tmp_path, file, template, caplog):
+    """The launch file's is dropped with a line where there is none; a typed one is an error."""
+    folder = tokenizer_folder(tmp_path / "tokenizer", template=template)
+    (tmp_path / "run.yaml").write_text("apply-chat-template: true\n")
+    words = [*DATA, "--prompt-data", file, f"--tokenizer-model={folder}", f"--config={tmp_path}/run.yaml"]
+    with caplog.at_level(logging.WARNING):
+        config, task = check(tmp_path, *words)
+    assert config.task.apply_chat_template == task.text.chat == (template is not None)
+    line = f"the tokenizer in {folder} has no chat template: apply-chat-template of --config {tmp_path}/run.yaml is "
+    assert template_line(caplog) == ([] if template else [f"{line}dropped"])
+    shown = task.text.tokenizer.decode(task.text.encode(task.problems(0, 1)[0]))
+    assert shown.startswith("[") == (template is not None)
+    if template is None:
+        with pytest.raises(
+            ConfigurationError, match=r"--apply-chat-template: the tokenizer in .* has no chat_template"
+        ):
+            check(tmp_path, *words, "--apply-chat-template")
+
+
+def test_a_launch_files_template_is_dropped_for_single_characters(tmp_path, file, caplog):
+    (tmp_path / "run.yaml").write_text("apply-chat-template: true\n")
+    with caplog.at_level(logging.WARNING):
+        config, _ = check(tmp_path, *DATA, "--prompt-data", file, f"--config={tmp_path}/run.yaml")
+    assert not config.task.apply_chat_template
+    assert len(template_line(caplog)) == 1
+
+
+def test_the_readmes_command_works(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python .*--prompt-data(?:.*\\\n)+.*$", text, flags=re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "test"):
+        write(tmp_path / f"{name}.jsonl", [{"question": "3 + 9 = ", "answer": 12}] * 3)
+    lines = [word.removeprefix("--").replace("=", ": ", 1) for word in BASE if "=" in word]
+    lines = [line for line in lines if not line.startswith("seq-length")]
+    switches = [f"{word.removeprefix('--')}: true" for word in BASE if "=" not in word]
+    (tmp_path / "my_run.yaml").write_text("\n".join([*lines, *switches, "seq-length: 128\n"]))
+    config, task = configure(shlex.split(command.replace("\\\n", ""))[3:], 1)
+    assert config.data.prompt_data == ("train.jsonl",)
+    assert (task.problems(0, 1)[0].label, config.evaluation.eval_problems) == (12, 3)
+
+
+def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
+    """Its rows and its command, as written; the launch file, the model and the other files are made here."""
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (rows,) = re.findall(r"^```json\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    renamed = [{"question": row["prompt"], "answer": row["label"]} for row in map(json.loads, rows.splitlines())]
+    for name in ("school", "puzzles", "test"):
+        write(tmp_path / f"{name}.jsonl", renamed)
+    model = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+    )
+    transformers.AutoModelForCausalLM.from_config(model).save_pretrained("MODEL")
+    tokenizer_folder("MODEL")
+    (tmp_path / "my_run.yaml").write_text("cpu: true\nglobal-batch-size: 64\ntrain-iters: 20\nlr: 1e-5\n")
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "2"]
+    config, task = configure(words[5:], 2)
+    assert [problem.messages[-1]["content"] for problem in task.problems(0, 2, held_out=True)] == [
+        "What is 3 + 9?",
+        "4 + 4 = ?",
+    ]
+    assert (config.evaluation.eval_problems, config.evaluation.eval_samples) == (2, 4)
+    (as_list,) = re.findall(r"`(prompt-data: \[.*?\])`", text)
+    (tmp_path / "my_run.yaml").write_text((tmp_path / "my_run.yaml").read_text() + as_list + "\n")
+    start = words.index("--prompt-data")
+    assert configure([*words[5:start], *words[start + 5 :]], 2)[0].data == config.data

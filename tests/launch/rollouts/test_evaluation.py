@@ -1,0 +1,115 @@
+"""Evaluations: pass@k, what adds up over replicas, and the answers that are written down."""
+
+import itertools
+import json
+
+import pytest
+
+from megatron_rc.launch.rewards.outcome import Outcome
+from megatron_rc.launch.rollouts.evaluation import (
+    Graded,
+    in_words,
+    metrics_of,
+    pass_at_k,
+    sampling_of,
+    sums_of,
+    tries,
+    write_answers,
+)
+from megatron_rc.launch.tasks import Problem
+from tests.support.recorded_training import flags, run_config
+
+SUMS = ["--task=sums", "--vocab-size=300", "--seq-length=256", "--max-response-length=32"]
+
+
+def graded(*rewards, problem=None):
+    count = len(rewards)
+    problem = problem or Problem("4 + 5 = ", 9)
+    responses = [f"answer {number}" for number in range(count)]
+    return Graded(problem, responses, rewards, [Outcome(reward, {"format": 0.5}) for reward in rewards])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(samples):
+    """Counted out: of all ways to choose k of n responses, those that hold one of the c right ones."""
+    for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        choices = list(itertools.combinations(range(samples), k))
+        share = sum(any(index < right for index in choice) for choice in choices) / len(choices)
+        assert pass_at_k(samples, right, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_many_samples_do_not_overflow():
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+
+
+def test_tries_are_powers_of_two_and_all():
+    assert [tries(samples) for samples in (1, 2, 3, 8, 9)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 9]]
+
+
+def test_an_evaluation_is_the_mean_over_problems_of_all_replicas():
+    """A reward of 1 or more is right; what is partly right counts in the mean alone."""
+    problems = [graded(1, 0, 0, 0.5), graded(0, 0, 0, 0), graded(1, 1.5, 1, -1)]
+    whole = metrics_of(sums_of(problems, 4), 4)
+    shares = metrics_of(sums_of(problems[:1], 4) + sums_of(problems[1:], 4) + sums_of([], 4), 4)
+    assert whole == pytest.approx(shares)
+    assert whole == pytest.approx(
+        {
+            "eval/reward": (1.5 + 0 + 2.5) / 12,
+            "eval/exact_match": (1 / 4 + 0 + 3 / 4) / 3,
+            "eval/pass@1": (1 / 4 + 0 + 3 / 4) / 3,
+            "eval/pass@2": (1 / 2 + 0 + 1) / 3,
+            "eval/pass@4": 2 / 3,
+        }
+    )
+
+
+def test_the_terminal_says_both():
+    assert in_words({"eval/exact_match": 0.25, "eval/pass@1": 0.25}) == "held out: 25.0% right"
+    several = {"eval/exact_match": 0.25, "eval/pass@1": 0.25, "eval/pass@2": 0.5, "eval/pass@16": 0.75}
+    assert in_words(several) == "held out: 25.0% right, 75.0% in 16 tries"
+
+
+@pytest.mark.parametrize(
+    ("more", "top_k", "temperature"),
+    [
+        ([], 1, 1.0),
+        (["--eval-temperature=0.6"], 0, 0.6),
+        (["--eval-samples=4", "--rl-default-temperature=0.8"], 0, 0.8),
+        (["--eval-samples=4", "--eval-temperature=0.6"], 0, 0.6),
+    ],
+)
+def test_one_response_is_the_likeliest_and_several_are_sampled(tmp_path, more, top_k, temperature):
+    sampling = sampling_of(run_config(flags(tmp_path, *SUMS, "--eval-interval=2", *more)))
+    assert (sampling.top_k, sampling.temperature) == (top_k, temperature)
+
+
+def written(folder):
+    return [json.loads(line) for line in folder.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_few_answers_are_written_down(tmp_path):
+    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--eval-answers=2", "--run-name=mine"))
+    said = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
+    problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said)), graded(1.0, 1.0)]
+    write_answers(problems, config, 6)
+    first, second = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
+    scored = {"components": {"format": 0.5}, "error": None}
+    assert first == {"prompt": "4 + 5 = ", "response": "answer 0", "label": 9, "reward": 1.0, **scored}
+    assert second["prompt"] == list(said)
+    assert (second["label"], second["reward"]) == ({"value": 3}, 0.0)
+
+
+def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
+    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    for step in (0, 2, 4):
+        write_answers([graded(1.0)], config, step)
+    write_answers([graded(0.0)], config, 0)
+    folders = sorted((tmp_path / "mine").iterdir())
+    assert [len(list(folder.iterdir())) for folder in folders] == [1, 3]
+    assert folders[0].name == "eval"
+    assert written(folders[0] / "step-0000000.jsonl")[0]["reward"] == 0
+
+
+def test_none_are_written_where_none_are_wanted(tmp_path):
+    write_answers([graded(1.0)], run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--eval-answers=0")), 0)
+    assert not list(tmp_path.rglob("eval"))

@@ -1,0 +1,84 @@
+"""Training on prompts from files, on ranks: who draws what, resumption, and files that differ."""
+
+import json
+
+import pytest
+
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.recorded import find_rollouts
+from megatron_rc.records.rollout import load_rollouts
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import COMMON, LLAMA
+
+LAYOUT = Layout(dp=2)
+# 4 prompts a step of 11 that fit: the second epoch begins in the third step.
+PROMPTS = [f"{number} {number} " for number in range(11)]
+DATA = ["--reward=exact", "--seq-length=24", "--max-response-length=10", "--grpo-prompts-per-step=4"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, prompts in (("train", [*PROMPTS, "9" * 20]), ("test", ["1 1 ", "2 2 ", "3 3 "])):
+        lines = [json.dumps({"prompt": prompt, "label": prompt.split()[0]}) for prompt in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return ["--prompt-data", f"{tmp_path}/train.jsonl", "--eval-data", f"{tmp_path}/test.jsonl"]
+
+
+def words(folder, files, *more):
+    base = [word for word in COMMON if not word.startswith("--task")]
+    evaluation = ["--eval-interval=2", "--eval-samples=2"]
+    saved = [f"--save-rollouts={folder}/rollouts", f"--runs-dir={folder}"]
+    return [*LLAMA, *base, *LIVE, *DATA, *evaluation, *saved, *LAYOUT.flags(), *files, *more]
+
+
+def drawn(folder, task):
+    """The prompts of every step, as the replicas sampled them."""
+    found = []
+    for step, batch in find_rollouts(f"{folder}/rollouts").items():
+        parts = [load_rollouts(path) for path in batch]
+        assert {int(group) for part in parts for group in part.group_ids} == set(range(4)), step
+        shown = [
+            task.text.decode(row[: mask.int().argmax()].tolist())
+            for part in parts
+            for row, mask in zip(part.tokens, part.response_mask, strict=True)
+        ]
+        found.append(shown[::4])
+    return found
+
+
+def test_prompts_are_those_of_their_numbers_through_epochs_and_a_resumption(ranks, tmp_path, files):
+    """Every prompt of the file once an epoch, over both replicas; a run in two parts draws what a whole one draws."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    runs = ((whole, ["--train-iters=4"]), (broken, ["--train-iters=2", *save]), (broken, ["--train-iters=4", *save]))
+    for folder, more in runs:
+        assert ranks.run(run_training, LAYOUT, words(folder, files, *more)) == [None, None]
+    _, task = configure(words(whole, files, "--train-iters=4"), 2)
+    steps = drawn(whole, task)
+    assert steps == [[problem.prompt for problem in task.problems(4 * step, 4)] for step in range(4)]
+    assert {prompt for step in steps for prompt in step} == set(PROMPTS)
+    assert drawn(broken, task) == steps
+    trained = [row for row in rows(whole) if "loss/total" in row]
+    assert [row["data/epoch"] for row in trained] == pytest.approx([4 / 11, 8 / 11, 12 / 11, 16 / 11])
+    assert {row["data/overlong_prompts"] for row in trained} == {1}
+    evaluated = [row for row in rows(whole) if "eval/reward" in row]
+    assert [(row["step"], "eval/pass@2" in row) for row in evaluated] == [(0, True), (2, True), (4, True)]
+    assert [row["loss/total"] for row in rows(broken) if "loss/total" in row] == [row["loss/total"] for row in trained]
+
+
+def run_with_own_file(paths, folder):
+    from torch import distributed
+
+    files = ["--prompt-data", paths[distributed.get_rank()]]
+    flags = [word for word in words(folder, files, "--train-iters=2") if not word.startswith("--eval")]
+    return run_training(flags)
+
+
+def test_ranks_with_other_files_end_together(ranks, tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, label in zip(paths, ("1", "2"), strict=True):
+        path.write_text(json.dumps({"prompt": "1 1 ", "label": label}))
+    ended = ranks.run(run_with_own_file, LAYOUT, [str(path) for path in paths], tmp_path)
+    message = "AgreedError: --prompt-data and --eval-data hold other rows on some machines: copy them anew"
+    assert ended == [message, message]
