@@ -34,7 +34,9 @@ def masked_loss(
 
     w · (policy objective) - entropy_coef · entropy + kl_coef · KL, summed over the accepted tokens and divided by the
     global denominator; the weights multiply the objective alone. The micro-batch counts in ``correction`` when the
-    backward of the returned loss runs: a forward-only pass leaves no trace there.
+    backward of the returned loss runs: a forward-only pass leaves no trace there. Where the correction is made in the
+    loss, the end of the step reads ``micro_batch`` and ``log_probs`` again: until then they must stay as they are, and
+    buffers that every micro-batch fills anew are a StepError of the end.
 
     Args:
         correction: with the objective; where it corrects in the loss, this is where.
@@ -132,7 +134,7 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     D₀/G that it returns. Forward-only passes do not come here.
 
     Args:
-        correction: whose step ends.
+        correction: whose step ends. It does not keep the function: where nobody else does, no step begins.
         finalize: what finishes the gradients; default: ``megatron.core.distributed.finalize_model_grads``.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_rc.correction.stages import corrected_batch
 from megatron_rc.correction.step import StepResult, StepSums
 from megatron_rc.correction.training_result import TrainingResult
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.collectives import broadcast
+from megatron_rc.parallel.collectives import broadcast, first_text
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -72,14 +73,25 @@ class Decoupled:
         self.config, self.loss, self.groups, self.compile = config, loss, groups, compile
 
     def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device) -> DecoupledPlan:
-        """The whole correction, and its header on every stage."""
-        if inputs is None:
-            fields = header_fields(self.config, counts)
-            result = CorrectionResult(self.config, fields, torch.zeros(len(fields), dtype=torch.float64, device=device))
-        else:
-            result = corrected_batch(inputs, self.config, counts, self.groups, compile=self.compile)
+        """The whole correction, and its header on every stage.
+
+        The stages before the last wait for that header. So where the inputs are refused it is NaN, and all raise alike.
+        """
+        fields, refused = header_fields(self.config, counts), None
+        nothing = torch.full((len(fields),), torch.nan, dtype=torch.float64, device=device)
+        result = CorrectionResult(self.config, fields, nothing)
+        if inputs is not None:
+            try:
+                result = corrected_batch(inputs, self.config, counts, self.groups, compile=self.compile)
+            except ValueError as error:
+                if group_size(self.groups.pp) == 1:
+                    raise
+                refused = str(error)
         result.header = broadcast(result.header, group_size(self.groups.pp) - 1, self.groups.pp)
-        return DecoupledPlan(result, self.loss, self.groups, counts)
+        plan = DecoupledPlan(result, self.loss, self.groups, counts)
+        if refused is not None or (inputs is None and math.isnan(plan.values[0])):
+            raise ValueError(first_text(refused, self.groups.pp))
+        return plan
 
     def newest_step(self, mini_batch: int | None) -> PlannedStep:
         """There is none: nothing is corrected from π_θ."""

@@ -130,6 +130,9 @@ class RolloutCorrection:
     ) -> CorrectedMicroBatch:
         """Correct one micro-batch from π_θ, inside the loss function: bypass mode and proximal interpolation.
 
+        The end of the step reads these tensors, and those that are returned, again: until then they must stay as they
+        are. No copy is made; tensors that were written to meanwhile are a StepError of ``finish_step``.
+
         Args:
             log_probs: log π_θ, the layout's local shape, nats; only its values are used.
             rollout_log_probs: log π_rollout of the same tokens.
@@ -182,7 +185,7 @@ class RolloutCorrection:
         """End one optimizer step, on every pipeline stage: reduce what the micro-batches added up.
 
         Args:
-            device: of the result, on stages that hold no log-probs. Default: likewise.
+            device: of the result, on stages that hold no log-probs. Default: the GPU where ``groups.pp`` is of nccl.
 
         Returns:
             0-D float64, what the gradients are to be multiplied by. In the loss that is D₀/G, with D₀ the denominator
