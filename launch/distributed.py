@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -36,6 +38,18 @@ def initialize(config: RunConfig) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+
+
+@contextmanager
+def alone(config: RunConfig) -> Iterator[None]:
+    """Megatron's groups of this one process, inside the block; without torchrun."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        initialize(config)
+        yield
+    finally:
+        shut_down()
 
 
 def shut_down() -> None:

@@ -48,10 +48,8 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
         config, task = configure(words, int(os.environ["WORLD_SIZE"]))
     except ConfigurationError as error:
         end_together(str(error), USAGE_ERROR)
-    # Megatron-Core warns of every optional package that is not there, and of its own use of older torch names.
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    with _cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
+    ignore_megatron_warnings()
+    with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext():
         from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
         from megatron_rc.launch.training.loop import train
 
@@ -66,12 +64,19 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
             raise
 
 
-def _cpu_backend() -> contextlib.AbstractContextManager[None]:
-    from megatron_rc.launch.training.cpu import cpu_backend, without_compiler
+def ignore_megatron_warnings() -> None:
+    """Megatron-Core warns of every optional package that is not there, and of its own use of older torch names."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
-    with without_compiler():
+
+def cpu_backend() -> contextlib.AbstractContextManager[None]:
+    """Megatron-Core on the CPU inside this block; what trains is imported with nothing compiled."""
+    from megatron_rc.launch.training import cpu
+
+    with cpu.without_compiler():
         import megatron_rc.launch.training.loop  # noqa: F401
-    return cpu_backend()
+    return cpu.cpu_backend()
 
 
 def end_together(message: str, code: int) -> NoReturn:

@@ -26,7 +26,7 @@ LAUNCH = (
     {"flags"},
     {"training"},
     {"__main__", "train_ppo"},
-    {"check_engine"},
+    {"check_engine", "export"},
 )
 
 
@@ -154,7 +154,7 @@ def test_the_gpu_path_never_imports_the_switch():
     loads = {module for module, imported in edges() if imported == "launch.training.cpu"}
     assert loads <= {"launch.train_ppo"}
     entry = (ROOT / "launch" / "train_ppo.py").read_text()
-    assert "with _cpu_backend() if config.launch.on_cpu else contextlib.nullcontext()" in entry
+    assert "with cpu_backend() if config.launch.on_cpu else contextlib.nullcontext()" in entry
 
 
 def test_oracles_know_nothing_of_the_library():

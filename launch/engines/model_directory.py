@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.rounding import Rounding
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
-
-SHARD_BYTES = 4 << 30
+from megatron_rc.launch.weights.safetensors_files import SHARD_BYTES, write_tensors
 
 
 class ModelDirectory:
@@ -94,14 +91,7 @@ class ModelDirectory:
         return self.path
 
     def _write(self, part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-        index: dict[str, str] = {}
-        shard: dict[str, Tensor] = {}
-        for name, tensor in self._tensors(weights):
-            shard[name] = tensor.detach().cpu().contiguous()
-            if sum(held.nbytes for held in shard.values()) >= self._shard_bytes:
-                _save(part, shard, index)
-        _save(part, shard, index)
-        (part / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        write_tensors(part, self._tensors(weights), self._shard_bytes)
         self._config.save_pretrained(part)
 
     def _tensors(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -113,13 +103,3 @@ class ModelDirectory:
             yield name, tensor
             if self._tied and name == self._embedding:
                 yield self._head, tensor.clone()  # safetensors refuses tensors that share memory
-
-
-def _save(part: Path, shard: dict[str, Tensor], index: dict[str, str]) -> None:
-    """Write the shard to a file of its own, note it in the index, and empty it."""
-    if not shard:
-        return
-    file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-    save_file(shard, part / file, metadata={"format": "pt"})
-    index.update(dict.fromkeys(shard, file))
-    shard.clear()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import string
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.resolve_data import prompt_data, resolve_evaluation
 from megatron_rc.launch.run_config.data import EVAL_PROBLEMS
 from megatron_rc.launch.tasks import Task, Text, make_task
-from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, CharacterText, HuggingFaceText
+from megatron_rc.launch.tasks.text import CHARACTERS, HUGGING_FACE, HuggingFaceText, printable_text
 
 _log = logging.getLogger("megatron_rc")
 
@@ -24,7 +23,7 @@ def resolve_task(args: argparse.Namespace) -> Task:
     """
     text, most = _text(args), EVAL_PROBLEMS
     if args.prompt_data:
-        data = prompt_data(args, text or CharacterText(string.printable))
+        data = prompt_data(args, text or printable_text())
         task: Task = data
         most = data.num_held_out
     else:

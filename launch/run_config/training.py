@@ -110,6 +110,10 @@ class CheckpointSection:
     continue_after_failed_save: bool = option(
         "go on where a checkpoint on the way cannot be written; at the end it is an error still", default=False
     )
+    save_hf: str | None = option(
+        "write the model as a Hugging Face directory, DIR/step-N, at the end of the run", metavar="DIR"
+    )
+    save_hf_interval: int | None = option("and every N optimizer steps", metavar="N", positive=True)
     load: str | None = option("go on from the newest checkpoint here, if there is one", metavar="DIR")
     load_hf: str | None = option("start from this Hugging Face directory, which describes the model too", metavar="DIR")
     weights_bridge: Literal["mbridge"] | None = option(

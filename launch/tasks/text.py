@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,11 @@ from megatron_rc.launch.errors import ConfigurationError
 
 CHARACTERS, HUGGING_FACE = TOKENIZERS = ("CharacterTokenizer", "HuggingFaceTokenizer")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+# What a tokenizer of transformers may be stored in.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json", "chat_template.jinja"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,14 @@ class Text(Protocol):
         """Token ids of a text by itself."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer there, as transformers reads it.
+
+        Raises:
+            OSError: its files cannot be read any more, or not be written.
+        """
+        ...
+
 
 class CharacterText:
     """One token a character, for models that are trained from nothing.
@@ -94,6 +109,18 @@ class CharacterText:
         ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
+    def save(self, folder: Path) -> None:
+        """See :class:`Text`."""
+        from transformers import PreTrainedTokenizerFast
+
+        names = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN}
+        PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, **names).save_pretrained(folder)
+
+
+def printable_text() -> CharacterText:
+    """One token for each printable ASCII character, for prompts that nobody has read yet."""
+    return CharacterText(string.printable)
+
 
 class HuggingFaceText:
     """The tokenizer of a Hugging Face directory.
@@ -128,6 +155,7 @@ class HuggingFaceText:
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer in {folder} has no chat_template: drop the flag"
             )
+        self.folder = Path(folder)
         self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad = self.eos if pad is None else int(pad)
@@ -148,6 +176,14 @@ class HuggingFaceText:
         """See :class:`Text`."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def save(self, folder: Path) -> None:
+        """See :class:`Text`: its own files, as they are."""
+        found = [self.folder / name for name in _TOKENIZER_FILES if (self.folder / name).is_file()]
+        if not found:
+            raise FileNotFoundError(f"{self.folder} holds no tokenizer any more")
+        for path in found:
+            shutil.copyfile(path, folder / path.name)
 
     def _as_turns(self, problem: Problem) -> str:
         turns = [dict(message) for message in problem.messages] or _turns(problem)

@@ -18,6 +18,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.training.checkpoints.save import SaveError
+from megatron_rc.launch.training.hugging_face import HuggingFaceSaves
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.sync_check import SyncCheck
@@ -71,6 +72,7 @@ def train(config: RunConfig, task: Task) -> bool:
     reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None
     weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
     saved = trainer.iteration if files.load == files.save else -1
+    save_hf = HuggingFaceSaves(config, trainer, task.text)
     with reporter or nullcontext(), StopRequest().installed() as request, closing(collector):
         stop = False
         while trainer.iteration < config.training.train_iters and not stop:
@@ -80,10 +82,12 @@ def train(config: RunConfig, task: Task) -> bool:
                 stop = agree(config, reporter.error if reporter else None, stop=request.signal is not None)
                 if files.save and files.save_interval and trainer.iteration % files.save_interval == 0:
                     saved = _save(config, trainer, saved)
+                save_hf()
                 if stop or trainer.iteration >= config.training.train_iters:
                     break
         if files.save and saved != trainer.iteration:
             trainer.save()
+        save_hf(at_end=True)
         if weight_sync.is_wanted and not stop:
             weight_sync()
         agree(config, reporter.error if reporter else None)

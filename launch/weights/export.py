@@ -8,7 +8,7 @@ one expert or the embeddings, whichever is the largest, beside its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,19 @@ def export_weights(
     return _stream(parameters, units, config, groups, ep_group)
 
 
+def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
+    """The same of a model that is whole in this process, by its parameters' names; each is looked up when it is due.
+
+    Raises:
+        RuntimeError: at once: there is a parameter that no rule names.
+    """
+    units = units_of(config)
+    check_complete([parameters], units)
+    return _stream([parameters], units, config, ParallelGroups(), None)
+
+
 def _stream(
-    parameters: list[dict[str, Tensor]],
+    parameters: Sequence[Mapping[str, Tensor]],
     units: Sequence[Unit],
     config: RunConfig,
     groups: ParallelGroups,
@@ -77,7 +88,7 @@ def _stream(
 
 
 def _whole_tensors(
-    parameters: dict[str, Tensor],
+    parameters: Mapping[str, Tensor],
     unit: Unit,
     rule: Rule,
     config: RunConfig,

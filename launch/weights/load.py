@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
+from megatron_rc.launch.weights.safetensors_files import INDEX, SINGLE
 from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WeightFiles:
@@ -128,12 +127,12 @@ def _copy(
 
 
 def _files_of(folder: Path) -> list[Path]:
-    if (folder / _INDEX).is_file():
+    if (folder / INDEX).is_file():
         try:
-            names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+            names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / _INDEX} is no index of safetensors files ({error!r})") from error
+            raise ValueError(f"{folder / INDEX} is no index of safetensors files ({error!r})") from error
         return [folder / name for name in sorted(set(names))]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    raise ValueError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: give the directory of a Hugging Face model")
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: give the directory of a Hugging Face model")

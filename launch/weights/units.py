@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -82,7 +82,7 @@ def check_expert_group(config: RunConfig, ep_group: Group | None) -> None:
         )
 
 
-def check_complete(parameters: Sequence[dict[str, Tensor]], units: Sequence[Unit]) -> None:
+def check_complete(parameters: Sequence[Mapping[str, Tensor]], units: Sequence[Unit]) -> None:
     """Raise RuntimeError for a parameter of this rank, by chunk and name, that no rule names."""
     covered = {(unit.chunk, unit.prefix + name) for unit in units for rule in unit.rules for name in rule.megatron}
     # With tied embeddings the last stage holds a copy of the first stage's, kept equal by Megatron.
@@ -92,7 +92,7 @@ def check_complete(parameters: Sequence[dict[str, Tensor]], units: Sequence[Unit
         raise RuntimeError(f"the model's parameter {left[0]} has no Hugging Face name: add a rule to its family")
 
 
-def find_parameter(parameters: dict[str, Tensor], prefix: str, rule: Rule) -> Tensor:
+def find_parameter(parameters: Mapping[str, Tensor], prefix: str, rule: Rule) -> Tensor:
     """The parameter of a rule, under any of its names."""
     for name in rule.megatron:
         if prefix + name in parameters:

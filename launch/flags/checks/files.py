@@ -15,6 +15,8 @@ def check_checkpoints(config: RunConfig) -> None:
     files, logging = config.checkpoints, config.logging
     _check_saving(files)
     _check_loading(files)
+    if files.save_hf_interval and not files.save_hf:
+        raise ConfigurationError(f"--save-hf-interval {files.save_hf_interval} does nothing without --save-hf DIR")
     if logging.wandb_exp_name and not logging.wandb_project:
         raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
     if logging.wandb_project:
@@ -62,11 +64,14 @@ def check_folders(config: RunConfig) -> None:
     folders = [(f"--runs-dir {launch.runs_dir}", Path(launch.runs_dir) / launch.run_name)]
     written = {
         "save": files.save,
+        "save_hf": files.save_hf,
         "tensorboard_dir": config.logging.tensorboard_dir,
         "save_rollouts": config.rollouts.save_rollouts,
         "rollout_weights_dir": config.engine.rollout_weights_dir,
     }
     folders += [(f"{flag(name)} {path}", Path(path)) for name, path in written.items() if path]
+    if files.save_hf and not files.load and Path(files.save_hf).is_dir() and any(Path(files.save_hf).iterdir()):
+        raise ConfigurationError(f"--save-hf {files.save_hf} is not empty, and this run begins: name another folder")
     for given, folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

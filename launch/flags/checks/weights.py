@@ -8,13 +8,13 @@ from megatron_rc.launch.weights.families import FAMILIES, find_family
 
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
-    """The rollout engine, and a directory of weights, need an architecture of Hugging Face's for this model."""
+    """The rollout engine, and directories of weights, need an architecture of Hugging Face's for this model."""
     named = config.model.hf_model_type
     if named is not None and find_family(config) is None:
         fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
         remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
         raise ConfigurationError(f"--hf-model-type {named} is not what the flags of this model describe: {remedy}")
-    if find_family(config) or not (samples or config.checkpoints.load_hf):
+    if find_family(config) or not _converts(config, samples):
         return
     raise ConfigurationError(
         "no Hugging Face architecture has this combination of --normalization, --swiglu, "
@@ -36,8 +36,8 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
             f"{config.model.transformer_impl}: use them (pip install 'megatron-rc[gpu]'), or drop it"
         )
     require("mbridge", user, "bridge")
-    if not (samples or config.checkpoints.load_hf):
-        raise ConfigurationError(f"{user} does nothing without an engine or --load-hf: drop it")
+    if not _converts(config, samples):
+        raise ConfigurationError(f"{user} does nothing without an engine, --load-hf or --save-hf: drop it")
     if family is None or not family.in_bridge:
         known = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
         raise ConfigurationError(
@@ -49,3 +49,8 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
             f"{user} wants an output layer of a tied Llama's last stage: use --pipeline-model-parallel-size 1, or drop"
             " it"
         )
+
+
+def _converts(config: RunConfig, samples: bool) -> bool:
+    """Whether weights go to or come from Hugging Face's names in this run."""
+    return bool(samples or config.checkpoints.load_hf or config.checkpoints.save_hf)

@@ -18,19 +18,23 @@ from megatron_rc.parallel.collectives import all_reduce_max
 _log = logging.getLogger("megatron_rc")
 
 
-def checked_checkpoint(load: str | Path, *, checksums: bool = True) -> tuple[int, Path]:
-    """The newest checkpoint of a folder and its place, for one process by itself.
+def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checksums: bool = True) -> tuple[int, Path]:
+    """A checkpoint of a folder and its place, for one process by itself.
 
     Read it inside ``unpickling.safe_loading``: whole is not the same as harmless.
 
     Args:
         load: the folder of all checkpoints.
+        iteration: which of them; None: the newest.
         checksums: read all of it; False: look at sizes alone.
 
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    found = latest_iteration(load)
+    found = latest_iteration(load) if iteration is None else iteration
+    if iteration is not None and iteration not in iterations(load):
+        there = ", ".join(map(str, iterations(load))) or "none"
+        raise ValueError(f"{load} holds no checkpoint {iteration}; there are {there}")
     if found is None:
         raise ValueError(f"{load} holds no checkpoint ({TRACKER} is missing): name another folder")
     folder = iteration_folder(load, found)

@@ -34,6 +34,7 @@ MEGATRON = {
     (float, 0.1): "attention-dropout hidden-dropout",
     (float, 0.9): "adam-beta1 sgd-momentum",
     (float, 0.999): "adam-beta2",
+    (float, 8.0): "rope-scaling-factor",
     (float, 1.0): "clip-grad rl-default-temperature",
     (str, None): "recompute-granularity recompute-method save load tensorboard-dir wandb-project wandb-exp-name "
     "tokenizer-type tokenizer-model",
@@ -47,6 +48,7 @@ MEGATRON = {
     (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
     "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 calculate-per-token-loss finetune "
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
+    "use-rope-scaling openai-gelu "
     "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
     "verify-integrity",
     (None, True): "check-for-nan-in-loss-and-grad",
@@ -69,8 +71,8 @@ max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir
 rollout-timeout rollout-attempts save-rollouts load-rollouts rollout-staleness allow-truncated-sampling
 rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation loss-scale-factor
 ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers reward-timeout
-reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor use-rope-scaling rope-scaling-factor
-openai-gelu sliding-window hf-model-type""".split()
+reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor sliding-window hf-model-type save-hf
+save-hf-interval""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 
 

@@ -43,10 +43,10 @@ def test_a_rank_on_the_cpu_starts_without_a_compiler():
     """Loaded with everything that Megatron-Core compiles where it stands; ``torch.compile`` itself is back after."""
     program = """
 import sys
-from megatron_rc.launch.train_ppo import _cpu_backend
+from megatron_rc.launch.train_ppo import cpu_backend
 import torch
 right = torch.compile
-with _cpu_backend():
+with cpu_backend():
     from megatron.core.fusions.fused_bias_swiglu import swiglu
     assert torch.equal(swiglu(torch.ones(2, device="cuda")), torch.ones(1).sigmoid())
 assert torch.compile is right

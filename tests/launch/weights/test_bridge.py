@@ -67,7 +67,7 @@ def test_what_it_cannot_convert_is_refused(tmp_path, installed, there, more, mod
 
 def test_without_weights_to_convert_it_is_refused(tmp_path, installed):
     installed("transformer_engine", "mbridge")
-    with pytest.raises(ConfigurationError, match="does nothing without an engine or --load-hf"):
+    with pytest.raises(ConfigurationError, match="does nothing without an engine, --load-hf or --save-hf"):
         check(tmp_path, engine=False)
 
 

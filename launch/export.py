@@ -1,0 +1,110 @@
+"""Write a checkpoint as a Hugging Face directory, whatever layout trained it, on one process without a GPU.
+
+    python -m megatron_rc.launch.export --load CHECKPOINTS --save-hf DIR
+
+What the model is stands beside its weights. They pass one parameter at a time, so that a machine needs memory for one
+file of the directory (4 GiB) and the largest parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.export_flags import ExportRequest, parse_export
+from megatron_rc.launch.flags.stored import stored_config
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Text, make_task
+from megatron_rc.launch.tasks.text import HUGGING_FACE, HuggingFaceText, printable_text
+from megatron_rc.launch.train_ppo import FAILURE, USAGE_ERROR, cpu_backend, ignore_megatron_warnings
+from megatron_rc.launch.weights import find_family
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Export what the command line names; ends with 2 for a request that cannot work, 1 for files that cannot."""
+    log = logging.getLogger("megatron_rc")
+    level = log.level
+    # That it runs on the CPU is what it is for.
+    log.setLevel(logging.ERROR)
+    try:
+        request = parse_export(sys.argv[1:] if argv is None else argv)
+        for module in ("megatron.core", "transformers", "safetensors"):
+            require(module, "an export", "launch")
+        ignore_megatron_warnings()
+        with cpu_backend():
+            size = export(request)
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(USAGE_ERROR)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(FAILURE)
+    finally:
+        log.setLevel(level)
+    sys.stdout.write(f"{request.save_hf}: {size / 1e6:.1f} MB of weights, for transformers and vLLM\n")
+
+
+def export(request: ExportRequest) -> int:
+    """Export it, with Megatron-Core on the CPU; the size of the weights in bytes.
+
+    Raises:
+        ConfigurationError: the checkpoint is of no architecture of Hugging Face's, or its tokenizer is not there.
+        ValueError: there is no checkpoint, or it cannot be read, or the directory not be written.
+    """
+    from megatron_rc.launch.distributed import alone
+    from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
+    from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+    from megatron_rc.launch.training.hugging_face import write_directory
+    from megatron_rc.launch.weights.export import export_parameters
+
+    step, folder = checked_checkpoint(request.load, request.step, checksums=request.verify_integrity)
+    config = stored_config(checkpoint_settings(request.load, step), str(folder / SETTINGS))
+    if find_family(config) is None:
+        raise ConfigurationError(f"--load {request.load}: no Hugging Face architecture has the settings of this model")
+    text = tokenizer_of(config, request.tokenizer_model)
+    with alone(config):
+        return write_directory(request.save_hf, config, text, export_parameters(_parameters(config, folder), config))
+
+
+def tokenizer_of(config: RunConfig, folder: Path | None) -> Text:
+    """The run's tokenizer, from the folder where it had it, or from another one.
+
+    Raises:
+        ConfigurationError: there is none, or the run had one token a character and needs no folder.
+    """
+    task, files = config.task, config.checkpoints
+    if task.tokenizer_type != HUGGING_FACE:
+        if folder is not None:
+            raise ConfigurationError(f"--tokenizer-model {folder}: the run had one token a character: drop the flag")
+        if task.task is None:
+            return printable_text()
+        return make_task(
+            task.task, config.training.seed, None, config.training.seq_length, config.rollouts.max_response_length
+        ).text
+    known = folder or task.tokenizer_model or files.load_hf
+    if known is None or not Path(known).is_dir():
+        raise ConfigurationError(f"the run's tokenizer was in {known}, which is not there: give --tokenizer-model DIR")
+    return HuggingFaceText(known, chat=False)
+
+
+def _parameters(config: RunConfig, folder: Path) -> Mapping[str, Tensor]:
+    """Of the checkpoint, by the names of a model that has no memory."""
+    import torch
+
+    from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
+    from megatron_rc.launch.training.model import build_chunks, build_transformer_config
+
+    with torch.device("meta"):
+        (model,) = build_chunks(config, build_transformer_config(config))
+    return CheckpointParameters(model, folder)
+
+
+if __name__ == "__main__":
+    main()

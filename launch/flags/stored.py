@@ -1,0 +1,89 @@
+"""The settings that a checkpoint brings along, as those of a process that only reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.run_config.options import Section, options_of
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+Sections = Mapping[str, Mapping[str, Any] | None]
+# Whatever these say is another model; elsewhere a later version may have added what nobody here needs.
+_OF_THE_MODEL = ("transformer", "experts", "model")
+
+
+def stored_config(sections: Sections, where: str) -> RunConfig:
+    """The run that wrote a checkpoint, as one process on a CPU that has its whole model.
+
+    Args:
+        sections: of its settings, field by field.
+        where: they stand, for messages.
+
+    Raises:
+        ConfigurationError: a section or a field is missing, unknown or of the wrong kind.
+    """
+    found: dict[str, Any] = {}
+    for name, kind, is_optional in sections_of(RunConfig):
+        values = sections.get(name)
+        if values is not None:
+            found[name] = _section(kind, values, f"{where}: {name}", strict=name in _OF_THE_MODEL)
+        elif is_optional:
+            found[name] = None
+        else:
+            raise ConfigurationError(f"{where} has no section {name}: it was written by another version")
+    loss = PolicyLossConfig()
+    return _alone(RunConfig(**found, correction=RolloutCorrectionConfig.disabled(), loss=loss))
+
+
+def _alone(config: RunConfig) -> RunConfig:
+    change = dataclasses.replace
+    return change(
+        config,
+        launch=change(config.launch, on_cpu=True, world_size=1),
+        parallel=change(
+            config.parallel,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            context_parallel_size=1,
+            expert_model_parallel_size=1,
+            sequence_parallel=False,
+            virtual_pipeline_model_parallel_size=None,
+        ),
+        model=change(config.model, transformer_impl="local"),
+        checkpoints=change(config.checkpoints, weights_bridge=None),
+    )
+
+
+def _section(kind: type[Section], values: Mapping[str, Any], where: str, *, strict: bool) -> Section:
+    hints, defaults = get_type_hints(kind), {option.field: option.default for option in options_of(kind)}
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    unknown = [name for name in values if name not in fields]
+    if strict and unknown:
+        raise ConfigurationError(
+            f"{where} has an unknown field {unknown[0]!r}: a later version of megatron_rc wrote it"
+        )
+    found = {}
+    for name in fields:
+        value = values.get(name, defaults.get(name))
+        if not _is_of(value, hints[name]):
+            raise ConfigurationError(f"{where}: {name} is {value!r}: it was written by another version, or is broken")
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**found)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is one of an annotation: ``int``, ``float | None``, ``Literal[...]``."""
+    kinds = (hint,) if get_origin(hint) is tuple else get_args(hint) or (hint,)
+    if isinstance(value, list):
+        return any(get_origin(kind) is tuple and all(_is_of(one, get_args(kind)[0]) for one in value) for kind in kinds)
+    if value is None or isinstance(value, str):
+        return (NoneType if value is None else str) in kinds or value in kinds
+    if isinstance(value, bool) or bool in kinds:
+        return isinstance(value, bool) and bool in kinds
+    return isinstance(value, int | float) and (float in kinds or (int in kinds and isinstance(value, int)))

@@ -1,0 +1,140 @@
+"""The trained model as a Hugging Face directory, which other programs load without this one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.tasks import Text
+from megatron_rc.launch.tasks.text import HUGGING_FACE
+from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
+from megatron_rc.launch.weights.converter import export_model
+from megatron_rc.launch.weights.safetensors_files import SHARD_BYTES, write_tensors
+
+GENERATION = "generation_config.json"
+
+
+def write_directory(
+    target: Path, config: RunConfig, text: Text, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Write config, generation config, tokenizer and weights; a reader never finds half of them.
+
+    Args:
+        target: the directory; what stands there is replaced when all is written.
+        config: of the run.
+        text: its tokenizer.
+        weights: ``(Hugging Face name, tensor)``, all of the model; taken one after the other.
+        shard_bytes: size of a file of weights.
+
+    Returns:
+        Number of bytes of the weights.
+
+    Raises:
+        ValueError: a file cannot be read or written, or the weights are not the model's.
+    """
+    part, old = (target.with_name(f"{target.name}.{kind}") for kind in ("part", "old"))
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        model = empty_model(_describe(part, config, text))
+        size = write_tensors(part, checked(weights, checkpoint_tensors(model)), shard_bytes)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"--save-hf: the model cannot be written to {target} ({error}): make room there, or name another directory"
+        ) from error
+    finally:
+        for folder in (part, old):
+            shutil.rmtree(folder, ignore_errors=True)
+    return size
+
+
+class HuggingFaceSaves:
+    """``--save-hf DIR``: the model of every so many steps, and of the end, as ``DIR/step-N``.
+
+    Args:
+        config: of the run.
+        trainer: whose model it is.
+        text: the tokenizer.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer, text: Text) -> None:
+        self.config, self.trainer, self.text = config, trainer, text
+        self._written = -1
+
+    def __call__(self, at_end: bool = False) -> None:
+        """Write the model where it is due after this step, or at the end of the run; on every rank.
+
+        Raises:
+            AgreedError: on every rank, if it cannot be written.
+        """
+        files, step = self.config.checkpoints, self.trainer.iteration
+        due = at_end or (files.save_hf_interval is not None and step % files.save_hf_interval == 0)
+        if files.save_hf is None or not due or step == self._written:
+            return
+        self._written = step
+        weights = export_model(self.trainer.chunks, self.config, self.trainer.groups)
+        error = None
+        if dist.get_rank() == 0:
+            try:
+                write_directory(Path(files.save_hf) / f"step-{step}", self.config, self.text, weights)
+            except Exception as problem:  # the other ranks wait in the iterator, whatever it is
+                error = str(problem)
+        for _ in weights:
+            pass
+        agree(self.config, error)
+
+
+def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
+    """Write everything but the weights; the ``transformers`` config."""
+    from transformers import GenerationConfig
+
+    family = find_family(config)
+    if family is None:
+        raise ValueError("--save-hf: no Hugging Face architecture has the settings of this model")
+    described, tokens = family.hugging_face_config(config), _special_tokens(config, text)
+    for name, token in tokens.items():
+        setattr(described, name, token)
+    described.dtype = config.dtype
+    described.architectures = [type(empty_model(described)).__name__]
+    described.save_pretrained(folder)
+    text.save(folder)
+    origin = _origin(config, GENERATION)
+    if origin is not None:
+        shutil.copyfile(origin, folder / GENERATION)
+    else:
+        GenerationConfig(**tokens).save_pretrained(folder)
+    return described
+
+
+def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
+    """Ids of the tokens that begin, end and fill a text: those of the model that the run started from, if one did."""
+    found = {"bos_token_id": None, "eos_token_id": text.eos, "pad_token_id": text.pad}
+    origin = _origin(config, "config.json")
+    if origin is not None:
+        published = json.loads(origin.read_text(encoding="utf-8"))
+        found |= {name: published[name] for name in found if published.get(name) is not None}
+    return found
+
+
+def _origin(config: RunConfig, name: str) -> Path | None:
+    """A file of the directory that the run started from, if it had its tokenizer too and both are still there."""
+    source, other = config.checkpoints.load_hf, config.task.tokenizer_model
+    if source is None or config.task.tokenizer_type != HUGGING_FACE or other not in (None, source):
+        return None
+    path = Path(source) / name
+    return path if path.is_file() else None

@@ -1,0 +1,331 @@
+"""Checkpoints of any layout as Hugging Face directories: every bit, the tokenizer, the memory, and what is refused."""
+
+import hashlib
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron_rc.launch import export
+from megatron_rc.launch.tasks.text import CharacterText
+from megatron_rc.launch.training import hugging_face
+from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
+from tests.launch.weights.test_memory import most_alive
+from tests.launch.weights.test_weights import GATED, LLAMA3, MODELS, SMALL_GPT2
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+from tests.support.recorded_training import COMMON, make_trainer
+
+WIDE = {
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {
+    "llama3": transformers.LlamaConfig(
+        **GATED | {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}, tie_word_embeddings=True
+    ),
+    "qwen3_moe": MODELS["qwen3_moe"],
+    "mistral": transformers.MistralConfig(**GATED, sliding_window=32, tie_word_embeddings=False),
+    "gpt2": transformers.GPT2Config(**SMALL_GPT2, bos_token_id=None, eos_token_id=1),
+    "wide": transformers.LlamaConfig(**GATED | WIDE),
+}
+STEP = "iter_0000003"
+CASES = {
+    "llama3": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
+    "qwen3_moe": (Layout(tp=2, sp=True, dp=2, ep=2), []),
+    "mistral": (Layout(pp=2, vpp=True), ["--bf16"]),
+    "gpt2": (Layout(), []),
+    "wide": (Layout(tp=2), ["--use-distributed-optimizer"]),
+}
+
+
+def save_at(words, step):
+    """A checkpoint of the model as it was loaded, under the number of a step."""
+    trainer = make_trainer(words)
+    trainer.iteration = step
+    trainer.save()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, ranks):
+    """A directory of each model, and a checkpoint of it."""
+    found = tmp_path_factory.mktemp("export")
+    for name, (layout, more) in CASES.items():
+        torch.manual_seed(5)
+        transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(found / name)
+        words = [
+            *COMMON,
+            f"--load-hf={found / name}",
+            "--tokenizer-type=CharacterTokenizer",
+            f"--runs-dir={found}/runs",
+        ]
+        words += ["--micro-batch-size=8", f"--save={found / name}-checkpoints", *layout.flags(), *more]
+        ranks.run(save_at, layout, words, 3)
+    return found
+
+
+def run(*words):
+    """The command; its exit code and what it wrote to standard error."""
+    try:
+        export.main([str(word) for word in words])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_reads_what_was_trained(home, tmp_path, name):
+    """Written by tensor, pipeline, virtual pipeline and expert parallel ranks; read by one process."""
+    assert run("--load", home / f"{name}-checkpoints", "--save-hf", tmp_path / "out") == 0
+    dtype = torch.bfloat16 if "--bf16" in CASES[name][1] else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(home / name, dtype=dtype)
+    assert type(model) is type(trained)
+    assert model.dtype == dtype
+    tensors, expected = dict(model.named_parameters()), dict(trained.named_parameters())
+    assert tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(tensors[key], value), key
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, trained(tokens).logits)
+
+
+def test_its_tokenizer_and_the_way_it_ends_come_along(home, tmp_path):
+    assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("0123")["input_ids"] == [3, 4, 5, 6]
+    assert tokenizer.decode([3, 4, 1], skip_special_tokens=True) == "01"
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 0)
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (None, 1)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/models.md"])
+def test_the_documents_command_is_run_as_written(home, tmp_path, monkeypatch, capsys, document):
+    """And the lines below it, which generate from the directory."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python -m megatron_rc\.launch\.export (.+)$", text, re.MULTILINE)
+    (tmp_path / "ckpt").symlink_to(home / "llama3-checkpoints")
+    monkeypatch.chdir(tmp_path)
+    assert run(*command.split()) == 0
+    for block in re.findall(r"^```python\n(from transformers.+?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, document, "exec"), {})
+        assert re.search(r"^24\d*$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.fixture
+def in_small_files(monkeypatch):
+    def use(size):
+        right = hugging_face.write_directory
+        monkeypatch.setattr(hugging_face, "write_directory", lambda *given: right(*given, shard_bytes=size))
+
+    return use
+
+
+def test_large_models_are_several_files(home, tmp_path, in_small_files):
+    in_small_files(20_000)
+    assert run("--load", home / "gpt2-checkpoints", "--save-hf", tmp_path / "out") == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 3
+    held = {name: (file, tensor) for file in files for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert index["weight_map"] == {name: file for name, (file, _) in held.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in held.values())
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_memory_is_a_file_and_a_layer(home, tmp_path, in_small_files):
+    """Every byte that is allocated, of a model of eight layers."""
+    model = 4 * sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(CONFIGS["wide"]).parameters())
+    layer = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 224 + 2 * 64)
+    in_small_files(50_000)
+    numbers = iter(range(9))
+
+    def once():
+        assert run("--load", home / "wide-checkpoints", "--save-hf", tmp_path / str(next(numbers))) == 0
+
+    assert model > 6 * (50_000 + layer)
+    assert layer < most_alive(once) < 50_000 + layer
+
+
+def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
+    """From where the run had it, or from another folder; a run that started elsewhere keeps that model's tokens."""
+    folder = tmp_path / "model"
+    shutil.copytree(home / "llama3", folder)
+    CharacterText("0123456789").save(folder)
+    transformers.GenerationConfig(eos_token_id=[1, 2], do_sample=True, top_p=0.5).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 2], "bos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=from_directory(folder))
+    with_settings(checkpoints, None, checkpoints={"load_hf": str(folder)})
+    assert run("--load", checkpoints, "--save-hf", tmp_path / "out") == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == ([1, 2], 2, 0)
+    folder.rename(tmp_path / "moved")
+    words = ["--load", checkpoints, "--save-hf", tmp_path / "again"]
+    assert run(*words) == 2
+    assert run(*words, "--tokenizer-model", tmp_path / "moved") == 0
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "out" / "tokenizer.json").read_bytes()
+
+
+def test_prompts_from_a_file_have_every_printable_character(home, tmp_path):
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": None})
+    assert run("--load", checkpoints, "--save-hf", tmp_path / "out") == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("Hi, 1 + 2?")["input_ids"]) == "Hi, 1 + 2?"
+
+
+def from_directory(folder):
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None}
+
+
+def with_settings(source, target, **changes):
+    """The checkpoints, or a copy of them, with other settings beside the weights; None leaves a section out."""
+    if target is not None:
+        shutil.copytree(source, target)
+    path = (target or source) / STEP / "settings.json"
+    sections = json.loads(path.read_text())
+    for name, change in changes.items():
+        sections[name] = None if change is None else sections[name] | change
+    path.write_text(json.dumps({name: value for name, value in sections.items() if name == "experts" or value}))
+    listed(path)
+    return target or source
+
+
+def listed(path):
+    """Let the manifest say what the file now is, as whoever wants to mislead would."""
+    files = json.loads((path.parent / MANIFEST).read_text())["files"]
+    files[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (path.parent / MANIFEST).write_text(json.dumps({"files": files}))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("model", {"rotary_base": "a"}, r"model: rotary_base is 'a': it was written by another version, or is broken"),
+        ("model", {"rotary_base": 1.5}, r"model: rotary_base is 1\.5"),
+        ("model", {"untie_embeddings_and_output_weights": 0}, "untie_embeddings_and_output_weights is 0"),
+        ("model", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
+        ("transformer", {"num_layers": None}, "num_layers is None"),
+        ("transformer", {"memory": 5}, "transformer has an unknown field 'memory': a later version"),
+        ("transformer", {"qk_layernorm": True, "add_qkv_bias": True}, "no Hugging Face architecture has the settings"),
+        ("transformer", None, "has no section transformer"),
+        ("transformer", {"num_layers": 5}, r"layers\.\S+ is \(4, .*\), and by its settings \(5, "),
+        ("model", {"untie_embeddings_and_output_weights": True}, r"holds no tensor output_layer\.weight"),
+        ("task", {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gone"}, "tokenizer was in gone, which"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_the_models_are_named(home, tmp_path, capsys, section, change, message):
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", **{section: change})
+    assert run("--load", checkpoints, "--save-hf", tmp_path / "out") in (1, 2)
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+SPOILT = {
+    "untracked": (lambda folder: (folder / "latest_checkpointed_iteration.txt").unlink(), "holds no checkpoint"),
+    "tracker": (lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("x"), "expected the number"),
+    "settings": (lambda folder: (folder / STEP / "settings.json").unlink(), r"settings\.json is missing"),
+    "settings-broken": (lambda folder: (folder / STEP / "settings.json").write_text("[]"), r"settings\.json"),
+    "metadata": (lambda folder: (folder / STEP / ".metadata").unlink(), r"\.metadata is missing"),
+    "metadata-cut": (lambda folder: cut_short(folder / STEP / ".metadata"), r"\.metadata "),
+    "files": (lambda folder: [path.unlink() for path in folder.rglob("*.distcp")], r"\.distcp( is missing|')"),
+    "files-cut": (lambda folder: [cut_short(path) for path in folder.rglob("*.distcp")], "distcp|cannot be read"),
+}
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["verified", "unverified"])
+@pytest.mark.parametrize("name", SPOILT)
+def test_checkpoints_that_cannot_be_read_are_named(home, tmp_path, capsys, name, verified):
+    """Found by the checksums, or where none are asked for by reading; nothing is left of what was begun."""
+    spoil, message = SPOILT[name]
+    shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
+    spoil(tmp_path / "checkpoints")
+    more = [] if verified else ["--no-verify-integrity"]
+    assert run("--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out", *more) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_a_flipped_bit_is_found_unless_nobody_looks(home, tmp_path, capsys):
+    shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
+    (path, *_) = sorted((tmp_path / "checkpoints").rglob("*.distcp"), key=lambda path: -path.stat().st_size)
+    held = bytearray(path.read_bytes())
+    held[len(held) // 2] ^= 1
+    path.write_bytes(held)
+    words = ["--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out"]
+    assert run(*words) == 1
+    assert f"checkpoint 3 is damaged: {path.name}" in capsys.readouterr().err
+    assert run(*words, "--no-verify-integrity") == 0
+
+
+class Hostile:
+    def __reduce__(self):
+        return (Path.touch, (Path("it-ran"),))
+
+
+def test_a_checkpoint_runs_no_code(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(home / "llama3-checkpoints", tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / STEP / ".metadata"
+    path.write_bytes(pickle.dumps(Hostile()))
+    listed(path)
+    assert run("--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out") == 1
+    assert "has no place in a checkpoint: nothing of it was run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+FROM = ["--load", "{home}/llama3-checkpoints", "--save-hf"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: --load, --save-hf"),
+        (["--load", "nowhere", "--save-hf", "out"], "--load nowhere: no such folder; give the --save of a run"),
+        ([*FROM, "{home}"], "is not empty: name another directory"),
+        (
+            ["--load", "{home}/llama3-checkpoints", "--save-hf", "{home}/llama3/config.json"],
+            "is a file: name a directory",
+        ),
+        ([*FROM, "{tmp}/out", "--bf16"], "unrecognized arguments: --bf16"),
+        (
+            [*FROM, "{tmp}/out", "--ckpt-step=4"],
+            "holds no checkpoint 4; there are 3",
+        ),
+        (
+            [*FROM, "{tmp}/out", "--tokenizer-model=x"],
+            "had one token a char",
+        ),
+    ],
+)
+def test_requests_that_cannot_work_are_refused(home, tmp_path, capsys, words, message):
+    assert run(*(word.format(home=home, tmp=tmp_path) for word in words)) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_leaves_nothing(home, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path / "file" / "out") == 1
+    assert "the model cannot be written to" in capsys.readouterr().err
+    assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path / "out", "--ckpt-step=3") == 0

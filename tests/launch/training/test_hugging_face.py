@@ -1,0 +1,98 @@
+"""``--save-hf`` while training: the model of a step as transformers reads it, on every layout; what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from megatron_rc.launch.errors import ConfigurationError
+from tests.launch.training.test_loop import LIVE, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags, run_config
+
+QWEN3_MOE = [*LLAMA, "--num-experts=4", "--moe-ffn-hidden-size=24", "--qk-layernorm", "--kv-channels=16"]
+
+
+def words_of(folder, layout, *more, model=LLAMA):
+    every = ["--rollout-dtype=fp32", "--train-iters=3", f"--save-hf={folder}/hf", *layout.flags()]
+    return flags(folder, *LIVE, *every, *more, model=model)
+
+
+def greedy(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = torch.tensor([tokenizer("12")["input_ids"]])
+    answer = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    return tokenizer.decode(answer[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [(Layout(tp=2, pp=2), LLAMA), (Layout(dp=2, ep=2), QWEN3_MOE)], ids=["tp2-pp2", "experts"]
+)
+def test_the_models_of_some_steps_and_of_the_end(ranks, tmp_path, layout, model):
+    """A checkpoint of the last step, exported, is that directory, file by file."""
+    words = words_of(tmp_path, layout, "--save-hf-interval=2", f"--save={tmp_path}/checkpoints", model=model)
+    assert set(ranks.run(run_training, layout, words)) == {None}
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step-2", "step-3"]
+    from megatron_rc.launch import export
+
+    export.main(["--load", f"{tmp_path}/checkpoints", "--save-hf", f"{tmp_path}/exported"])
+    written = sorted(path.name for path in (tmp_path / "exported").iterdir())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(written)
+    for name in written:
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "hf" / "step-3" / name).read_bytes(), name
+    assert (tmp_path / "hf/step-2/model.safetensors").read_bytes() != (tmp_path / "exported" / written[2]).read_bytes()
+    assert greedy(tmp_path / "hf" / "step-3").startswith("12")
+
+
+def test_a_resumed_run_writes_beside_the_earlier_steps(ranks, tmp_path):
+    words = words_of(tmp_path, Layout(), f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints")
+    assert ranks.run(run_training, Layout(), [*words, "--train-iters=1"]) == [None]
+    assert ranks.run(run_training, Layout(), [*words, "--train-iters=2"]) == [None]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step-1", "step-2"]
+
+
+def stop_while_writing(words):
+    """A run whose first rank finds no room."""
+    from megatron_rc.launch.training import hugging_face
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "write_tensors", full)
+        return run_training(words)
+
+
+def test_a_directory_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
+    layout = Layout(tp=2, pp=2)
+    messages = ranks.run(stop_while_writing, layout, words_of(tmp_path, layout, "--save-hf-interval=1"))
+    assert set(messages) == {messages[0]}
+    assert "AgreedError: --save-hf: the model cannot be written to" in messages[0]
+    assert "No space left on device" in messages[0]
+    assert not list((tmp_path / "hf").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--save-hf-interval=2"], "--save-hf-interval 2 does nothing without --save-hf DIR"),
+        (["--save-hf=hf", "--save-hf-interval=0"], "--save-hf-interval 0 must be positive"),
+        (["--save-hf={folder}/full"], "full is not empty, and this run begins: name another folder"),
+        (["--save-hf={folder}/full/a"], r"--save-hf \S+ cannot be written to \(File exists"),
+        (["--save-hf=hf", "--add-qkv-bias", "--qk-layernorm"], "no Hugging Face architecture has this combination"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(tmp_path, words, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("")
+    words = [word.format(folder=tmp_path) for word in words]
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, *words), engine=False)
+
+
+def test_the_config_names_architecture_and_dtype(ranks, tmp_path):
+    assert ranks.run(run_training, Layout(), [*words_of(tmp_path, Layout()), "--train-iters=1", "--bf16"]) == [None]
+    config = json.loads((tmp_path / "hf" / "step-1" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
