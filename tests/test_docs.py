@@ -119,7 +119,7 @@ def test_the_oldest_names_are_those_of_the_first_table():
 
 
 DOCUMENTS = (*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").glob("*.md"))
-FOLDERS = ("megatron_rc", *LINKED, "tests", "docs", "benchmarks")
+FOLDERS = ("megatron_rc", *LINKED, "tests", "docs", "benchmarks", "examples")
 
 
 @functools.cache
