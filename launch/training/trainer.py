@@ -228,7 +228,8 @@ class Trainer:
         """A frozen copy of the initial policy."""
         reference = build_chunks(self.config, self.chunks[0].config)
         for frozen, chunk in zip(reference, self.chunks, strict=True):
-            frozen.load_state_dict(chunk.state_dict())
+            # What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype.
+            frozen.to(self.config.dtype).load_state_dict(chunk.state_dict())
             frozen.requires_grad_(False)
         return reference
 

@@ -127,3 +127,10 @@ def test_the_recorded_batches_are_not_vacuous(start):
     assert steps[0]["policy/approx_kl"] == 0, "the first pass scores with the weights that made log π_old"
     assert steps[1]["policy/clip_fraction_low"] >= 0.1
     assert steps[1]["policy/clip_fraction_high"] >= 0.1
+
+
+def test_the_reference_policy_of_a_bfloat16_run_is_one_too(start):
+    """Learned positions are made in float32: a LayerNorm takes no sum of them and bfloat16 embeddings."""
+    metrics = start("--bf16", "--grpo-kl-beta=0.05", model="gpt2")[0]
+    assert all(step["policy/reference_kl"] == step["policy/reference_kl"] for step in metrics)
+    assert metrics[0]["policy/reference_kl"] == 0
