@@ -24,7 +24,7 @@ from tests.gpu.environment import ROOT, prepare
 from tests.gpu.machine import require_gpu
 
 # What tells most comes first.
-FILES = ("kernels",)
+FILES = ("kernels", "correction", "training", "runs", "layouts")
 TOTAL_SECONDS = 450
 PROCESSES_PER_FILE = 12
 USAGE = (2, 3, 4)  # exit statuses of pytest: it could not begin

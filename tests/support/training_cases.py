@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -296,6 +297,7 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     load(trainer.chunks, old)
     load(trainer.reference, old)
     batch, rows = batch_of(data, group_rank(groups.dp), group_size(groups.dp))
+    batch = on_device(batch, trainer.device)
     with recorded() as plan_calls:
         prepared = trainer.prepare(batch)
     load(trainer.chunks, new)
@@ -305,10 +307,11 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         with recorded() as calls:
             metrics.append(trainer.accumulate(prepared, index) | prepared.plan.metrics())
         step_calls.append(list(calls))
-        gradients.append({name: p.main_grad.clone() for name, p in named(trainer.chunks)})
+        gradients.append({name: p.main_grad.float().cpu().clone() for name, p in named(trainer.chunks)})
     local = prepared.batch.local
     applied = [local.weights, local.mask, local.sequence_lengths] if held is None else _joined(held)
-    own = prepared.batch.rows
+    applied = [None if value is None else value.cpu() for value in applied]
+    local, own = dataclasses.replace(local, positions=local.positions.cpu()), prepared.batch.rows.cpu()
     row = torch.where(own >= 0, rows[own.clamp(min=0)], -1)
     last = groups.is_last_stage
     return Found(
@@ -324,6 +327,12 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
         step_calls=step_calls,
         sequences=[[cut.layout.num_sequences for cut in cuts] for cuts in prepared.batch.cuts],
     )
+
+
+def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
+    """The batch where the model is, as the rollouts' broadcast brings it."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return RolloutBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
 
 def _watch(trainer: Any) -> list[Any] | None:
@@ -348,6 +357,13 @@ def _joined(held: list[Any]) -> list[torch.Tensor | None]:
     return [None if parts[0] is None else torch.cat(parts) for parts in zip(*held, strict=True)]
 
 
+# Transformer Engine's layers hold a norm where its result goes.
+_LOCAL_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
 def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters under the names that they have in the whole model."""
     for chunk in chunks:
@@ -358,6 +374,7 @@ def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
                 parts[2] = str(layer.layer_number - 1)
                 if parts[5:6] == ["local_experts"]:
                     parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
+                parts[3:] = _LOCAL_NAMES.get(".".join(parts[3:]), ".".join(parts[3:])).split(".")
             yield ".".join(parts), parameter
 
 

@@ -1,0 +1,142 @@
+"""The correction on the device: the numbers of the CPU, eager and compiled, and what it costs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from tests.gpu import measure
+from tests.support.correction_cases import CASES, clear_batch
+from tests.support.correction_comparison import correct, pack
+
+CONFIGS = {
+    "token": RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2"),
+    "sequence": RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.043),
+}
+MOST_LAUNCHES = 320
+
+
+def moved(batch, device):
+    sides = {name: value.to(device) for name, value in batch.sides.items()}
+    tensors = {name: getattr(batch, name).to(device) for name in ("train", "rollout", "mask")}
+    return dataclasses.replace(batch, **tensors, sides=sides)
+
+
+def large_batch(shape):
+    """(train, rollout, mask), float32, no log-ratio near a bound of the configurations above."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(shape, generator=generator) - 0.01
+    noise = 0.3 * torch.randn(shape, generator=generator)
+    bound = torch.tensor(2.0).log()
+    noise = torch.where((noise.abs() - bound).abs() < 1e-3, 0.5, noise)
+    return (rollout + noise).clamp(max=0), rollout, torch.rand(shape, generator=generator) > 0.25
+
+
+def differences(got, want):
+    """The largest relative difference of the metrics, and of the weights."""
+    mine, theirs = got.metrics(), want.metrics()
+    assert mine.keys() == theirs.keys()
+    of_metrics = max(abs(mine[name] - theirs[name]) / (1e-3 + abs(theirs[name])) for name in mine)
+    apart = (got.weights.cpu() - want.weights.cpu()).abs() / (1e-6 + want.weights.cpu().abs())
+    assert torch.equal(got.mask.cpu(), want.mask.cpu())
+    return of_metrics, float(apart.max())
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_every_case_is_that_of_the_cpu(device, figures, packed):
+    """In float64, which no rounding can hide behind."""
+    worst, wrong = 0.0, []
+    for name in CASES:
+        batch, layout = clear_batch(name)[0], None
+        if packed:
+            batch, layout, _ = pack(batch)
+        here, there = correct(name, batch, layout=layout), correct(name, moved(batch, device), layout=layout)
+        mine, theirs = there.metrics(), here.metrics()
+        apart = max(abs(mine[key] - theirs[key]) / (1 + abs(theirs[key])) for key in theirs)
+        same = torch.equal(there.mask.cpu(), here.mask) and (
+            here.weights is None or torch.allclose(there.weights.cpu(), here.weights, rtol=1e-10, atol=1e-12)
+        )
+        worst = max(worst, apart)
+        if not same or not apart <= 1e-9:
+            wrong.append(name)
+    figures(cases=len(CASES), metric_error=worst)
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32(device, on_gpu, figures, name):
+    """2²⁴ + 1 tokens: several blocks, the last of one token."""
+    batch = large_batch((673, 24929) if on_gpu else (17, 129))
+    found = correct_rollouts(*(tensor.to(device) for tensor in batch), CONFIGS[name])
+    found.check()
+    of_metrics, of_weights = differences(found, correct_rollouts(*batch, CONFIGS[name]))
+    figures(metric_error=of_metrics, weight_error=of_weights)
+    assert of_metrics <= 1e-4
+    assert of_weights <= 1e-4
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compiled(device, on_gpu, figures, seconds, name):
+    batch = large_batch((512, 2048) if on_gpu else (8, 128))
+    there = [tensor.to(device) for tensor in batch]
+    found = correct_rollouts(*there, CONFIGS[name], compile=True)
+    figures(compile_seconds=seconds())
+    of_metrics, of_weights = differences(found, correct_rollouts(*batch, CONFIGS[name]))
+    figures(metric_error=of_metrics, weight_error=of_weights)
+    assert of_metrics <= 1e-4
+    assert of_weights <= 1e-4
+    if on_gpu:
+        figures(**measure.costs(lambda: correct_rollouts(*there, CONFIGS[name], compile=True).check()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cost(device, on_gpu, figures, name):
+    """2²⁰ tokens: one wait of the host, few hundred kernels."""
+    if not on_gpu:
+        pytest.skip("counts what a GPU does")
+    batch = [tensor.to(device) for tensor in large_batch((512, 2048))]
+    found = measure.costs(lambda: correct_rollouts(*batch, CONFIGS[name]).check())
+    peak = found.pop("peak_bytes") / (4 * batch[0].numel())
+    figures(**found, peak_in_tensors=peak)
+    figures(milliseconds=measure.milliseconds(lambda: correct_rollouts(*batch, CONFIGS[name]).check()))
+    assert found["syncs"] == 1
+    assert found["launches"] <= MOST_LAUNCHES
+
+
+def test_packed_cost(device, on_gpu, figures):
+    """Sequences of all lengths: their lengths are sent without a wait."""
+    if not on_gpu:
+        pytest.skip("counts what a GPU does")
+    from megatron_rc.parallel import SequenceLayout
+
+    lengths = [1 + 37 * index % 4001 for index in range(512)]
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    batch = [tensor.to(device) for tensor in large_batch((bounds[-1],))]
+
+    def work():
+        correct_rollouts(*batch, CONFIGS["sequence"], SequenceLayout.packed(bounds)).check()
+
+    found = measure.costs(work)
+    figures(tokens=bounds[-1], **found, milliseconds=measure.milliseconds(work))
+    assert found["syncs"] == 1
+
+
+def test_errors_are_those_of_the_cpu(device):
+    """One in the log-probs, and rollout log-probs that are a position late."""
+    train, rollout, mask = large_batch((64, 256))
+    mask[:] = True
+    broken = train.clone()
+    broken[3, 7] = torch.nan
+    for tensors, words in (
+        ((broken, rollout, mask), "sample 3 .*position 7 is NaN"),
+        ((rollout, rollout.roll(1, 1), mask), "are shifted by"),
+    ):
+        messages = []
+        for place in ("cpu", device):
+            with pytest.raises(ValueError, match=words) as raised:
+                correct_rollouts(*(tensor.to(place) for tensor in tensors), CONFIGS["token"]).check()
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]

@@ -1,0 +1,45 @@
+"""TP, CP, PP and DP over nccl, one rank a GPU: weights, metrics and gradients against float64, as on the CPU."""
+
+import pytest
+import torch
+
+from tests.gpu.training import job, words_for
+from tests.launch.training import test_matrix as matrix
+from tests.support import training_cases
+from tests.support.ranks import Layout
+from tests.support.training_cases import Case
+
+CASES = [
+    Case(Layout(tp=2, sp=True), "decoupled", packed=True, size=4),
+    Case(Layout(cp=2), "decoupled", variant=1),
+    Case(Layout(pp=2), "bypass reinforce", size=4),
+    Case(Layout(dp=2), "bypass ppo_clip", per_token_loss=True, size=2),
+    Case(Layout(pp=2, vpp=True), "decoupled", size=4),
+    Case(Layout(tp=2, cp=2), "bypass gspo", packed=True, size=1),
+    Case(Layout(tp=2, pp=2, cp=2), "decoupled", size=4),
+]
+
+
+def parameters():
+    for case in CASES:
+        yield pytest.param(case, id=str(case), marks=pytest.mark.gpus(case.layout.world))
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("case", parameters())
+def test_layout(device, figures, tmp_path, case):
+    words = words_for(device.type, [*case.words(tmp_path), "--transformer-impl=local"])
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.layout.world}"]
+    command += ["--module", "tests.gpu.training", "rank", str(tmp_path), *words]
+    job(command, 100)
+    ranks = range(case.layout.world)
+    everywhere = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False) for rank in ranks]
+    expected = training_cases.expected(case.objective)
+    matrix.assert_tokens(everywhere, matrix.unnormalized(case, expected))
+    apart = 0.0
+    for index in range(training_cases.MINI_BATCHES):
+        matrix.assert_metrics(everywhere, expected, index)
+        got, want = matrix.whole_gradients(everywhere, index), expected.gradients[index]
+        matrix.assert_gradients(got, want, matrix.TO_REFERENCE)
+        apart = max(apart, *(float((got[name] - want[name]).norm() / (1e-9 + want[name].norm())) for name in want))
+    figures(gradient_error=apart)

@@ -1,0 +1,194 @@
+"""The trainer on one device, in groups of one rank: gradients of every parameter against float64, and whole steps."""
+
+import json
+
+import pytest
+import torch
+
+from tests.gpu import measure
+from tests.gpu.packages import require
+from tests.gpu.training import job, joined, steps, words_for
+from tests.launch.training import test_matrix as matrix
+from tests.support import training_cases
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
+from tests.support.training_cases import Case
+
+CASES = {
+    "decoupled": Case(Layout(), "decoupled"),
+    "decoupled packed": Case(Layout(), "decoupled", packed=True, size=4),
+    "decoupled GSPO per-token loss": Case(Layout(), "decoupled", variant=1, per_token_loss=True, size=4),
+    "bypass PPO packed": Case(Layout(), "bypass ppo_clip", packed=True),
+    "bypass REINFORCE": Case(Layout(), "bypass reinforce", size=2),
+    "bypass GSPO": Case(Layout(), "bypass gspo"),
+}
+BF16 = ("--bf16", "--use-distributed-optimizer")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups(request, tmp_path_factory):
+    device = request.config.getoption("--device")
+    with joined(words_for(device, flags(tmp_path_factory.mktemp("groups")))):
+        yield
+
+
+@pytest.fixture
+def words(device, tmp_path):
+    """Flags of a run here: those of a case, or of the tiny run with some more."""
+
+    def words(*more, case=None, model=None):
+        base = case.words(tmp_path) if case else flags(tmp_path, **({"model": model} if model else {}))
+        return words_for(device.type, [*base, "--transformer-impl=local", *more])
+
+    return words
+
+
+def distances(found, case):
+    """The relative distance of the gradient from the reference's, of each mini-batch."""
+    expected = training_cases.expected(case.objective)
+    for index, want in enumerate(expected.gradients):
+        got = matrix.whole_gradients([found], index)
+        assert got.keys() == want.keys()
+        apart = sum(float((got[name] - want[name]).square().sum()) for name in want)
+        yield (apart / sum(float(gradient.square().sum()) for gradient in want.values())) ** 0.5
+
+
+def run(case, words):
+    old, new = training_cases.weights()
+    return training_cases.run_case(words, training_cases.make_data(), old, new)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(words, figures, name):
+    """In float32, to 1e-4 of each parameter's own."""
+    case = CASES[name]
+    found, expected = run(case, words(case=case)), training_cases.expected(case.objective)
+    figures(gradient_error=max(distances(found, case)))
+    matrix.assert_tokens([found], matrix.unnormalized(case, expected))
+    for index in range(training_cases.MINI_BATCHES):
+        matrix.assert_metrics([found], expected, index)
+        matrix.assert_gradients(matrix.whole_gradients([found], index), expected.gradients[index], matrix.TO_REFERENCE)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--fused-linear-log-probs",), ("--recompute-granularity=full", "--recompute-method=uniform")],
+    ids=["fused output layer", "recomputed"],
+)
+def test_other_ways_to_the_same_gradients(words, figures, more):
+    more = (*more, "--recompute-num-layers=1") if "--recompute-granularity=full" in more else more
+    found = run(CASES["decoupled"], words(*more, case=CASES["decoupled"]))
+    distance = max(distances(found, CASES["decoupled"]))
+    figures(gradient_error=distance)
+    assert distance <= 1e-4
+
+
+@pytest.mark.parametrize("more", [(), ("--fused-linear-log-probs",)], ids=["logits", "fused output layer"])
+@pytest.mark.parametrize("name", ["bypass REINFORCE", "bypass PPO packed"])
+def test_bfloat16(words, figures, name, more):
+    """bfloat16 weights, float32 gradients, the distributed optimizer: near the reference.
+
+    Not decoupled mode: its two policies differ by little more than bfloat16 rounds, and so would what is clipped.
+    """
+    found = run(CASES[name], words(*BF16, *more, case=CASES[name]))
+    distance = max(distances(found, CASES[name]))
+    figures(gradient_error=distance)
+    assert distance <= 0.2
+
+
+def test_fused_weight_gradients(words, figures):
+    """apex's kernel, which adds a weight's gradient to main_grad itself."""
+    require("fused_weight_gradient_mlp_cuda")
+    case = CASES["bypass REINFORCE"]
+    for more, most in (((), 1e-4), (("--fused-linear-log-probs",), 1e-4), (BF16, 0.2)):
+        distance = max(distances(run(case, words(*more, case=case)), case))
+        figures(**{f"error_{more[0] if more else 'plain'}": distance})
+        assert distance <= most
+
+
+@pytest.mark.parametrize("name", ["bypass REINFORCE", "bypass PPO packed"])
+def test_transformer_engine(words, figures, name):
+    """Its layers, which may use TF32 in float32, and in bfloat16."""
+    require("transformer_engine.pytorch")
+    case = CASES[name]
+    for more, most in (((), 1e-2), (BF16, 0.2)):
+        found = run(case, words("--transformer-impl=transformer_engine", *more, case=case))
+        distance = max(distances(found, case))
+        figures(**{f"error_{'bfloat16' if more else 'float32'}": distance})
+        assert distance <= most
+
+
+@pytest.mark.parametrize(
+    ("more", "model"),
+    [
+        ((), None),
+        (BF16, None),
+        ((*BF16, "--rl-use-sequence-packing", "--fused-linear-log-probs"), None),
+        ((*BF16, "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.01"), None),
+        (("--num-experts=4", "--moe-ffn-hidden-size=32"), None),
+        (BF16, GPT2),
+    ],
+    ids=["plain", "bfloat16", "packed and fused", "penalties", "experts", "LayerNorm and biases"],
+)
+def test_steps(words, figures, more, model):
+    """Whole optimizer steps: the weights move, and all metrics are finite."""
+    found = steps(words(*more, model=model), [0, 1, 2])
+    assert all(value == value for metrics in found for value in metrics.values())
+    assert all(metrics["grad_norm"] > 0 for metrics in found)
+    assert not any(metrics["skipped_steps"] for metrics in found)
+    figures(loss=found[-1]["loss/total"], grad_norm=found[-1]["grad_norm"])
+
+
+def test_cost_of_a_step(words, on_gpu, figures):
+    """How often the host waits: once for the plan, once for the loss, and Megatron's optimizer beside."""
+    if not on_gpu:
+        pytest.skip("counts what a GPU does")
+    trainer = make_trainer(words(*BF16))
+    batch = training_cases.on_device(recorded_batch(0), trainer.device)
+    plan = measure.costs(lambda: trainer.prepare(batch))
+    prepared = trainer.prepare(batch)
+    step = measure.costs(lambda: trainer.update(prepared, 0))
+    figures(plan_syncs=plan["syncs"], plan_launches=plan["launches"])
+    figures(step_syncs=step["syncs"], step_launches=step["launches"])
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("more", [(), BF16], ids=["float32", "bfloat16"])
+def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
+    """Two steps here, one on the CPU, one here again, each from the last checkpoint: as without any."""
+    folder = tmp_path / "checkpoints"
+    kept = (*more, f"--save={folder}", f"--load={folder}")
+    steps(words(*kept), [0, 1])
+    without = steps(words(*more), [0, 1, 2, 3])
+    there = on_the_cpu(words(*kept), tmp_path / "there.json", [2])
+    here = steps(words(*kept), [3])
+    apart = [
+        abs(got["grad_norm"] - want["grad_norm"]) / want["grad_norm"]
+        for got, want in zip([*there, *here], without[2:], strict=True)
+    ]
+    figures(grad_norm_error_cpu=apart[0], grad_norm_error_back=apart[1])
+    assert max(apart) <= (0.05 if more else 1e-3)
+
+
+def on_the_cpu(words, path, batches):
+    """The metrics of these steps in a process on the CPU."""
+    words = words_for("cpu", words)
+    job(("-m", "tests.gpu.training", "steps", str(path), json.dumps(batches), *words), 80)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_collectives_of_one_rank(device):
+    """nccl's, in a group of one: what Megatron calls whatever the size."""
+    import torch.distributed as dist
+
+    values = torch.arange(4.0, device=device)
+    dist.all_reduce(values, group=dist.group.WORLD)
+    gathered = torch.empty(4, device=device)
+    dist.all_gather_into_tensor(gathered, values, group=dist.group.WORLD)
+    scattered = torch.empty(4, device=device)
+    dist.reduce_scatter_tensor(scattered, values, group=dist.group.WORLD)
+    dist.broadcast(values, 0, group=dist.group.WORLD)
+    dist.barrier(group=dist.group.WORLD)
+    assert dist.get_backend() == ("nccl" if device.type == "cuda" else "gloo")
+    assert torch.equal(gathered, values)
+    assert torch.equal(scattered, values)
