@@ -52,6 +52,10 @@ def open_rows(name: str, path: str, visit: Visit) -> Rows:
     Raises:
         ConfigurationError: it cannot be read, has no row, or one that is wrong.
     """
+    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+        raise ConfigurationError(
+            f"{name} {path} is no file that can be read again, as every rank does: write it to one"
+        )
     rows: Rows = SavedDataset(name, path, visit) if Path(path).is_dir() else JsonLines(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")

@@ -52,5 +52,6 @@ class Room:
         if roles not in self._frames:
             short = replace(problem, prompt="a", messages=tuple({**said, "content": "a"} for said in problem.messages))
             self._frames[roles] = len(self.text.encode(short))
-        said = sum(len(message["content"]) for message in problem.messages) or len(problem.prompt)
+        # Templates may show other keys of a message than its content.
+        said = sum(len(str(message)) for message in problem.messages) or len(problem.prompt)
         return self._frames[roles] + _MOST_TOKENS * said <= self.tokens

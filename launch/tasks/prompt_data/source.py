@@ -62,6 +62,7 @@ class PromptData:
             raise ConfigurationError(f"{EVAL_DATA} {' '.join(held_out)} takes no weights: all its prompts count alike")
         self._held_out = [PromptFile(EVAL_DATA, path, row_format, room, "") for path, _ in kept]
         self.dropped = sum(file.dropped for file in self._train)
+        self._warn_of_same_rows()
         files = [*self._train, *self._held_out]
         joined = hashlib.blake2b(b"".join(file.rows.digest for file in files), digest_size=6).digest()
         self.digest = int.from_bytes(joined, "big")
@@ -93,6 +94,16 @@ class PromptData:
         ]
         return {"data/epoch": max(epochs), "data/overlong_prompts": float(self.dropped)}
 
+    def _warn_of_same_rows(self) -> None:
+        """An evaluation of what was trained says little, and nobody means to make it."""
+        trained = {file.rows.digest: file.path for file in self._train}
+        for file in self._held_out:
+            if file.rows.digest in trained:
+                _log.warning(
+                    "%s %s has the rows of %s %s: evaluations are made on what is trained",
+                    *(EVAL_DATA, file.path, PROMPT_DATA, trained[file.rows.digest]),
+                )
+
     def _trained(self, number: int) -> Problem:
         index, position = place(number, self._weights)
         return self._train[index].shuffled_problem(position)
@@ -102,12 +113,13 @@ class PromptFile:
     """The prompts of one file that leave room for a response.
 
     Attributes:
+        path: of the file.
         rows: all of them.
         dropped: how many are left out.
     """
 
     def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
-        self._row_format, self._kept, shortest = row_format, array("Q"), 0
+        self.path, self._row_format, self._kept, shortest = path, row_format, array("Q"), 0
 
         def visit(index: int, row: Row) -> None:
             nonlocal shortest

@@ -1,6 +1,7 @@
 """Files of JSON lines, and folders of the datasets library."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -72,6 +73,18 @@ def test_what_a_look_finds_is_named_by_line(tmp_path):
 def test_no_such_file(tmp_path):
     with pytest.raises(ConfigurationError, match=r"none\.jsonl cannot be read: No such file or directory"):
         open_rows("--prompt-data", str(tmp_path / "none.jsonl"), ignore)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_can_be_read_once_is_refused(tmp_path, kind):
+    """Reading it would wait for ever, or take what the next rank wants to read."""
+    path = "/dev/null" if kind == "device" else str(tmp_path / "pipe")
+    if kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(
+        ConfigurationError, match="is no file that can be read again, as every rank does: write it to one"
+    ):
+        open_rows("--prompt-data", path, ignore)
 
 
 @pytest.mark.parametrize("change", ["rewritten", "replaced", "gone"])

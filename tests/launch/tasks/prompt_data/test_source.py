@@ -112,6 +112,17 @@ def test_epochs_are_those_of_the_file_that_is_read_most(letters, digits):
     assert source("0.5", letters, "0.5", digits).metrics(100)["data/epoch"] == 5
 
 
+def test_an_evaluation_of_what_is_trained_is_said(tmp_path, letters, digits, caplog):
+    with caplog.at_level(logging.WARNING):
+        source(letters, digits, held_out=[write(tmp_path / "other.jsonl", "xyz")])
+        assert not caplog.messages
+        copy = write(tmp_path / "copy.jsonl", LETTERS[26:36])
+        source(letters, digits, held_out=[copy])
+    assert caplog.messages == [
+        f"--eval-data {copy} has the rows of --prompt-data {digits}: evaluations are made on what is trained"
+    ]
+
+
 def test_a_broken_row_is_named(tmp_path, letters):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "label": 1}\n{"prompt": "b"}\n')
@@ -140,6 +151,14 @@ def test_conversations_are_counted_as_they_are_shown(tmp_path):
     kept = data.problems(0, 3)
     assert sorted(len(problem.prompt) for problem in kept) == [3, 19, 20]
     assert max(len(text.encode(problem)) for problem in kept) == frame + 20
+
+
+def test_all_that_a_template_shows_of_a_message_counts(tmp_path):
+    template = "{% for m in messages %}{{ m['content'] }}{{ m['tools'] }}</s>{% endfor %}"
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "t", template=template), chat=True)
+    rows = [[{"role": "user", "content": "a", "tools": "b" * length}] for length in (3, 200)]
+    data = source(write(tmp_path / "a.jsonl", rows), row_format=CHAT, text=text, room=100)
+    assert (data.dropped, data.problems(0, 1)[0].messages[0]["tools"]) == (1, "bbb")
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
