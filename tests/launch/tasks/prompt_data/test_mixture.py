@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -22,11 +22,13 @@ def one_after_the_other(weights, count):
     return found
 
 
+@settings(deadline=None, max_examples=50)
 @given(WEIGHTS, st.integers(1, 60))
 def test_a_number_leads_to_its_prompt_without_those_before_it(weights, count):
     assert [place(number, weights) for number in range(count)] == one_after_the_other(weights, count)
 
 
+@settings(deadline=None, max_examples=50)
 @given(WEIGHTS, st.integers(0, 10**12))
 def test_a_number_far_away_is_as_near(weights, number):
     index, before = place(number, weights)
