@@ -63,8 +63,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     # The correction's flags override those of the launch file by rules of their own.
     args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
     args.typed, args.in_launch_file = _names(argv), _names(base)
+    args.own_objects = {}
     for namespace in (args, args.launch_file, args.command_line):
-        define_own_objects(namespace)
+        args.own_objects.update(define_own_objects(namespace))
     check_architecture_words(parser, args, architecture)
     return args
 

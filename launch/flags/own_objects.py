@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, flag
@@ -21,16 +22,30 @@ _TABLES: dict[type[Any], tuple[dict[str, Any], Any]] = {
 _KINDS: dict[str, type[Any]] = {"policy_loss": Objective, "loss_type": Objective, "rollout_rs": Criterion}
 
 
-def define_own_objects(args: argparse.Namespace) -> None:
+def define_own_objects(args: argparse.Namespace) -> dict[str, str]:
     """Put the name of the object in the place of each ``python:pkg.module:OBJECT``, and define the object.
+
+    Returns:
+        What was in its place, by name.
 
     Raises:
         ConfigurationError: it cannot be loaded, is of another type, or has the name of something else.
     """
+    specs = {}
     for name, kind in _KINDS.items():
-        given = getattr(args, name)
-        if given is not None and any(is_python_spec(part.strip()) for part in given.split(",")):
-            setattr(args, name, ",".join(_name_of(part.strip(), flag(name), kind) for part in given.split(",")))
+        parts = [part.strip() for part in (getattr(args, name) or "").split(",")]
+        if any(map(is_python_spec, parts)):
+            names = [_name_of(part, flag(name), kind) for part in parts]
+            specs.update({own: part for own, part in zip(names, parts, strict=True) if is_python_spec(part)})
+            setattr(args, name, ",".join(names))
+    return specs
+
+
+def as_given(name: str, value: Any, specs: Mapping[str, str]) -> Any:
+    """The value of a flag with what was given in the place of own objects' names."""
+    if name not in _KINDS or not isinstance(value, str):
+        return value
+    return ",".join(specs.get(part, part) for part in value.split(","))
 
 
 def _name_of(part: str, flag: str, kind: type[Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_rc.launch.flags.idle import idle_names
+from megatron_rc.launch.flags.own_objects import as_given
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.resolved import ResolvedFlag
 from megatron_rc.launch.run_config import RunConfig
@@ -34,8 +35,10 @@ def resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[Reso
         for action in group._group_actions:
             if not (action.dest in _NO_SETTINGS or action.dest in idle or is_correction_flag(action.dest)):
                 name = action.option_strings[0].removeprefix("--")
-                yield ResolvedFlag(title, name, values[action.dest], action.dest in given)
-    yield from _correction(config.correction.to_dict())
+                value = as_given(action.dest, values[action.dest], args.own_objects)
+                yield ResolvedFlag(title, name, value, action.dest in given)
+    fields = config.correction.to_dict()
+    yield from _correction({name: as_given(name, value, args.own_objects) for name, value in fields.items()})
 
 
 def _correction(fields: dict[str, Any]) -> Iterator[ResolvedFlag]:

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.resolved import as_launch_file
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criteria import CRITERIA
 from tests.launch.training.test_loop import LIVE, rows, run_training
@@ -43,6 +44,26 @@ def test_a_launch_file_names_them_too(tmp_path):
     path.write_text(f"rollout-rs: {USER}:SEQ_MIN\nrollout-rs-threshold: 0.01_100\n")
     config = run_config([word for word in flags(tmp_path, f"--config={path}") if "rollout-rs" not in word])
     assert config.correction.rollout_rs == "own_seq_min"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*RS, f"--policy-loss={USER}:GOOD_ONLY", "--reward=python:tests.support.user_rewards:length"],
+        [*RS, "--bypass-mode", f"--loss-type={USER}:GOOD_ONLY"],
+    ],
+)
+def test_the_file_that_a_run_leaves_names_them_too(tmp_path, words):
+    words = [word for word in flags(tmp_path, *words) if "clamp-eps" not in word]
+    config = run_config(words)
+    path = tmp_path / "config.yaml"
+    path.write_text(as_launch_file(config.flags))
+    OBJECTIVES.pop("own_good_only")
+    CRITERIA.pop("own_seq_min")
+    again = run_config(["--cpu", f"--config={path}"])
+    assert (again.loss.algorithm, again.correction) == ("own_good_only", config.correction)
+    assert again.rewards == config.rewards
+    assert as_launch_file(again.flags) == as_launch_file(config.flags)
 
 
 @pytest.mark.parametrize(
