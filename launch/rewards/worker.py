@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,7 +63,8 @@ def _prepare(setup: Setup) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        with suppress(OSError):  # some containers do not let it
+            Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != setup.parent:
         sys.exit(1)
     faulthandler.enable(file=setup.stacks)

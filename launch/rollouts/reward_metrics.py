@@ -32,12 +32,12 @@ def gather_reward_metrics(
     row = torch.zeros(_BYTES, dtype=torch.uint8)
     if rewards is not None:
         message = json.dumps({"errors": rewards.errors, "sums": rewards.sums()}).encode()
-        row[: len(message)] = torch.tensor(list(message), dtype=torch.uint8)
+        row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     row = broadcast.tensor(row)
     table = torch.zeros(group_size(groups.dp), _BYTES, dtype=torch.uint8, device=row.device)
     table[group_rank(groups.dp)] = row
-    rows = all_reduce_sum(table, groups.dp).tolist()
-    return _merged([json.loads(bytes(row).rstrip(b"\0")) for row in rows])
+    rows = all_reduce_sum(table, groups.dp).cpu().numpy()
+    return _merged([json.loads(row.tobytes().rstrip(b"\0")) for row in rows])
 
 
 def _merged(replicas: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import re
+import subprocess
 import sys
 import time
 from fractions import Fraction
@@ -52,6 +53,9 @@ def misbehave(prompt, response, label, record):
         sys.stderr.write(rest * 100_000)
     elif what == "read":
         return len(input())
+    elif what == "start":  # leaves another process behind, and hangs
+        subprocess.Popen(["sleep", rest])
+        time.sleep(float(rest))
     elif what == "pid":
         return os.getpid()
     elif what == "heavy":

@@ -92,6 +92,20 @@ def test_what_goes_wrong_costs_its_sample_alone(pool, response, failure, place):
         assert "launch/rewards" not in bad.traceback, "the traceback begins with the user's own function"
 
 
+def test_what_a_function_started_ends_with_it(pool):
+    seconds = "1234.5"
+    (outcome,) = pool.score([request(f"start {seconds}")])
+    assert outcome.failure == "took longer than --reward-timeout 0.6 s"
+    deadline = time.monotonic() + SECONDS
+    while (found := processes_of(["sleep", seconds])) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not found
+
+
+def processes_of(words):
+    return [one for one in psutil.process_iter(["cmdline", "status"]) if one.info["cmdline"] == words]
+
+
 def test_what_a_function_prints_is_printed(capfd):
     pool = RewardPool(source("misbehave"), 1, SECONDS)
     assert [one.reward for one in pool.score([request("print ab"), request("print cd")])] == [1.0, 1.0]
