@@ -101,6 +101,7 @@ class CheckpointSection:
 
     save: str | None = option("write checkpoints here", metavar="DIR")
     save_interval: int | None = option("optimizer steps between checkpoints; default: at the end", positive=True)
+    async_save: bool = option("write checkpoints in a process of their own while training goes on", default=False)
     keep_last: int | None = option("remove all but the newest N checkpoints; default: all stay", positive=True)
     save_retain_interval: int | None = option(
         "of older checkpoints those at multiples of this many steps stay; without --keep-last only the newest beside "

@@ -17,7 +17,7 @@ from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
-from megatron_rc.launch.training.checkpoints.save import SaveError
+from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.settings_file import write_settings
@@ -71,22 +71,19 @@ def train(config: RunConfig, task: Task) -> bool:
     collector = RolloutCollector(config, task, groups)
     reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None
     weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
-    saved = trainer.iteration if files.load == files.save else -1
-    save_hf = HuggingFaceSaves(config, trainer, task.text)
-    with reporter or nullcontext(), StopRequest().installed() as request, closing(collector):
+    saver, save_hf = CheckpointSaves(config, trainer), HuggingFaceSaves(config, trainer, task.text)
+    with reporter or nullcontext(), StopRequest().installed() as request, closing(collector), saver:
         stop = False
         while trainer.iteration < config.training.train_iters and not stop:
             for row in _rollout_steps(config, trainer, collector, groups, weight_sync):
                 if reporter is not None:
-                    reporter.step(trainer.iteration, row)
+                    reporter.step(trainer.iteration, row | saver.metrics)
                 stop = agree(config, reporter.error if reporter else None, stop=request.signal is not None)
-                if files.save and files.save_interval and trainer.iteration % files.save_interval == 0:
-                    saved = _save(config, trainer, saved)
+                saver.on_the_way()
                 save_hf()
                 if stop or trainer.iteration >= config.training.train_iters:
                     break
-        if files.save and saved != trainer.iteration:
-            trainer.save()
+        saver.at_the_end()
         save_hf(at_end=True)
         if weight_sync.is_wanted and not stop:
             weight_sync()
@@ -96,19 +93,6 @@ def train(config: RunConfig, task: Task) -> bool:
             done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
             reporter.close(f"{done} at step {trainer.iteration}{kept}")
     return not stop or bool(files.save)
-
-
-def _save(config: RunConfig, trainer: Trainer, before: int) -> int:
-    """A checkpoint on the way; the step of the last one that was written."""
-    try:
-        trainer.save()
-    except SaveError as error:
-        if not config.checkpoints.continue_after_failed_save:
-            raise
-        if dist.get_rank() == 0:
-            _log.warning("%s; the run goes on", error)
-        return before
-    return trainer.iteration
 
 
 class _WeightSync:

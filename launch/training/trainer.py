@@ -18,7 +18,7 @@ from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
-from megatron_rc.launch.training.checkpoints.save import save_checkpoint
+from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
@@ -53,6 +53,7 @@ class Trainer:
 
     Attributes:
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
+        writer: of checkpoints.
         skipped: steps among them that were not made because no token was accepted, or none had a weight.
     """
 
@@ -65,7 +66,7 @@ class Trainer:
             self._start_from(config.checkpoints.load_hf, chunks)
         self.model = wrap_chunks(config, chunks)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.checks = StepChecks(config)
+        self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
         # Megatron asks for it before it changes a weight.
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
@@ -91,8 +92,8 @@ class Trainer:
         return [unwrap(chunk) for chunk in self.model]
 
     def save(self) -> None:
-        """Write a checkpoint to ``--save``."""
-        save_checkpoint(self.config, self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
+        """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
+        self.writer.save(self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.

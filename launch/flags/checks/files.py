@@ -27,10 +27,10 @@ def _check_saving(files: CheckpointSection) -> None:
     for name in ("save_interval", "keep_last", "save_retain_interval"):
         if getattr(files, name) and not files.save:
             raise ConfigurationError(f"{flag(name)} {getattr(files, name)} does nothing without --save DIR")
-    for name in ("no_save_optim", "continue_after_failed_save"):
+    for name in ("no_save_optim", "async_save", "continue_after_failed_save"):
         if getattr(files, name) and not files.save:
             raise ConfigurationError(f"{flag(name)} does nothing without --save DIR")
-    for name in ("keep_last", "save_retain_interval", "continue_after_failed_save"):
+    for name in ("keep_last", "save_retain_interval", "async_save", "continue_after_failed_save"):
         if getattr(files, name) and not files.save_interval:
             raise ConfigurationError(f"{flag(name)} does nothing without --save-interval: only the end is saved")
     if files.save_retain_interval and files.save_interval and files.save_retain_interval % files.save_interval:

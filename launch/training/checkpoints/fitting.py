@@ -16,11 +16,14 @@ from megatron_rc.launch.training.checkpoints.settings import settings_beside
 _SHAPE = ("transformer", "experts", "model")
 
 
-def misfit(where: str, index: Metadata, config: RunConfig, *, with_optimizer: bool, with_reference: bool) -> str | None:
+def misfit(
+    where: str, folder: Path, index: Metadata, config: RunConfig, *, with_optimizer: bool, with_reference: bool
+) -> str | None:
     """What the checkpoint does not hold although it is asked for; None: nothing.
 
     Args:
         where: the folder and the checkpoint, for the message.
+        folder: of the checkpoint.
         index: PyTorch's, of the checkpoint.
         config: of the run.
         with_optimizer: the optimizer's state is to be loaded.
@@ -32,7 +35,9 @@ def misfit(where: str, index: Metadata, config: RunConfig, *, with_optimizer: bo
             f"{where} was written without a reference policy: give --grpo-kl-beta 0, or --finetune, which takes its "
             "weights as the reference"
         )
-    return _optimizer_misfit(where, index, config) if with_optimizer else None
+    if not with_optimizer:
+        return None
+    return _optimizer_misfit(where, index, config) or _experts_misfit(where, folder, config)
 
 
 def _optimizer_misfit(where: str, index: Metadata, config: RunConfig) -> str | None:
@@ -54,6 +59,19 @@ def _optimizer_misfit(where: str, index: Metadata, config: RunConfig) -> str | N
             f"form: {now}, or give --no-load-optim"
         )
     return None
+
+
+def _experts_misfit(where: str, folder: Path, config: RunConfig) -> str | None:
+    """Where experts are spread, Megatron has an optimizer of their own, and cannot tell the two apart again."""
+    before = (settings_beside(folder).get("parallel") or {}).get("expert_model_parallel_size")
+    now = config.parallel.expert_model_parallel_size
+    if config.experts is None or before is None or (before == 1) == (now == 1):
+        return None
+    other = "--expert-model-parallel-size 1" if before == 1 else "an --expert-model-parallel-size above 1"
+    return (
+        f"{where} was written with --expert-model-parallel-size {before}, whose optimizer's state does not fit "
+        f"{now}: give {other}, or --no-load-optim"
+    )
 
 
 def differences(config: RunConfig, folder: Path) -> str:

@@ -49,7 +49,8 @@ def load_checkpoint(
     if with_reference:
         state |= model_state(reference, "reference")
     index = read_index(folder / ".metadata")
-    agree(config, misfit(where, index, config, with_optimizer=with_optimizer, with_reference=with_reference))
+    wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference}
+    agree(config, misfit(where, folder, index, config, **wanted))
     try:
         with safe_loading():
             loaded = dist_checkpointing.load(state, str(folder))

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import common, filesystem_async
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
+from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
+from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
 
@@ -29,55 +25,115 @@ class SaveError(AgreedError):
     """A checkpoint could not be written; those that were there are as before. Every rank raises it together."""
 
 
-def save_checkpoint(
-    config: RunConfig, iteration: int, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
-) -> None:
-    """Write a checkpoint of all ranks to ``--save``, then point the tracker file at it.
+class CheckpointWriter:
+    """Writes checkpoints of all ranks to ``--save``, at once or by a process in the background.
 
     Args:
-        config: of the run; kept beside the weights.
-        iteration: optimizer steps made.
-        model: this rank's chunks.
-        optimizer: Megatron's optimizer; left out with ``--no-save-optim``.
-        scheduler: of the learning rate.
-        reference: chunks of the reference policy; empty without a KL penalty.
-
-    Raises:
-        SaveError: it could not be written; what was there before is as it was.
-        AgreedError: a weight is not finite: such a model is never saved.
+        config: of the run; its settings are kept beside the weights.
     """
-    files = config.checkpoints
-    if files.save is None:
-        raise ValueError("there is no folder for checkpoints: give --save DIR")
-    _check_weights(config, iteration, model)
-    state = model_state(model) | model_state(reference, "reference") | {"iteration": iteration}
-    if not files.no_save_optim:
-        state["optimizer"] = optimizer_state(optimizer, model)
-        state["opt_param_scheduler"] = scheduler.state_dict()
-    try:
-        _write(config, files.save, iteration, state)
-    except AgreedError as error:
-        if dist.get_rank() == 0:
-            folders.discard(files.save, iteration)
-        raise SaveError(
-            f"--save {files.save}: checkpoint {iteration} could not be written ({error}); those before it are as they "
-            "were"
-        ) from error
 
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.files = config, config.checkpoints
+        self.pending: BackgroundWrite | None = None
 
-def _write(config: RunConfig, save: str, iteration: int, state: dict[str, Any]) -> None:
-    """The steps of a save. What only rank 0 does, or what fails on some ranks, is agreed on after each."""
-    folder = folders.partial_folder(save, iteration)
-    _on_rank_0(config, lambda: folders.begin(save, iteration))
-    with _results_in_this_process(), _failures_kept() as failures:
+    def save(self, iteration: int, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]) -> None:
+        """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
+
+        Args:
+            iteration: optimizer steps made.
+            model: this rank's chunks.
+            optimizer: Megatron's optimizer; left out with ``--no-save-optim``.
+            scheduler: of the learning rate.
+            reference: chunks of the reference policy; empty without a KL penalty.
+
+        Raises:
+            SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
+            AgreedError: a weight is not finite: such a model is never saved.
+        """
+        self.finish()
+        _check_weights(self.config, iteration, model)
+        state = model_state(model) | model_state(reference, "reference") | {"iteration": iteration}
+        if not self.files.no_save_optim:
+            state["optimizer"] = optimizer_state(optimizer, model)
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        with self._failing_together(iteration):
+            self._begin(iteration, state)
+
+    def look(self) -> None:
+        """Go on with what is under way, without waiting.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        if self.pending is not None:
+            with self._failing_together(self.pending.iteration):
+                self._go_on(self.pending, wait=False)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is under way is whole.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        while self.pending is not None:
+            with self._failing_together(self.pending.iteration):
+                self._go_on(self.pending, wait=True)
+
+    @property
+    def save_folder(self) -> str:
+        """``--save``."""
+        if self.files.save is None:
+            raise ValueError("there is no folder for checkpoints: give --save DIR")
+        return self.files.save
+
+    def _begin(self, iteration: int, state: dict[str, Any]) -> None:
+        config, save = self.config, self.save_folder
+        folder = folders.partial_folder(save, iteration)
+        _on_rank_0(config, lambda: folders.begin(save, iteration))
+        _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
+        with agreed_failures(config), results_in(ForkedResults() if self.files.async_save else queue.Queue()):
+            if self.files.async_save:
+                request = asynchronous(state, folder)
+            else:
+                dist_checkpointing.save(state, str(folder))
+        if self.files.async_save:
+            self.pending = BackgroundWrite(config, iteration, folder, request)
+        else:
+            self._name(iteration, _digests(config, folder))
+
+    def _go_on(self, pending: BackgroundWrite, *, wait: bool) -> None:
+        """The next step of what is under way, if all ranks are ready for it."""
+        if not pending.is_done(wait=wait):
+            return
+        if pending.thread is None:
+            agree(self.config, pending.ended_badly)
+            with agreed_failures(self.config):
+                for end in pending.request.finalize_fns:
+                    end()
+            pending.start_digests()
+            return
+        agree(self.config, None if pending.error is None else reason_of(pending.error))
+        self._name(pending.iteration, _gathered(pending.digests))
+        self.pending = None
+
+    def _name(self, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
+        _on_rank_0(self.config, lambda: _finish(self.config, self.save_folder, iteration, digests))
+
+    @contextmanager
+    def _failing_together(self, iteration: int) -> Iterator[None]:
+        """Give up a checkpoint that could not be written, with one sentence."""
         try:
-            dist_checkpointing.save(state, str(folder))
-        except (OSError, CheckpointException) as error:
-            failures.append(error)
-    agree(config, _reason(failures[0]) if failures else None)
-    _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
-    digests = _digests(config, folder)
-    _on_rank_0(config, lambda: _finish(config, save, iteration, digests))
+            yield
+        except AgreedError as error:
+            if self.pending is not None:
+                self.pending.abandon()
+                self.pending = None
+            if dist.get_rank() == 0:
+                folders.discard(self.save_folder, iteration)
+            raise SaveError(
+                f"--save {self.save_folder}: checkpoint {iteration} could not be written ({error}); those before it "
+                "are as they were"
+            ) from error
 
 
 def _finish(config: RunConfig, save: str, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
@@ -94,8 +150,12 @@ def _digests(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
     try:
         own = manifest.digests_of_share(folder, manifest.files_of(folder))
     except OSError as problem:
-        error = _reason(problem)
+        error = reason_of(problem)
     agree(config, error)
+    return _gathered(own)
+
+
+def _gathered(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     shares: list[dict[str, dict[str, Any]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(shares, own)
     return {name: digest for share in shares for name, digest in share.items()}
@@ -107,7 +167,7 @@ def _on_rank_0(config: RunConfig, work: Callable[[], object]) -> None:
         try:
             work()
         except OSError as problem:
-            error = _reason(problem)
+            error = reason_of(problem)
     agree(config, error)
 
 
@@ -121,63 +181,3 @@ def _check_weights(config: RunConfig, iteration: int, model: list[Any]) -> None:
         if bad
         else None,
     )
-
-
-def _reason(error: BaseException) -> str:
-    """The first failure of any rank, as one line."""
-    causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    first = (causes or [error])[0]
-    if isinstance(first, OSError) and first.strerror:
-        return f"{Path(str(first.filename)).name}: {first.strerror}" if first.filename else first.strerror
-    return " ".join(str(first).split())
-
-
-@contextmanager
-def _failures_kept() -> Iterator[list[BaseException]]:
-    """Keep what fails where Megatron writes on rank 0 alone: raised there, it would leave the others waiting."""
-    failures: list[BaseException] = []
-
-    def kept(write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        try:
-            write(*args, **kwargs)
-        except OSError as error:
-            failures.append(error)
-
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (owner, name, getattr(owner, name))
-        for owner, name in ((filesystem_async.FileSystemWriterAsync, "finish"), (serialization, "save_config"))
-    ]
-    # Since megatron-core 0.19 what is common to all ranks lies with the rest.
-    if hasattr(common, "TorchCommonSaveStrategy"):
-        places.append((common.TorchCommonSaveStrategy, "save_common", _save_common))
-    with ExitStack() as stack:
-        for owner, name, write in places:
-            stack.enter_context(mock.patch.object(owner, name, _as_function(partial(kept, write))))
-        yield failures
-
-
-def _save_common(_: Any, state: dict[str, Any], folder: str) -> None:
-    """What Megatron does; but PyTorch, given a path, does not say why it cannot write."""
-    if dist.get_rank() == 0:
-        content = io.BytesIO()
-        torch.save(state, content)
-        (Path(folder) / common.COMMON_STATE_FNAME).write_bytes(content.getbuffer())
-
-
-def _as_function(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, which as an attribute of a class is bound to the instance; a partial is not."""
-    return lambda *args, **kwargs: call(*args, **kwargs)
-
-
-@contextmanager
-def _results_in_this_process() -> Iterator[None]:
-    """A plain queue for the results of a synchronous save.
-
-    Megatron starts a manager process for them, which imports everything anew and outlives a rank that is killed.
-    """
-    # The second name is that of megatron-core 0.17 and later.
-    names = [
-        name for name in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, name)
-    ]
-    with mock.patch.object(filesystem_async, names[0], return_value=queue.Queue()):
-        yield

@@ -39,8 +39,10 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Megatron's own loading, with torch's Adam in the distributed optimizer as well.
 
     There Megatron (0.16 to 0.19) forgets that torch keeps a ``step`` for every parameter: it looks for one in what it
-    has read, and gives one tensor to all parameters, which each of them would then count up.
+    has read, and gives one tensor to all parameters, which each of them would then count up. In the others it leaves a
+    ``step`` of 0 out of the checkpoint, as it is before the first step that is made, and misses it afterwards.
     """
+    _add_step_of_zero(state)
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     with ExitStack() as stack:
         for part in parts:
@@ -52,6 +54,17 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         for own in part.optimizer.state.values():
             if isinstance(own.get("step"), torch.Tensor):
                 own["step"] = own["step"].clone()
+
+
+def _add_step_of_zero(state: Any) -> None:
+    """Where moments of Adam have no step, however Megatron nests them."""
+    if not isinstance(state, dict):
+        return
+    for value in state.values():
+        _add_step_of_zero(value)
+    moments = [own for own in state.values() if isinstance(own, dict) and "exp_avg" in own and "step" not in own]
+    if moments and "common_step" not in state:
+        state["common_step"] = torch.zeros((), dtype=torch.float32)
 
 
 def _copy_with_step(part: Any, copy: Any, parameter: Any, tensors: dict[str, Any]) -> None:

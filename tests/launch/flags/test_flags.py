@@ -166,6 +166,7 @@ def test_wrong_words_are_named(words, message):
         ("--keep-last=2", 1, "--keep-last 2 does nothing without --save"),
         ("--save=. --keep-last=2", 1, "--keep-last does nothing without --save-interval"),
         ("--save=. --save-interval=6 --save-retain-interval=9", 1, "--save-retain-interval 9 must be a multiple of"),
+        ("--save=. --async-save", 1, "--async-save does nothing without --save-interval"),
         ("--continue-after-failed-save", 1, "--continue-after-failed-save does nothing without --save"),
         ("--load-last-valid", 1, "--load-last-valid does nothing without --load"),
         ("--no-verify-integrity", 1, "--no-verify-integrity does nothing without --load"),

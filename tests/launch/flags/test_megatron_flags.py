@@ -50,7 +50,7 @@ MEGATRON = {
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
     "use-rope-scaling openai-gelu "
     "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
-    "verify-integrity",
+    "async-save verify-integrity",
     (None, True): "check-for-nan-in-loss-and-grad",
 }
 # README says so, with the reason.

@@ -1,18 +1,23 @@
 """Saving where it cannot work, what is kept of older checkpoints, and going on with other flags than before."""
 
 import contextlib
+import errno
 import math
+import os
 import resource
 import shutil
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
 from megatron_rc.parallel.groups import group_rank
+from tests.launch.training.test_loop import rows, run_training, without_times
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
+from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch, save_initial
 
 SMALL = ["--num-layers=2", "--lr=1e-3"]
 
@@ -197,6 +202,35 @@ def test_the_distributed_optimizer_is_named_where_it_differs(ranks, tmp_path, di
     assert [reached for reached, _ in found] == [1, 1]
 
 
+EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=32", "--qk-layernorm", "--grpo-kl-beta=0", *SMALL]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "more", "remedy"),
+    [
+        (Layout(dp=2, ep=2), Layout(dp=2), [], "give an --expert-model-parallel-size above 1, or --no-load-optim"),
+        (Layout(dp=2), Layout(dp=2, ep=2), ["--use-distributed-optimizer"], "give --expert-model-parallel-size 1, or"),
+    ],
+    ids=["spread", "together-distributed"],
+)
+def test_experts_that_are_spread_otherwise_are_named(ranks, tmp_path, before, after, more, remedy):
+    words = flags(tmp_path, *EXPERTS, *more)
+    ranks.run(steps, before, [*words, f"--save={tmp_path}/save", *before.flags()])
+    load = [*words, f"--load={tmp_path}/save", *after.flags()]
+    first, second = ranks.run(steps, after, load)
+    assert first == second
+    assert f"was written with --expert-model-parallel-size {before.ep}, whose optimizer's state does not fit" in first
+    assert remedy in first
+    assert [reached for reached, _ in ranks.run(steps, after, [*load, "--no-load-optim"], 0, False)] == [1, 1]
+
+
+def test_experts_go_on_spread_over_context(ranks, tmp_path):
+    words, data, context = flags(tmp_path, *EXPERTS), Layout(dp=2, ep=2), Layout(cp=2, ep=2)
+    ranks.run(steps, data, [*words, f"--save={tmp_path}/save", *data.flags()])
+    found = ranks.run(steps, context, [*words, f"--load={tmp_path}/save", *context.flags()], 1, False)
+    assert [reached for reached, _ in found] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -294,3 +328,105 @@ def test_a_model_with_a_bad_weight_is_never_saved(ranks, tmp_path):
         assert saved == found[0][3]
         assert "is not finite after step 2: this model is not saved" in saved
     assert iterations(tmp_path / "save") == []
+
+
+def test_a_checkpoint_before_the_first_step_goes_on(ranks, tmp_path):
+    words = flags(tmp_path, *SMALL)
+    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
+    fresh, loaded = (
+        ranks.run(steps, Layout(), [*words, *more], 1, False) for more in ([], [f"--load={tmp_path}/save"])
+    )
+    assert fresh == loaded
+
+
+# In the background
+
+
+LIVE = ["--grpo-iterations=1", "--run-name=run", "--lr-decay-iters=9", "--micro-batch-size=8", *SMALL]
+
+
+def test_a_background_save_goes_on_like_one_in_the_foreground(ranks, tmp_path):
+    """The weights of the step it began at, although training went on; the metrics say how long it was waited for."""
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = [*LIVE, *layout.flags()]
+    save = [f"--save={folder}", f"--load={folder}", "--save-interval=2"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for place, more in (
+        (whole, ["--train-iters=6"]),
+        (broken, ["--train-iters=4", "--async-save", *save]),
+        (broken, ["--train-iters=6", "--keep-last=2", *save]),
+    ):
+        assert ranks.run(run_training, layout, flags(place, *words, *more)) == [None, None]
+    assert iterations(folder) == [4, 6]
+    assert without_times(broken) == without_times(whole)
+    assert [row["step"] for row in rows(broken) if "perf/save_seconds" in row] == [3]
+
+
+def save_in_background(words, spoil):
+    """Begins to save, trains on, and ends the save; what was said, and whether the weights saved are those of then."""
+    trainer = make_trainer(words)
+    trainer.save()
+    then = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+    if spoil == "killed" and torch.distributed.get_rank() == 0:
+        trainer.writer.pending.process.kill()
+    trainer.update(trainer.prepare(recorded_batch(0)), 0)
+    now = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
+    assert not all(torch.equal(a, b) for a, b in zip(then, now, strict=True))
+    try:
+        with small_files(300) if spoil == "full" else contextlib.nullcontext():
+            for _ in range(300):
+                trainer.writer.look()
+                time.sleep(0.01)
+            trainer.writer.finish()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    again = make_trainer([*words, f"--load={trainer.config.checkpoints.save}"])
+    loaded = [weight for chunk in again.chunks for weight in chunk.parameters()]
+    return again.iteration, all(torch.equal(a, b) for a, b in zip(then, loaded, strict=True))
+
+
+@pytest.mark.parametrize("spoil", [None, "killed", "full"])
+def test_a_background_save_is_whole_or_an_error_on_all_ranks(ranks, tmp_path, spoil):
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", "--async-save", *layout.flags())
+    first, second = ranks.run(save_in_background, layout, words, spoil)
+    assert first == second
+    if spoil is None:
+        assert first == (0, True)
+    else:
+        assert first.startswith(f"SaveError: --save {folder}: checkpoint 0 could not be written (")
+        assert {"killed": "the process that wrote for rank 0 ended by SIGKILL", "full": "File too large"}[
+            spoil
+        ] in first
+        assert list(folder.iterdir()) == []
+
+
+def test_a_save_that_fails_on_the_way_ends_the_run_or_not(ranks, tmp_path):
+    layout = Layout(dp=2)
+    for more in ([], ["--continue-after-failed-save"], ["--continue-after-failed-save", "--async-save"]):
+        folder = tmp_path / f"save{len(more)}"
+        words = [*LIVE, *layout.flags(), f"--save={folder}", "--save-interval=1", "--train-iters=3", *more]
+        first, second = ranks.run(run_where_it_is_full_for_a_while, layout, flags(tmp_path / str(len(more)), *words))
+        assert first == second
+        if more:
+            assert first is None
+            assert iterations(folder) == [2, 3]
+        else:
+            assert "SaveError: " in first
+            assert "checkpoint 1 could not be written" in first
+            assert iterations(folder) == []
+
+
+def run_where_it_is_full_for_a_while(words):
+    """A disk that is full at the first checkpoint."""
+    from megatron_rc.launch.training.checkpoints import folders
+
+    begin = folders.begin
+
+    def full(folder, iteration):
+        if iteration == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        begin(folder, iteration)
+
+    with mock.patch.object(folders, "begin", full):
+        return run_training(words)

@@ -1,0 +1,73 @@
+"""When a run writes checkpoints, and what becomes of it where one cannot be written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints.save import SaveError
+from megatron_rc.launch.training.trainer import Trainer
+
+_log = logging.getLogger("megatron_rc")
+
+
+class CheckpointSaves:
+    """Checkpoints on the way and at the end.
+
+    Args:
+        config: of the run.
+        trainer: that makes the steps.
+
+    Attributes:
+        saved: step of the newest one; −1: none.
+        metrics: how long training waited for the last one; reported with the step after it.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer) -> None:
+        self.files, self.trainer = config.checkpoints, trainer
+        self.saved = trainer.iteration if self.files.load == self.files.save else -1
+        self.metrics: dict[str, float] = {}
+
+    def __enter__(self) -> CheckpointSaves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let a checkpoint that is under way become whole where all ranks end together."""
+        if kind is not None and issubclass(kind, AgreedError):
+            self._attempt(self.trainer.writer.finish, is_ending=True)
+
+    def on_the_way(self) -> None:
+        """After a step: begin what is due, go on with what is under way."""
+        interval, step = self.files.save_interval, self.trainer.iteration
+        is_due = bool(self.files.save and interval and step % interval == 0)
+        began = time.monotonic()
+        if not self._attempt(self.trainer.save if is_due else self.trainer.writer.look):
+            self.saved = -1
+        elif is_due:
+            self.saved = step
+        self.metrics = {"perf/save_seconds": time.monotonic() - began} if is_due else {}
+
+    def at_the_end(self) -> None:
+        """The last step, unless it is saved already."""
+        if not self._attempt(self.trainer.writer.finish):
+            self.saved = -1
+        if self.files.save and self.saved != self.trainer.iteration:
+            self.trainer.save()
+            self.trainer.writer.finish()
+
+    def _attempt(self, work: Callable[[], None], *, is_ending: bool = False) -> bool:
+        """Whether it worked; where it did not, the run goes on by flag, or because it ends by another error."""
+        try:
+            work()
+        except SaveError as error:
+            if not (is_ending or self.files.continue_after_failed_save):
+                raise
+            if dist.get_rank() == 0:
+                _log.warning("%s; the run goes on", error)
+            return False
+        return True
