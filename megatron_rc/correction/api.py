@@ -55,7 +55,7 @@ def correct_rollouts(
         policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled.
         current_version: of the weights that train; staleness is its distance from ``policy_versions``.
         max_staleness: the last bucket of staleness holds everything from here on.
-        mini_batch_ids: [n] int64 in [0, num_mini_batches). Default: 0.
+        mini_batch_ids: [n] int64 in [0, num_mini_batches); may be left out where there is one mini-batch.
         num_mini_batches: optimizer steps that share the batch.
         allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs sum to
             exactly 0, as where all are 0. Without it they are an error: an engine that was not asked for log-probs, or

@@ -78,15 +78,14 @@ class Decoupled:
         The stages before the last wait for that header. So where the inputs are refused it is NaN, and all raise alike.
         """
         fields, refused = header_fields(self.config, counts), None
-        nothing = torch.full((len(fields),), torch.nan, dtype=torch.float64, device=device)
-        result = CorrectionResult(self.config, fields, nothing)
+        result = CorrectionResult(self.config, fields, torch.zeros(len(fields), dtype=torch.float64, device=device))
         if inputs is not None:
             try:
                 result = corrected_batch(inputs, self.config, counts, self.groups, compile=self.compile)
             except ValueError as error:
                 if group_size(self.groups.pp) == 1:
                     raise
-                refused = str(error)
+                refused, result.header = str(error), torch.full_like(result.header, torch.nan)
         result.header = broadcast(result.header, group_size(self.groups.pp) - 1, self.groups.pp)
         plan = DecoupledPlan(result, self.loss, self.groups, counts)
         if refused is not None or (inputs is None and math.isnan(plan.values[0])):

@@ -171,6 +171,10 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
         )
     if (inputs.policy_versions is None) != (counts.current_version is None):
         raise ValueError("policy_versions and current_version come together: staleness is their difference")
+    if inputs.mini_batch_ids is None and counts.num_mini_batches > 1:
+        raise ValueError(
+            f"num_mini_batches={counts.num_mini_batches} needs mini_batch_ids: the optimizer step of each sequence"
+        )
 
 
 def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:

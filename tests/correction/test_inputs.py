@@ -64,6 +64,7 @@ def arguments(name="token"):
         ({"advantages": torch.zeros(11)}, r"advantages is torch.float32 \(11,\): expected float, one a sequence"),
         ({"policy_versions": torch.zeros(12), "current_version": 1}, "policy_versions is torch.float32"),
         ({"num_mini_batches": 0}, "num_mini_batches=0 must be at least 1"),
+        ({"num_mini_batches": 2}, "num_mini_batches=2 needs mini_batch_ids: the optimizer step of each"),
         ({"num_groups": 0, "group_ids": INTS}, "num_groups=0 must be at least 1"),
         ({"group_ids": INTS}, "group_ids and num_groups come together"),
         ({"num_groups": 3}, "group_ids and num_groups come together"),
