@@ -23,6 +23,7 @@ from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.parser import Parser, build_parser
 from megatron_rc.launch.ranks import run_ranks
+from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.training.settings_file import settings_text
 
 USAGE_ERROR = 2
@@ -58,11 +59,14 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         sys.exit(0)
     _check(mine)
     config, _ = configure(flags, mine.nproc_per_node * mine.nnodes, folders=not mine.print_config)
+    _check_restarts(mine.max_restarts, config.checkpoints)
     if mine.print_config:
         sys.stdout.write(settings_text(config, Path("FILE")))
         sys.exit(0)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mine.nproc_per_node)))
     command = ["--nproc-per-node", str(mine.nproc_per_node)]
+    if mine.max_restarts:
+        command += ["--max-restarts", str(mine.max_restarts)]
     if mine.nnodes == 1:
         command += ["--standalone"]
     else:
@@ -84,6 +88,16 @@ def _check(mine: argparse.Namespace) -> None:
         )
 
 
+def _check_restarts(restarts: int, files: CheckpointSection) -> None:
+    if restarts < 0:
+        raise ConfigurationError(f"--max-restarts {restarts} must be 0 or more")
+    if restarts and not (files.save and files.save == files.load and files.save_interval):
+        raise ConfigurationError(
+            f"--max-restarts {restarts} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks "
+            "that are started again go on from the newest checkpoint"
+        )
+
+
 def _torchrun_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
     group = parser.add_argument_group("torchrun")
@@ -91,6 +105,8 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     text = "check the flags, print all of them as a launch file, and start nothing"
     group.add_argument("--print-config", action="store_true", help=text)
     group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")
+    text = "start all ranks again, from the newest checkpoint, when one has failed; at most this often"
+    group.add_argument("--max-restarts", type=int, default=0, help=text)
     group.add_argument("--nnodes", type=int, default=1, help="machines")
     group.add_argument("--node-rank", type=int, help="number of this machine; default: 0")
     group.add_argument("--master-addr", help="address of machine 0; default: 127.0.0.1")

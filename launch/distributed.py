@@ -9,7 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
+from megatron_rc.launch.ending import ATTEMPT
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
@@ -27,7 +30,9 @@ def initialize(config: RunConfig) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if config.launch.on_cpu else "nccl", timeout=timeout)
+        store, rank, world = _store_of_this_start(timeout)
+        backend = "gloo" if config.launch.on_cpu else "nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
@@ -50,6 +55,16 @@ def alone(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         shut_down()
+
+
+def _store_of_this_start(timeout: timedelta) -> tuple[Store, int, int]:
+    """Where the ranks tell each other their addresses; this rank; their number.
+
+    torchrun keeps its store when it starts the ranks again (--max-restarts), with the addresses of ranks that are dead.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return PrefixStore(f"start {os.environ.get(ATTEMPT, '0')}", store), rank, world
 
 
 def shut_down() -> None:

@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import tell_ending
+from megatron_rc.launch.ending import ATTEMPT, tell_ending
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
         from megatron_rc.launch.distributed import AgreedError, initialize, shut_down
         from megatron_rc.launch.training.loop import train
 
+        _say_restart(rank)
         try:
             initialize(config)
             tell_ending(kept=(run or train)(config, task))
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 def ignore_megatron_warnings() -> None:
     """Megatron-Core warns of every optional package that is not there, and of its own use of older torch names."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
@@ -77,6 +79,13 @@ def cpu_backend() -> contextlib.AbstractContextManager[None]:
     with cpu.without_compiler():
         import megatron_rc.launch.training.loop  # noqa: F401
     return cpu.cpu_backend()
+
+
+def _say_restart(rank: int) -> None:
+    attempt = int(os.environ.get(ATTEMPT, "0"))
+    if rank == 0 and attempt:
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", attempt)
+        sys.stderr.write(f"a rank failed: all are started again (restart {attempt} of {most})\n")
 
 
 def end_together(message: str, code: int) -> NoReturn:

@@ -15,27 +15,7 @@ from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
-
-_BAR = {
-    "reward": "reward/mean",
-    "kl": "rollout_corr/kl",
-    "ess": "rollout_corr/rollout_is_eff_sample_size",
-    "rejected": "rollout_corr/rollout_rs_masked_fraction",
-    "tok/s": "perf/tokens_per_second",
-}
-_TABLE = (
-    "reward/mean",
-    "eval/exact_match",
-    "rollout_corr/kl",
-    "rollout_corr/k3_kl",
-    "rollout_corr/rollout_is_eff_sample_size",
-    "rollout_corr/rollout_is_raw_max",
-    "rollout_corr/rollout_rs_masked_fraction",
-    "policy/entropy",
-    "grad_norm",
-    "perf/tokens_per_second",
-)
-_AVERAGED = 10
+from megatron_rc.launch.training.shown import AVERAGED, bar_words, table, usual_names
 
 
 class Reporter:
@@ -55,6 +35,7 @@ class Reporter:
     def __init__(self, config: RunConfig, iteration: int) -> None:
         self.logging, self.train_iters = config.logging, config.training.train_iters
         self.run_name, self.flags = config.launch.run_name, config.flags
+        self.prefix = config.correction.metric_prefix
         self.folder = Path(config.launch.runs_dir) / self.run_name
         self.metrics = MetricsFile(self.folder / METRICS_FILE, iteration)
         board = Path(self.logging.tensorboard_dir or self.folder / "tensorboard")
@@ -69,7 +50,7 @@ class Reporter:
         self._write({"step": step, **metrics})
         if step % self.logging.log_interval == 0:
             self._log(step, metrics)
-        self.progress.step("  ".join(f"{short} {metrics[name]:.3g}" for short, name in _BAR.items() if name in metrics))
+        self.progress.step(bar_words(usual_names(metrics, self.prefix)))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""
@@ -97,9 +78,10 @@ class Reporter:
         if self.wandb is not None:
             self.wandb.finish(exit_code=code)
         seconds = time.monotonic() - self.started
-        summary = summarize(read_rows(self.metrics.path), _AVERAGED) if self.metrics.path.is_file() else {}
+        rows = read_rows(self.metrics.path) if self.metrics.path.is_file() else ()
+        summary = summarize((usual_names(row, self.prefix) for row in rows), AVERAGED)
         if summary:
-            self.say(f"\n{note} after {seconds:.0f} s\n\n{_table(summary)}\n")
+            self.say(f"\n{note} after {seconds:.0f} s\n\n{table(summary)}\n")
             self._picture()
             self.say(f"metrics {self.metrics.path}\npicture {self.folder / 'summary.png'}")
         else:
@@ -130,15 +112,4 @@ class Reporter:
     def _picture(self) -> None:
         from megatron_rc.launch.training.picture import draw_run
 
-        draw_run(self.folder / METRICS_FILE, self.folder / "summary.png")
-
-
-def _table(summary: dict[str, tuple[float, list[float]]]) -> str:
-    """First and last values; of an evaluation the last one alone."""
-    lines = [f"{'metric':<44}{'first step':>12}{f'last {_AVERAGED} steps':>15}"]
-    for name in _TABLE:
-        if name in summary:
-            first, values = summary[name]
-            last = values[-1:] if name.startswith("eval/") else values
-            lines.append(f"{name:<44}{first:>12.4g}{sum(last) / len(last):>15.4g}")
-    return "\n".join(lines)
+        draw_run(self.metrics.path, self.folder / "summary.png", self.run_name, self.prefix)

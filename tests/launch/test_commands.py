@@ -82,11 +82,7 @@ def test_a_signal_saves_and_ends_all_ranks(tmp_path):
     words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
     process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
     metrics = tmp_path / "count_up" / "metrics.jsonl"
-    begun = time.monotonic()
-    while not (metrics.is_file() and metrics.read_text()):
-        assert time.monotonic() - begun < 60
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.2)
+    wait_for(lambda: metrics.is_file() and metrics.read_text(), process)
     ranks = children(process.pid)
     assert len(ranks) == 2
     process.send_signal(signal.SIGINT)
@@ -111,6 +107,33 @@ def test_the_last_line_of_a_run_that_fails_says_why(tmp_path):
     assert code == 1
     assert errors.count("error: ") == 1
     assert errors.splitlines()[-1].startswith(f"error: {tmp_path}/count_up/metrics.jsonl cannot be written (No space")
+
+
+@pytest.mark.processes
+def test_ranks_that_are_started_again_go_on_from_the_checkpoint(tmp_path):
+    """One is killed; torchrun keeps its store, in which the dead ones' addresses still stand."""
+    words = ["--nproc-per-node=2", "--max-restarts=1", *SMALL, *TWO, "--train-iters=8", "--save-interval=2"]
+    process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save", f"--load={tmp_path}/save"))
+    metrics = tmp_path / "count_up" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and len(read(tmp_path / "count_up")) >= 3, process)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    before = read(tmp_path / "count_up")
+    code, _, errors = finish(process)
+    assert code == 0, errors
+    assert "restart 1 of 1" in errors
+    rows = read(tmp_path / "count_up")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    for one, again in zip(before, rows, strict=False):
+        for name in ("reward/mean", "loss/total", "grad_norm", "rollout_corr/kl"):
+            assert one[name] == again[name], "the same steps, to the last digit"
+
+
+def wait_for(condition, process):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < 60
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
 
 
 def children(pid):

@@ -419,10 +419,17 @@ def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):
         ("--nnodes=-1", "--nnodes -1 must be positive"),
         ("--node-rank=0", "--node-rank 0 does nothing without --nnodes above 1"),
         ("--master-port=1234", "--master-port 1234 does nothing without --nnodes above 1"),
+        ("--max-restarts=-1", "--max-restarts -1 must be 0 or more"),
+        (
+            "--max-restarts=2 --save=a --load=a",
+            "--max-restarts 2 needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are "
+            "started again go on from the newest checkpoint",
+        ),
         ("--nnodes=2 --node-rank=2", "--node-rank 2 must be one of 0 to 1, with --nnodes 2"),
     ],
 )
-def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, words, message):
+def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         torchrun_arguments([*words.split(), *flags(tmp_path)])
 
