@@ -1,7 +1,8 @@
 """The first log-prob that cannot be used, found without looking at the host, and named alike on every rank.
 
-A token's key is id · 2³² + 8 · position + 4 · policy + kind; the kind says what the log-prob is: NaN, infinite or
-positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in float64; the smallest one of all ranks wins.
+A token's key is id · 2³² + 8 · position + 4 · policy + kind; policy is 0 for π_train and 1 for π_rollout, and the kind says
+what the log-prob is: NaN, infinite or positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in float64;
+the smallest one of all ranks wins.
 Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper bits.
 """
 
@@ -37,34 +38,31 @@ def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
         count = part.layout.num_sequences
         if count and part.mask.numel():
             key, sequence = keys[part.first : part.first + count].min(0, keepdim=True)
-            found.append(key + _first_of_sequence(part, sequence, shards.dtype))
+            longest = max(part.layout.full_lengths) // part.layout.cp_size
+            for start in range(0, longest, _PIECE):
+                stop = min(start + _PIECE, longest)
+                found.append(key + _first_of_piece(part, sequence, shards.dtype, start, stop))
     return torch.cat(found).amin(0, keepdim=True)
 
 
-def _first_of_sequence(part: Part, sequence: Tensor, dtype: torch.dtype) -> Tensor:
-    """[1] float64: the key, but for the id, of the first unusable local token of one sequence; +inf without one."""
-    longest = max(part.layout.full_lengths) // part.layout.cp_size
-    pieces = range(0, longest, _PIECE)
-    return torch.cat(
-        [_first_of_piece(part, sequence, dtype, start, min(start + _PIECE, longest)) for start in pieces]
-    ).amin(0, keepdim=True)
-
-
 def _first_of_piece(part: Part, sequence: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """The lowest key among the local tokens ``start`` to ``stop`` of one sequence."""
+    """[1] float64: the key, but for the id, of the first unusable one among some local tokens of a sequence.
+
+    +inf without one.
+    """
     mask, train, rollout = _piece(part, sequence, start, stop)
     values = torch.stack([train, rollout]).to(dtype)
     bad = unusable(values)
     # The first flag is the one that is furthest from the end. Floats: on a CPU bools take several times as long.
     length = stop - start
     from_end = torch.arange(length, 0, -1, dtype=dtype, device=mask.device)
-    furthest = from_end.mul_(torch.maximum(*bad)).mul_(mask).amax().view(1)
+    furthest = from_end.mul_(torch.maximum(*bad)).mul_(mask).amax(0, keepdim=True)
     place = (length - furthest).clamp_(max=length - 1).long()
-    position, of_rollout = part.layout.position_of(sequence, place + start).double(), 1 - bad[0][place]
-    value = torch.where(of_rollout > 0, values[1][place], values[0][place])
-    kind = 2.0 - 2.0 * value.isnan() - 1.0 * value.isinf()
-    key = 8.0 * position + 4.0 * of_rollout + kind
-    return torch.where(furthest > 0, key, torch.inf)
+    policy = 1 - bad[0].take(place).long()
+    value = values.take(policy * length + place)
+    kind = 2 * value.isfinite() + value.isinf()
+    key = 8 * part.layout.position_of(sequence, place + start) + 4 * policy + kind
+    return torch.where(furthest > 0, key.double(), torch.inf)
 
 
 def _piece(part: Part, sequence: Tensor, start: int, stop: int) -> list[Tensor]:
