@@ -30,13 +30,13 @@ def sequence_totals(
     """(sums, maxima) over the local sequences, float64; those without a valid token are in none of them."""
     some = sums["valid"] > 0
     numbers, flags, maxima = _policy_rows(sums, verdicts)
-    columns: Columns = {"weight_bins": torch.zeros(fields.sums["weight_bins"], dtype=torch.float64, device=some.device)}
+    histograms = sums["valid"].new_zeros(fields.sums["weight_bins_until"])
     if config.rollout_is is not None:
         rows, per_sequence = _weight_rows(sums, verdicts, config)
         for known, more in zip((numbers, flags, maxima), rows, strict=True):
             known |= more
-        counted = [some.double(), sums["valid"]][: len(columns["weight_bins"])]
-        columns["weight_bins"] = bins_of(per_sequence.log(), torch.stack(counted))
+        counted = [some.double(), sums["valid"]][: len(histograms)]
+        histograms = bins_of(per_sequence.log(), torch.stack(counted)).cumsum(1)
     for criterion in config.criteria:
         rejected = verdicts.rejected_by[criterion.name]
         numbers[f"{criterion.name}.rejected"] = rejected
@@ -47,8 +47,11 @@ def sequence_totals(
         numbers["veto.catastrophic"] = sums["catastrophic"]
         flags["veto.vetoed"] = sums["catastrophic"] > 0
     # Alike ones at once: tensors of several dtypes are stacked one by one.
-    columns[Source.SEQUENCES] = fields.stack(Source.SEQUENCES, numbers) @ some.double()
-    columns[Source.FLAGS] = fields.stack(Source.FLAGS, flags).double() @ some.double()
+    columns: Columns = {
+        Source.SEQUENCES: fields.stack(Source.SEQUENCES, numbers) @ some.double(),
+        Source.FLAGS: fields.stack(Source.FLAGS, flags).double() @ some.double(),
+        "weight_bins_until": histograms,
+    }
     return columns, largest(torch.where(some, fields.stack(Source.SEQUENCE_MAXIMA, maxima), -torch.inf))
 
 
@@ -175,13 +178,13 @@ def breakdown_totals(sums: Sums, verdicts: Verdicts, shards: Shards) -> Columns:
 
 def data_totals(sums: Sums, shards: Shards, fields: HeaderFields) -> Tensor:
     """How many sequences have a side input that cannot be right, and what an error message has to know."""
-    flagged = (torch.stack(list(shards.bad.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
-    tokens = (sums["response"] - sums["valid"]).sum()
-    values = dict(zip(shards.bad, flagged, strict=True))
     # Log-probs are at most 0: but for rounding above it, which may cancel, all are 0 where their sum is.
     zeros = (sums["rollout"] == 0) & (sums["valid"] > MAX_ZERO_LOG_PROBS)
+    flags = shards.bad | {"zero_log_probs": zeros}
+    flagged = (torch.stack(list(flags.values())) & (sums["response"] > 0)).sum(1, dtype=torch.float64)
+    tokens = (sums["response"] - sums["valid"]).sum()
+    values = dict(zip(flags, flagged, strict=True))
     values |= {"bad_tokens": tokens, "default_ids": tokens.new_full((), shards.default_ids)}
-    values |= {"zero_log_probs": zeros.sum(dtype=torch.float64)}
     return fields.stack(Source.DATA, _of("data", values))
 
 

@@ -157,8 +157,8 @@ class HeaderFields:
             **records,
             **tables,
             criteria={name: record(name, kind) for name, kind in self.criteria.items()},
-            bins=Histogram(self.table(values, "bins")),
-            weight_bins=[Histogram(bins) for bins in self.table(values, "weight_bins")],
+            bins=Histogram(self.table(values, "bins_until")),
+            weight_bins=[Histogram(bins) for bins in self.table(values, "weight_bins_until")],
         )
 
     def table(self, values: Sequence[float], name: str) -> Any:
@@ -198,9 +198,9 @@ def _header_fields(config: RolloutCorrectionConfig, num_mini_batches: int, max_s
         **vector(Source.DATA),
         "mini_batches": (num_mini_batches, 4),
         "weighed": (num_mini_batches * config.may_weigh_nothing,),
-        "weight_bins": (histograms, NUM_BINS),
+        "weight_bins_until": (histograms, NUM_BINS),
         **vector(Source.TOKENS),
-        "bins": (NUM_BINS,),
+        "bins_until": (NUM_BINS,),
         **vector(Source.SHIFT),
     }
     maxima = {**vector(Source.SEQUENCE_MAXIMA), **vector(Source.TOKEN_MAXIMA), **vector(Source.KEY)}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -76,10 +75,11 @@ def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
     Returns:
         [NUM_BINS] float64, ascending values.
     """
-    bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=codes.device)
-    bins.index_add_(0, _bin_of_code(codes.device), codes.sum(0))
-    bins[_HALF] -= num_zeros
-    return bins
+    # Of each sign, by magnitude: those in the bin around 0, in bins of their own, and beyond the last power.
+    signs = codes.sum(0).view(2, -1)
+    near, inside, far = signs.tensor_split((_FIRST, _FIRST + _HALF - 1), dim=1)
+    positive, negative = torch.cat([inside, far.sum(1, keepdim=True)], dim=1)
+    return torch.cat([negative.flip(0), (near.sum() - num_zeros).view(1), positive])
 
 
 @functools.cache
@@ -104,11 +104,11 @@ class Histogram:
     """What was counted, on the host.
 
     Args:
-        bins: [NUM_BINS], ascending values.
+        until: [NUM_BINS], how many values lie in each bin or in one before it.
     """
 
-    def __init__(self, bins: Sequence[float]) -> None:
-        self._bins, self._until = bins, list(accumulate(bins))
+    def __init__(self, until: Sequence[float]) -> None:
+        self._until = until
 
     def quantile(self, share: float) -> float:
         """The value below which this share of what was counted lies; 0 if nothing was."""
@@ -119,8 +119,9 @@ class Histogram:
         if not self._until[-1]:
             return 0.0
         index = min(bisect_left(self._until, rank), NUM_BINS - 1)
-        count, edges = self._bins[index], _edges()
-        part = (rank - self._until[index] + count) / count if count else 0.0
+        before, edges = self._until[index - 1] if index else 0.0, _edges()
+        count = self._until[index] - before
+        part = (rank - before) / count if count else 0.0
         return edges[index] + (edges[index + 1] - edges[index]) * part
 
 

@@ -1,8 +1,8 @@
 """The first log-prob that cannot be used, found without looking at the host, and named alike on every rank.
 
-A token's key is id · 2³² + 8 · position + 4 · policy + kind; policy is 0 for π_train and 1 for π_rollout, and the kind says
-what the log-prob is: NaN, infinite or positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in float64;
-the smallest one of all ranks wins.
+A token's key is id · 2³² + 8 · position + 4 · policy + kind; policy is 0 for π_train and 1 for π_rollout, and the kind
+says what the log-prob is: NaN, infinite or positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in
+float64; the smallest one of all ranks wins.
 Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper bits.
 """
 

@@ -84,11 +84,13 @@ class ExpressionBlock:
 
     def count_above(self, values: Tensor, bound: float) -> Tensor:
         """[runs]: how many values, 0 where invalid, are above the bound; invalid ones count nowhere."""
-        return self.count(self.valid & (values > bound))
+        above = values > bound
+        return self.count(above if bound >= 0 else above & self.valid)
 
     def count_below(self, values: Tensor, bound: float) -> Tensor:
         """[runs]: likewise below the bound."""
-        return self.count(self.valid & (values < bound))
+        below = values < bound
+        return self.count(below if bound <= 0 else below & self.valid)
 
     def max(self, values: Tensor) -> Tensor:
         """[runs]: the largest value of each."""
