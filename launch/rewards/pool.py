@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe
 from typing import Any
 
@@ -47,6 +47,7 @@ class RewardPool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        self._has_loaded = False
         # Threads only wait. They live as long as the pool, and workers end with the thread that started them.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
@@ -56,8 +57,10 @@ class RewardPool:
         Raises:
             ConfigurationError: the rule cannot be loaded.
         """
-        for worker in self._workers:
-            worker.wait_until_loaded()
+        if not self._has_loaded:
+            for worker in self._workers:
+                worker.make_ready()
+            self._has_loaded = True
         return list(self._threads.map(self._score, requests))
 
     def close(self) -> None:
@@ -83,7 +86,7 @@ def check_loads(source: Source, load_timeout: float = LOAD_SECONDS) -> None:
     """
     worker = _Worker(source, load_timeout, load_timeout)
     try:
-        worker.wait_until_loaded()
+        worker.make_ready()
     finally:
         worker.close()
 
@@ -94,8 +97,9 @@ class _Worker:
     def __init__(self, source: Source, timeout: float, load_timeout: float = LOAD_SECONDS) -> None:
         self.source, self.timeout, self.load_timeout = source, timeout, load_timeout
         self._lock = threading.Lock()
-        self._is_closed = self._is_loaded = self._has_ended = False
-        self._start()
+        self._is_closed, self._is_loaded, self._has_ended = False, False, True
+        with suppress(OSError):  # it comes up again where the process is needed
+            self._start()
 
     def ask(self, request: Mapping[str, Any]) -> Outcome:
         """Score one sample."""
@@ -104,24 +108,32 @@ class _Worker:
         except Exception as error:  # a task's label can be anything
             return Outcome(failure=f"gets a label or record that no process can be sent: {in_words(error)}")
         try:
-            if self._has_ended:
-                self._start()
-            self.wait_until_loaded()
+            self.make_ready()
             self._connection.send_bytes(message)
             if self._connection.poll(self.timeout + _GRACE_SECONDS):
                 return read_outcome(self._connection.recv_bytes(_MAX_ANSWER))
             _, stacks = self._end()
             return Outcome(failure=f"took longer than --reward-timeout {self.timeout:g} s", traceback=stacks)
         except ConfigurationError as problem:
-            return Outcome(failure=f"could not be loaded again: {problem}")
+            *traceback, sentence = str(problem).splitlines()
+            return Outcome(failure=f"was not scored: {sentence}", traceback="\n".join(traceback))
         except (EOFError, OSError):
             how, stacks = self._end()
             return Outcome(failure=how, traceback=stacks)
 
-    def wait_until_loaded(self) -> None:
-        """Raise ConfigurationError unless the process has the rule."""
-        if self._is_loaded:
+    def make_ready(self) -> None:
+        """Start the process where there is none, and wait for its rule.
+
+        Raises:
+            ConfigurationError: it cannot be started, or cannot load the rule.
+        """
+        if self._is_loaded and not self._has_ended:
             return
+        try:
+            if self._has_ended:
+                self._start()
+        except OSError as error:
+            raise ConfigurationError(f"{self.source.name} has no process to run in: {error}") from error
         try:
             if not self._connection.poll(self.load_timeout + _GRACE_SECONDS):
                 _, stacks = self._end()
@@ -145,17 +157,14 @@ class _Worker:
         with self._lock:
             if self._is_closed:
                 raise OSError("the run is over")
-            self._connection, theirs = Pipe()
-            self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (closed where the process ends)
-            # A session of its own: Ctrl-C is the trainer's, and what a rule started is ended with it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self._stacks.fileno()),
-                env=_environment(),
-                start_new_session=True,
-            )
-            theirs.close()
+            with ExitStack() as unused:
+                connection, theirs = Pipe()
+                unused.enter_context(connection)
+                stacks = unused.enter_context(tempfile.TemporaryFile())
+                with theirs:
+                    self._process = _start_process(theirs.fileno(), stacks.fileno())
+                unused.pop_all()
+            self._connection, self._stacks = connection, stacks
             self._is_loaded = self._has_ended = False
         setup = Setup(self.source, self.timeout, self.load_timeout, os.getpid(), self._stacks.fileno())
         self._connection.send_bytes(pickle.dumps(setup))
@@ -175,6 +184,20 @@ class _Worker:
             self._has_ended = True
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"ended its process with {how}", stacks
+
+
+def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
+    """A worker with these two open files; in a session of its own.
+
+    Ctrl-C is the trainer's, and what a rule started is ended with it.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE, str(connection)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(connection, stacks),
+        env=_environment(),
+        start_new_session=True,
+    )
 
 
 def _environment() -> dict[str, str]:

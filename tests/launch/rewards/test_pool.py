@@ -168,6 +168,40 @@ def test_a_rule_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch, mod
     assert str(caught.value).splitlines()[-1].startswith("--reward python:broken:score")
 
 
+def test_a_rule_that_loads_no_more_costs_samples_and_not_the_run(tmp_path, monkeypatch):
+    """Its process dies, and when the next one is started the module is another."""
+    monkeypatch.syspath_prepend(tmp_path)
+    rule = (
+        "import os\ndef score(prompt, response, label, record):\n    return os._exit(1) if response == 'die' else 1.0\n"
+    )
+    (tmp_path / "changed.py").write_text(rule)
+    pool = RewardPool(Source("count_up", 1, "python:changed:score"), 1, SECONDS)
+    assert pool.score([request("fine")])[0].reward == 1.0
+    (tmp_path / "changed.py").write_text("1 / 0\n")
+    died, lost = pool.score([request("die"), request("fine")])
+    assert died.failure == "ended its process with exit code 1"
+    assert lost.failure.startswith(
+        "was not scored: --reward python:changed:score: changed cannot be imported, it raises"
+    )
+    assert "line 1, in <module>" in lost.traceback
+    (tmp_path / "changed.py").write_text(rule + "# mended\n")
+    assert pool.score([request("fine")])[0].reward == 1.0
+    pool.close()
+
+
+def test_a_process_that_cannot_be_started_is_one_sentence(monkeypatch):
+    def refuse(*words, **how):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    pool = RewardPool(source("misbehave"), 1, SECONDS)
+    with pytest.raises(ConfigurationError, match=r"^--reward \S+ has no process to run in: .*temporarily unavailable$"):
+        pool.score([request("fine")])
+    monkeypatch.undo()
+    assert pool.score([request("fine")])[0].reward == 1.0
+    pool.close()
+
+
 def test_closing_ends_workers_in_the_middle_of_a_function():
     before = set(psutil.Process().children())
     pool = RewardPool(source("misbehave"), 2, 100.0)
