@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks import check
 from megatron_rc.launch.flags.checks.files import check_folders
+from megatron_rc.launch.flags.checks.weights import choose_bridge
 from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
 from megatron_rc.launch.flags.own_objects import define_own_objects
 from megatron_rc.launch.flags.parser import Parser, build_parser, unknown
@@ -36,6 +37,7 @@ def configure(
     for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
         require(module, "training", "launch")
     config, task = resolve(args, world_size, engine=engine)
+    config = choose_bridge(config, samples=engine and not config.rollouts.load_rollouts)
     check(config, task, engine=engine)
     if folders:
         check_folders(config)

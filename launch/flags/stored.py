@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.run_config import RunConfig, sections_of
 from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -56,7 +57,7 @@ def _alone(config: RunConfig) -> RunConfig:
             virtual_pipeline_model_parallel_size=None,
         ),
         model=change(config.model, transformer_impl="local"),
-        checkpoints=change(config.checkpoints, weights_bridge=None),
+        checkpoints=change(config.checkpoints, weights_bridge=NO_BRIDGE),
     )
 
 

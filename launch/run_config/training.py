@@ -117,8 +117,9 @@ class CheckpointSection:
     save_hf_interval: int | None = option("and every N optimizer steps", metavar="N", positive=True)
     load: str | None = option("go on from the newest checkpoint here, if there is one", metavar="DIR")
     load_hf: str | None = option("start from this Hugging Face directory, which describes the model too", metavar="DIR")
-    weights_bridge: Literal["mbridge"] | None = option(
-        "let this library convert weights to and from Hugging Face's; with Transformer Engine's layers"
+    weights_bridge: Literal["mbridge", "none"] = option(
+        "what converts weights to and from Hugging Face's names; default: mbridge on a GPU, where it is installed and "
+        "knows the model, else none: this program's own tables"
     )
     finetune: bool = option("take the weights of --load alone and start at step 0", default=False)
     no_save_optim: bool = option("leave the optimizer out of checkpoints", default=False)

@@ -16,6 +16,8 @@ from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.launch.weights.units import units_of
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
+MBRIDGE = "mbridge"
+
 
 def bridge_export(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups

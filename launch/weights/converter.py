@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
+from megatron_rc.launch.weights.bridge import MBRIDGE, bridge_export, bridge_load
 from megatron_rc.launch.weights.export import export_weights
 from megatron_rc.launch.weights.load import load_weights
 from megatron_rc.parallel.groups import ParallelGroups
@@ -20,7 +20,7 @@ def export_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
-    if config.checkpoints.weights_bridge is not None:
+    if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
     return export_weights(chunks, config, groups, parallel_state.get_expert_model_parallel_group())
 
@@ -29,7 +29,7 @@ def load_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, folder: str | Path
 ) -> None:
     """Overwrite this rank's weights by those of a Hugging Face directory. See :func:`load_weights`."""
-    if config.checkpoints.weights_bridge is not None:
+    if config.checkpoints.weights_bridge == MBRIDGE:
         bridge_load(chunks, config, folder)
         return
     load_weights(chunks, config, groups, folder, parallel_state.get_expert_model_parallel_group())

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights.bridge import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
+
+NO_BRIDGE = "none"
+_log = logging.getLogger("megatron_rc")
 
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
@@ -25,11 +32,28 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     )
 
 
+def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
+    """The settings with ``--weights-bridge`` filled in; one line says which it is where there was a choice."""
+    files = config.checkpoints
+    if files.weights_bridge is not None:
+        return config
+    chosen = dataclasses.replace(config, checkpoints=dataclasses.replace(files, weights_bridge=MBRIDGE))
+    words = "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
+    try:
+        check_bridge(chosen, samples)
+    except ConfigurationError as reason:
+        chosen = dataclasses.replace(config, checkpoints=dataclasses.replace(files, weights_bridge=NO_BRIDGE))
+        words = f"this program's own tables convert the weights: {reason}"
+    if not config.launch.on_cpu and _converts(config, samples):
+        _log.warning("%s", words)
+    return chosen
+
+
 def check_bridge(config: RunConfig, samples: bool) -> None:
     """Whether ``--weights-bridge`` can convert this model's weights, and has any to convert."""
-    if config.checkpoints.weights_bridge is None:
+    if config.checkpoints.weights_bridge != MBRIDGE:
         return
-    user, family = f"--weights-bridge {config.checkpoints.weights_bridge}", find_family(config)
+    user, family = f"--weights-bridge {MBRIDGE}", find_family(config)
     if config.model.transformer_impl != "transformer_engine":
         raise ConfigurationError(
             f"{user} knows the layers of --transformer-impl transformer_engine alone, got "

@@ -1,6 +1,7 @@
-"""mbridge in the place of our tables: when it may be, and what it is asked for. The library itself needs a GPU.
+"""mbridge in the place of our tables: when it is, and what it is asked for.
 
-The stand-in has the signatures of mbridge 0.15.1.
+Where it is installed it converts a real model here too, whose parameters are given the names that Transformer Engine's
+layers have on a GPU. The stand-in has the signatures of mbridge 0.15.1.
 """
 
 import importlib.util
@@ -18,7 +19,9 @@ from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.parallel import ParallelGroups
-from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
+from tests.launch.weights.test_weights import GATED, MODELS
+from tests.support.ranks import Layout
+from tests.support.recorded_training import COMMON, GPT2, LLAMA, flags, make_trainer, run_config
 
 BRIDGE = "--weights-bridge=mbridge"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -84,10 +87,44 @@ def test_what_it_can_convert_is_let_pass(tmp_path, installed, more):
     assert check(tmp_path, *more, world_size=2 if PP2 in more else 1).checkpoints.weights_bridge == "mbridge"
 
 
-def test_nobody_is_asked_without_the_flag(tmp_path):
+def chosen(tmp_path, *more, model=LLAMA, world_size=1):
+    return run_config(flags(tmp_path, "--no-cpu", *more, model=model), world_size).checkpoints.weights_bridge
+
+
+def test_it_is_the_default_where_it_can_convert(tmp_path, installed, caplog):
+    installed("transformer_engine", "mbridge")
+    assert chosen(tmp_path) == "mbridge"
+    assert caplog.messages == [
+        "mbridge converts the weights; --weights-bridge none leaves that to this program's own tables"
+    ]
+    caplog.clear()
+    assert chosen(tmp_path, "--weights-bridge=none") == "none"
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("there", "more", "model", "message"),
+    [
+        (["transformer_engine"], [], LLAMA, "needs mbridge, which is not installed"),
+        (["mbridge"], [], LLAMA, "alone, got local"),
+        (["transformer_engine", "mbridge"], ["--num-experts=4"], LLAMA, "not mixtral"),
+        (["transformer_engine", "mbridge"], [], GPT2, "not gpt2"),
+        (["transformer_engine", "mbridge"], ["--hf-model-type=mistral"], LLAMA, "not mistral"),
+    ],
+    ids=["no-mbridge", "local", "experts", "gpt2", "mistral"],
+)
+def test_elsewhere_the_tables_convert_and_say_why(tmp_path, installed, caplog, there, more, model, message):
+    installed(*there)
+    assert chosen(tmp_path, *more, model=model) == "none"
+    assert caplog.messages[0].startswith("this program's own tables convert the weights: --weights-bridge mbridge ")
+    assert message in caplog.messages[0]
+
+
+def test_on_a_cpu_nobody_is_asked(tmp_path, caplog):
     config = run_config(flags(tmp_path))
     check_bridge(config, samples=True)
-    assert config.checkpoints.weights_bridge is None
+    assert config.checkpoints.weights_bridge == "none"
+    assert not [text for text in caplog.messages if "weights" in text]
 
 
 class Bridge:
@@ -155,3 +192,55 @@ def test_a_directory_is_read_where_nothing_is_missing(config, tmp_path):
         with pytest.raises(ValueError, match=message):
             bridge_load([model], other, tmp_path)
         assert Bridge.last.loaded is None
+
+
+class OfTransformerEngine(torch.nn.Module):
+    """A model of local layers, whose parameters have the names of Transformer Engine's."""
+
+    def __init__(self, chunk):
+        super().__init__()
+        object.__setattr__(self, "chunk", chunk)
+        for name in ("config", "decoder", "share_embeddings_and_output_weights"):
+            object.__setattr__(self, name, getattr(chunk, name))
+
+    @staticmethod
+    def renamed(name):
+        name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+
+    def named_parameters(self, *_, **__):
+        yield from ((self.renamed(name), parameter) for name, parameter in self.chunk.named_parameters())
+
+    def state_dict(self, *_, **__):
+        return {self.renamed(name): value for name, value in self.chunk.state_dict().items() if value is not None}
+
+
+def through_the_library(words):
+    """What comes out after other weights were read in."""
+    trainer = make_trainer(words)
+    chunks = [OfTransformerEngine(chunk) for chunk in trainer.chunks]
+    with torch.no_grad():
+        for chunk in trainer.chunks:
+            for parameter in chunk.parameters():
+                parameter.zero_()
+    bridge_load(chunks, trainer.config, trainer.config.checkpoints.load_hf)
+    return dict(bridge_export(chunks, trainer.config, trainer.groups))
+
+
+# Tied Qwens alone: in one process the library takes an untied one that follows a tied one for tied.
+REAL = MODELS | {"qwen3": transformers.Qwen3Config(**GATED, head_dim=16, tie_word_embeddings=True)}
+CONVERTED = [(name, layout) for name in ("llama-untied", "qwen2", "qwen3") for layout in (Layout(pp=2), Layout(tp=2))]
+CONVERTED += [("llama3", Layout()), ("llama3", Layout(tp=2, sp=True))]
+
+
+@pytest.mark.parametrize(("name", "layout"), sorted(CONVERTED, key=lambda case: str(case[1])), ids=str)
+def test_the_library_itself_gives_every_bit_back(ranks, tmp_path, name, layout):
+    pytest.importorskip("mbridge")
+    torch.manual_seed(2)
+    model = transformers.AutoModelForCausalLM.from_config(REAL[name])
+    model.save_pretrained(tmp_path)
+    words = [*COMMON, f"--load-hf={tmp_path}", "--tokenizer-type=CharacterTokenizer", f"--runs-dir={tmp_path}/runs"]
+    (found,) = [weights for weights in ranks.run(through_the_library, layout, [*words, *layout.flags()]) if weights]
+    expected = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
