@@ -28,14 +28,14 @@ def draw_run(metrics: Path, picture: Path, name: str, prefix: str = _CORRECTION)
         name: of the run.
         prefix: of the correction's metrics.
     """
-    wanted = {*_RIGHT, "reward/mean", *_KL, *_SHARES, *_WEIGHTS, *_RATIOS, "step"}
+    wanted = {"reward/mean", *_KL, *_SHARES, *_WEIGHTS, *_RATIOS, "step"}
     usual = (usual_names(row, prefix) for row in read_rows(metrics))
-    rows = [{key: value for key, value in row.items() if key in wanted} for row in usual]
+    rows = [{key: value for key, value in row.items() if key in wanted or key.startswith(_EVAL)} for row in usual]
     figure_of(rows, name).savefig(picture, dpi=110)
 
 
 _KL = {f"{_CORRECTION}kl": "KL(rollout ‖ trainer)", f"{_CORRECTION}k3_kl": "its k3 estimate"}
-_RIGHT = {"eval/exact_match": "right answers, held out", "eval/reward": "reward, held out"}
+_EVAL, _PASS = "eval/", "eval/pass@"
 _SHARES = {
     f"{_CORRECTION}rollout_is_eff_sample_size": "effective sample size",
     f"{_CORRECTION}rollout_rs_masked_fraction": "rejected tokens",
@@ -82,8 +82,13 @@ def reward_limits(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _draw_rewards(axis: Any, rows: list[Row]) -> None:
-    _draw_curves(axis, rows, {"reward/mean": "mean reward"} | _RIGHT, "reward")
-    axis.set_ylim(reward_limits(row[name] for row in rows for name in ("reward/mean", *_RIGHT) if name in row))
+    names = {"reward/mean": "mean reward", "eval/exact_match": "right answers, held out"}
+    most = max((int(name.removeprefix(_PASS)) for row in rows for name in row if name.startswith(_PASS)), default=1)
+    if most > 1:
+        names[f"{_PASS}{most}"] = f"right in {most} tries, held out"
+    names["eval/reward"] = "reward, held out"
+    _draw_curves(axis, rows, names, "reward")
+    axis.set_ylim(reward_limits(row[name] for row in rows for name in names if name in row))
 
 
 def _draw_curves(axis: Any, rows: list[Row], names: dict[str, str], title: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,12 @@ class Reporter:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report one optimizer step."""
-        self._write({"step": step, **metrics})
-        if step % self.logging.log_interval == 0:
-            self._log(step, metrics)
+        self._write(step, metrics, is_logged=step % self.logging.log_interval == 0)
         self.progress.step(bar_words(usual_names(metrics, self.prefix)))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""
-        self._write({"step": step, **metrics})
-        self._log(step, metrics)
+        self._write(step, metrics)
         self.say(f"step {step}/{self.train_iters}  {in_words(metrics)}")
 
     def say(self, text: str) -> None:
@@ -74,7 +72,9 @@ class Reporter:
         """The table and the picture of the run, and where everything lies; ``code`` is 0 where all went well."""
         self.progress.close()
         self.metrics.close()
-        self.board.close()
+        # What is lost here was told when it was written, or is a copy of what metrics.jsonl holds.
+        with suppress(OSError):
+            self.board.close()
         if self.wandb is not None:
             self.wandb.finish(exit_code=code)
         seconds = time.monotonic() - self.started
@@ -82,23 +82,20 @@ class Reporter:
         summary = summarize((usual_names(row, self.prefix) for row in rows), AVERAGED)
         if summary:
             self.say(f"\n{note} after {seconds:.0f} s\n\n{table(summary)}\n")
-            self._picture()
-            self.say(f"metrics {self.metrics.path}\npicture {self.folder / 'summary.png'}")
+            self.say(f"metrics {self.metrics.path}\npicture {self._picture()}")
         else:
             self.say(note)
 
-    def _write(self, row: dict[str, float]) -> None:
+    def _write(self, step: int, metrics: dict[str, float], *, is_logged: bool = True) -> None:
         try:
-            self.metrics.write(row)
+            self.metrics.write({"step": step, **metrics})
+            if is_logged:
+                for name, value in metrics.items():
+                    self.board.add_scalar(name, value, step)
         except OSError as error:
-            self.error = (
-                f"{self.metrics.path} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
-            )
-
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self.board.add_scalar(name, value, step)
-        if self.wandb is not None:
+            why = f"cannot be written ({error.strerror}): make room, or choose another --runs-dir"
+            self.error = f"the metrics in {self.folder} {why}"
+        if is_logged and self.wandb is not None:
             self.wandb.log(metrics, step=step)
 
     def _start_wandb(self) -> Any:
@@ -109,7 +106,13 @@ class Reporter:
         known = as_mapping(self.flags) | environment()
         return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder), config=known)
 
-    def _picture(self) -> None:
+    def _picture(self) -> str:
+        """Draw it; its path, or why there is none."""
         from megatron_rc.launch.training.picture import draw_run
 
-        draw_run(self.metrics.path, self.folder / "summary.png", self.run_name, self.prefix)
+        path = self.folder / "summary.png"
+        try:
+            draw_run(self.metrics.path, path, self.run_name, self.prefix)
+        except OSError as error:
+            return f"{path} could not be written ({error.strerror})"
+        return str(path)

@@ -106,7 +106,7 @@ def test_the_last_line_of_a_run_that_fails_says_why(tmp_path):
     code, _, errors = finish(start(launch(*words, f"--runs-dir={tmp_path}")))
     assert code == 1
     assert errors.count("error: ") == 1
-    assert errors.splitlines()[-1].startswith(f"error: {tmp_path}/count_up/metrics.jsonl cannot be written (No space")
+    assert errors.splitlines()[-1].startswith(f"error: the metrics in {tmp_path}/count_up cannot be written (No space")
 
 
 @pytest.mark.processes

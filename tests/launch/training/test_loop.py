@@ -142,7 +142,7 @@ def test_a_full_disk_under_the_metrics_is_one_error_on_all_ranks(ranks, tmp_path
     layout = Layout(tp=2)
     messages = ranks.run(run_training, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=3"))
     assert set(messages) == {
-        f"AgreedError: {tmp_path}/run/metrics.jsonl cannot be written (No space left on device): make room, or choose "
+        f"AgreedError: the metrics in {tmp_path}/run cannot be written (No space left on device): make room, or choose "
         "another --runs-dir"
     }
 

@@ -27,10 +27,11 @@ def run(steps=60, scale=1.0, weights=True, rejection=True, evaluations=0):
             row |= {f"{PREFIX}rollout_rs_masked_fraction": 0.05}
         rows.append(row)
         if evaluations and step % evaluations == 0:
-            rows.append({"step": step, "eval/exact_match": 0.5, "eval/reward": 0.4})
+            rows.append({"step": step, "eval/exact_match": 0.5, "eval/reward": 0.4} | PASSED)
     return rows
 
 
+PASSED = {"eval/pass@1": 0.5, "eval/pass@2": 0.6, "eval/pass@16": 0.9}
 RAW = {"min": 0.5, "max": 1.5, "mean": 1.0, "std": 0.1}
 RUNS = {
     "usual": run(),
@@ -71,7 +72,12 @@ def test_nothing_lies_over_anything_else(name):
 
 def test_what_each_part_shows():
     reward, kl, shares, weights = figure_of(RUNS["evaluated"], "sums").axes
-    assert labels(reward) == ["mean reward", "right answers, held out", "reward, held out"]
+    assert labels(reward) == [
+        "mean reward",
+        "right answers, held out",
+        "right in 16 tries, held out",
+        "reward, held out",
+    ]
     assert labels(kl) == ["KL(rollout ‖ trainer)", "its k3 estimate"]
     assert labels(shares) == ["effective sample size", "rejected tokens"]
     assert labels(weights) == ["smallest to largest", "mean ± std"]

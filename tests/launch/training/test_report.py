@@ -1,6 +1,8 @@
 """What a run tells TensorBoard and Weights & Biases."""
 
 import importlib.machinery
+import os
+import subprocess
 import sys
 import types
 
@@ -8,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rc.launch.training.report import Reporter
+from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01}
@@ -70,3 +73,40 @@ def test_tensorboard_has_every_metric_by_step(tmp_path):
     events = EventAccumulator(str(folder)).Reload()
     assert set(events.Tags()["scalars"]) == set(METRICS)
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from megatron_rc.launch.training.report import Reporter
+from tests.support.paths import ROOT
+from tests.support.recorded_training import flags, run_config
+
+words = flags(Path(sys.argv[1]), "--run-name=run", "--train-iters=100", "--log-interval=1")
+reporter = Reporter(run_config(words), 0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+for step in range(1, 100):
+    reporter.step(step, {f"metric/{number}": 0.5 for number in range(20)})
+    if reporter.error:
+        break
+print(step, reporter.error)
+reporter.__exit__(ValueError)
+"""
+
+
+def test_files_that_can_grow_no_more_are_one_sentence(tmp_path):
+    """At the error's end the picture cannot be written either, which hides nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    step, _, error = done.stdout.partition(" ")
+    assert 2 < int(step) < 99
+    assert error.startswith(f"the metrics in {tmp_path}/run cannot be written (File too large): make room, or choose")
+    assert "failed after step" in done.stderr
+    assert done.stderr.endswith(f"picture {tmp_path}/run/summary.png could not be written (File too large)\n")
