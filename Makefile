@@ -26,7 +26,7 @@ SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 SUMS = $(SMOLLM2_VENV)/sums
 
-.PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu wheels coverage lint format clean
+.PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu bench-gpu wheels coverage lint format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -69,6 +69,10 @@ test-vllm: $(VLLM_INSTALLED)
 # Every CUDA path on the GPUs of this machine, with the PyTorch that is here: 8 minutes at most. Exit 77: no GPU.
 test-gpu:
 	@$(PYTHON) -m tests.gpu --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
+
+# How fast they are, beside other implementations and the targets; likewise.
+bench-gpu:
+	@$(PYTHON) -m tests.gpu --bench --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
 
 # What such a machine lacks beside PyTorch, downloaded where there is an index.
 wheels:

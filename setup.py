@@ -48,6 +48,7 @@ setup(
             "megatron-core>=0.16,<0.20",
             "matplotlib",
             "numpy",
+            "psutil",  # megatron-core 0.19 saves no checkpoint without it
             "pyyaml",
             "reasoning-gym>=0.1.25",
             "safetensors",

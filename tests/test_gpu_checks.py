@@ -12,7 +12,7 @@ from tests.gpu import environment, machine, wheels
 from tests.support import recorded_training
 from tests.support.paths import ROOT
 
-TARGETS = ("test-gpu",)
+TARGETS = ("test-gpu", "bench-gpu")
 
 
 def command(*words, **variables):
@@ -90,6 +90,11 @@ def test_needs_many():
     pass
 
 
+def test_misses_a_target(target):
+    target("share", 0.7, least=0.85)
+    target("peak", 1.01, most=1.02)
+
+
 @pytest.fixture
 def left_behind():
     yield
@@ -127,6 +132,7 @@ def test_every_check_has_its_row(table):
         "test_hangs": "crashed",
         "test_needs_what_is_not_here": "skipped",
         "test_needs_many": "skipped",
+        "test_misses_a_target": "failed",
     }
     assert rows["test_passes"]["figures"] == {"error": 0.00012345, "launches": 2}
     assert "not equal" in rows["test_fails"]["message"]
@@ -134,12 +140,15 @@ def test_every_check_has_its_row(table):
     assert "Timeout" in rows["test_hangs"]["message"]
     assert rows["test_needs_what_is_not_here"]["message"] == "no_such_package.inside is not installed"
     assert rows["test_needs_many"]["message"] == "needs 5 GPUs"
+    figures = {"share": 0.7, "share_target": ">=0.85", "peak": 1.01, "peak_target": "<=1.02"}
+    assert rows["test_misses_a_target"]["figures"] == figures
+    assert rows["test_misses_a_target"]["message"] == "share is 0.7, its target >=0.85"
     assert [row["result"] for row in content["checks"][-2:]] == ["passed", "failed"]
     assert "cannot be cleaned up" in content["checks"][-1]["message"]
     assert content["machine"]["torch"]
     assert "check_some.py::test_passes" in output
     assert "error=0.000123 launches=2" in output
-    assert "3 passed, 2 failed, 2 crashed, 2 skipped" in output
+    assert "3 passed, 3 failed, 2 crashed, 2 skipped" in output
 
 
 def test_when_time_is_up_the_rest_is_not_reached(tmp_path):

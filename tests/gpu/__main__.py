@@ -24,7 +24,8 @@ from tests.gpu.environment import ROOT, prepare
 from tests.gpu.machine import require_gpu
 
 # What tells most comes first.
-FILES = ("kernels", "correction", "training", "runs", "layouts")
+CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts"))
+BENCHMARKS = tuple(f"bench_{name}.py" for name in ("vocab", "correction", "step", "linear"))
 TOTAL_SECONDS = 450
 PROCESSES_PER_FILE = 12
 USAGE = (2, 3, 4)  # exit statuses of pytest: it could not begin
@@ -60,24 +61,26 @@ def main() -> None:
     """Make the environment, run the checks, write the table and the JSON file."""
     args = _parser().parse_args()
     if args.device == "cuda":
-        require_gpu("test-gpu")
+        require_gpu("bench-gpu" if args.bench else "test-gpu")
     python = Path(sys.executable) if args.device == "cpu" else prepare(args.environment, args.wheels)
     begun = time.monotonic()
     _say(COLUMNS.format("check", "result", "seconds", "figures"))
     rows = []
-    files = [Path(__file__).parent / f"check_{name}.py" for name in FILES]
+    files = [Path(__file__).parent / name for name in (BENCHMARKS if args.bench else CHECKS)]
     for file in args.files or files:
         for row in run_file(python, file, args.device, args.only, begun + args.seconds):
             _say(str(row))
             rows.append(row)
-    _finish(rows, _machine(python), args.json, time.monotonic() - begun)
+    path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
+    _finish(rows, _machine(python), path, time.monotonic() - begun)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--wheels", type=_folder, default=None, metavar="DIR", help="packages that are missing here")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-gpu", metavar="DIR", help="where it is made")
-    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "gpu" / "checks.json", help="file of the results")
+    parser.add_argument("--json", type=Path, default=None, help="file of the results; default: in runs/gpu/")
+    parser.add_argument("--bench", action="store_true", help="measure instead, and compare with targets")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which no check is begun")
     parser.add_argument("--only", default="", metavar="WORDS", help="pytest's -k: checks whose names fit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to find mistakes here")

@@ -123,6 +123,31 @@ def figures(record_property):
 
 
 @pytest.fixture
+def target(figures):
+    """Called with figures that have a target: all are recorded, and those that miss it fail the check at its end."""
+    missed = []
+
+    def compare(name, value, *, least=None, most=None):
+        bound, met = (f">={least}", value >= least) if most is None else (f"<={most}", value <= most)
+        figures(**{name: value, f"{name}_target": bound})
+        if not met:
+            missed.append(f"{name} is {value:.4g}, its target {bound}")
+
+    compare.missed = missed
+    return compare
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """After the check's own code: the targets that it missed."""
+    result = yield
+    missed = getattr(pyfuncitem.funcargs.get("target"), "missed", [])
+    if missed:
+        pytest.fail("; ".join(missed), pytrace=False)
+    return result
+
+
+@pytest.fixture
 def seconds():
     """Called at the end of a stretch: seconds since the last call."""
     last = time.monotonic()

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NEEDED = (
     "torch",
     "megatron.core",
+    "psutil",
     "transformers",
     "tensorboard",
     "matplotlib",

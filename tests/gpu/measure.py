@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -74,3 +77,39 @@ def milliseconds(work: Callable[[], object], calls: int = 11) -> float:
         if turn >= 3:
             times.append(begin.elapsed_time(end))
     return statistics.median(times)
+
+
+class Stopwatch:
+    """Milliseconds of the stretches of a block: by the GPU's own events, or by the clock where there is none.
+
+    Attributes:
+        milliseconds: of each stretch, once the block has ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.milliseconds: list[float] = []
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> Stopwatch:
+        """Begin when nothing is left to do."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        self.lap()
+        return self
+
+    def lap(self) -> None:
+        """The end of a stretch, and the beginning of the next one."""
+        if self._on_gpu:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for the end, and read the times."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            self.milliseconds = [before.elapsed_time(after) for before, after in pairwise(self._marks)]
+        else:
+            self.milliseconds = [1e3 * (after - before) for before, after in pairwise(self._marks)]

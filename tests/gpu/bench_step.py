@@ -1,0 +1,137 @@
+"""A step of a model of a billion parameters: how much of it is the correction, and what its modes save.
+
+The plan of a rollout batch and one update, without an engine: 16 sequences of 1024 tokens, bfloat16, the distributed
+optimizer. The share is that of the correction's own calls, each with a wait for the GPU before and after it, in a step
+that is measured without them.
+"""
+
+import contextlib
+import statistics
+import time
+
+import pytest
+import torch
+
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from tests.gpu.training import joined, words_for
+from tests.support.recorded_training import make_trainer
+from tests.support.training_cases import on_device
+
+SHARE = 0.005
+VOCABULARY, LENGTH, SEQUENCES, ROWS = 128_256, 1024, 16, 4
+BILLION = """--num-layers=16 --hidden-size=2048 --ffn-hidden-size=8192 --num-attention-heads=32 --num-query-groups=8
+--bf16 --use-distributed-optimizer""".split()
+SMALL = "--num-layers=2 --hidden-size=64 --ffn-hidden-size=96 --num-attention-heads=4 --num-query-groups=2".split()
+COMMON = """--group-query-attention --position-embedding-type=rope --normalization=RMSNorm --swiglu
+--disable-bias-linear --cpu --task=count_up --grpo-prompts-per-step=4 --grpo-group-size=4 --train-iters=100 --lr=1e-6
+--lr-decay-style=constant --grpo-kl-beta=0""".split()
+CRITERIA = ("--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2")
+VARIANTS = {
+    "decoupled": ("--rollout-is=token", *CRITERIA),
+    "measured alone": ("--rollout-correction-preset=disabled",),
+    "bypass": ("--rollout-is=none", "--bypass-mode", *CRITERIA),
+}
+CALLS = ("plan", "corrected", "finish_step")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups(request, tmp_path_factory):
+    words = flags(request.config.getoption("--device"), tmp_path_factory.mktemp("groups"))
+    with joined(words):
+        yield
+
+
+def flags(device, folder, *more):
+    length, vocabulary, rows = (LENGTH, VOCABULARY, ROWS) if device == "cuda" else (64, 512, 4)
+    sizes = [f"--seq-length={length}", f"--vocab-size={vocabulary}", f"--max-response-length={length // 2}"]
+    sizes += [f"--micro-batch-size={rows}", f"--global-batch-size={SEQUENCES}", f"--runs-dir={folder}"]
+    return words_for(device, [*(BILLION if device == "cuda" else SMALL), *COMMON, *sizes, *more])
+
+
+def rollouts(trainer):
+    """Random tokens of which the last three quarters train, with log-probs near those of the trainer."""
+    from megatron_rc.launch.training.micro_batches import cut_batch
+
+    config = trainer.config
+    shape = (SEQUENCES, config.training.seq_length)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:, shape[1] // 4 :] = True
+    blank = RolloutBatch(
+        tokens=torch.randint(0, config.model.vocab_size, shape),
+        response_mask=mask,
+        rollout_log_probs=torch.where(mask, -7.0, torch.nan),
+        policy_versions=torch.zeros(shape, dtype=torch.int32),
+        sample_ids=torch.arange(SEQUENCES),
+        group_ids=torch.arange(SEQUENCES) // 4,
+        rewards=torch.rand(SEQUENCES),
+        finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
+        sampling=SamplingParams(),
+    )
+    blank = on_device(blank, trainer.device)
+    scored = trainer.score(cut_batch(blank, config, trainer.groups))
+    near = (scored + 0.03 * torch.randn_like(scored)).clamp(max=-1e-3).roll(1, dims=1)
+    log_probs = torch.where(blank.response_mask, near, torch.nan)
+    return RolloutBatch(**{**vars(blank), "rollout_log_probs": log_probs})
+
+
+def now():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def timed(correction):
+    """Seconds of the correction's own calls inside the block."""
+    seconds = []
+
+    def with_time(method):
+        def call(*args, **kwargs):
+            before = now()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                seconds.append(now() - before)
+
+        return call
+
+    for name in CALLS:
+        setattr(correction, name, with_time(getattr(correction, name)))
+    try:
+        yield seconds
+    finally:
+        for name in CALLS:
+            delattr(correction, name)
+
+
+def run_steps(trainer, batch, number):
+    """Seconds of the plan and one update, each time."""
+    found = []
+    for _ in range(number):
+        before = now()
+        trainer.update(trainer.prepare(batch), 0)
+        found.append(now() - before)
+    return found
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_step(device, on_gpu, figures, target, tmp_path, name):
+    if on_gpu and torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GiB of free memory")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer = make_trainer(flags(device.type, tmp_path, *VARIANTS[name]))
+    batch = rollouts(trainer)
+    run_steps(trainer, batch, 2)
+    step = statistics.median(run_steps(trainer, batch, 6))
+    inside = []
+    for _ in range(4):
+        with timed(trainer.correction) as seconds:
+            run_steps(trainer, batch, 1)
+        inside.append(sum(seconds))
+    parameters = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
+    figures(parameters=parameters, step_ms=1e3 * step, correction_ms=1e3 * statistics.median(inside))
+    target("share", statistics.median(inside) / step, most=SHARE if on_gpu else 1)
+    if on_gpu:
+        figures(peak_GiB=torch.cuda.max_memory_allocated() / 2**30)

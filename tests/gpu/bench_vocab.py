@@ -1,0 +1,132 @@
+"""Log-probs and entropy of 8192 tokens of 151,936 logits: time beside a copy of them, and memory beyond them."""
+
+import statistics
+
+import pytest
+import torch
+
+from megatron_rc.parallel import vocab_parallel_log_probs_and_entropy
+from tests.gpu import measure
+from tests.gpu.packages import require
+
+ROWS, WIDTH, TURNS = 8192, 151_936, 15
+SHARE, PEAK, PEAK_IN_PLACE = 0.85, 1.02, 0.02
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def data(request, device, on_gpu):
+    """(logits, labels), drawn anew."""
+    rows, width = (ROWS, WIDTH) if on_gpu else (32, 301)
+    logits = torch.empty(rows, width, device=device, dtype=getattr(torch, request.param)).normal_()
+    return logits, torch.randint(0, width, (rows,), device=device)
+
+
+def ours(inplace=False):
+    return lambda logits, labels: vocab_parallel_log_probs_and_entropy(logits, labels, inplace_backward=inplace)
+
+
+def plain(logits, labels):
+    """log_softmax, gather and the entropy's formula."""
+    log_pi = torch.log_softmax(logits.float(), -1)
+    return log_pi.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_pi.exp() * log_pi).sum(-1)
+
+
+def times(function, logits, labels, *, restores=False, turns=TURNS):
+    """Median milliseconds of (forward, backward)."""
+    fresh = logits.clone() if restores else None
+    found = []
+    for turn in range(turns + 3):
+        leaf = logits.detach().requires_grad_()
+        with measure.Stopwatch(logits.device) as watch:
+            results = function(leaf, labels)
+            watch.lap()
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+            watch.lap()
+        del results
+        leaf.grad = None
+        if fresh is not None:
+            logits.copy_(fresh)
+        if turn >= 3:
+            found.append(watch.milliseconds)
+    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def copy_bandwidth(logits):
+    """Bytes a second that a copy of the logits reads and writes."""
+    out = torch.empty_like(logits)
+    laps = []
+    for turn in range(TURNS + 3):
+        with measure.Stopwatch(logits.device) as watch:
+            out.copy_(logits)
+            watch.lap()
+        if turn >= 3:
+            laps.append(watch.milliseconds[0])
+    return 2e3 * out.numel() * out.element_size() / statistics.median(laps)
+
+
+@pytest.mark.timeout(120)
+def test_ours(data, on_gpu, figures, target):
+    """The forward reads the logits once; the backward reads them and writes as much."""
+    logits, labels = data
+    size, bandwidth = logits.numel() * logits.element_size(), copy_bandwidth(logits)
+    forward, backward = times(ours(), logits, labels)
+    figures(copy_GB_s=bandwidth / 1e9, forward_ms=forward, backward_ms=backward)
+    shares = 1e3 * size / bandwidth / forward, 2e3 * size / bandwidth / backward
+    peak = PEAK
+    if on_gpu:
+        peak = measure.peak_bytes(lambda: times(ours(), logits, labels, turns=-2)) / size
+        target("peak_of_logits", peak, most=PEAK)
+        in_place = measure.peak_bytes(lambda: times(ours(inplace=True), logits, labels, turns=-2)) / size
+        target("peak_in_place", in_place, most=PEAK_IN_PLACE)
+    target("forward_share", shares[0], least=SHARE if on_gpu else 0)
+    target("backward_share", shares[1], least=SHARE if on_gpu else 0)
+
+
+@pytest.mark.timeout(120)
+def test_blocks_and_warps(data, device, on_gpu, figures, monkeypatch):
+    """The same with other numbers of columns and warps a program: what to choose where the share is low."""
+    require("triton")
+    if not on_gpu:
+        pytest.skip("measures what a GPU does")
+    from megatron_rc.parallel import triton_kernels
+
+    logits, labels = data
+    for block in (2048, 4096, 8192, 16384):
+        for warps in (4, 8, 16):
+            for name in ("_FORWARD_BLOCK", "_BACKWARD_BLOCK"):
+                monkeypatch.setattr(triton_kernels, name, block)
+            monkeypatch.setattr(triton_kernels, "_warps", lambda _, warps=warps: warps)
+            forward, backward = times(ours(), logits, labels, turns=5)
+            figures(**{f"{block}x{warps}": f"{forward:.2f}/{backward:.2f}ms"})
+
+
+def megatron(device):
+    require("megatron.core")
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    return lambda logits, labels: [vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1))]
+
+
+OTHERS = {"plain": lambda _: plain, "compiled": lambda _: torch.compile(plain), "megatron": megatron}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(data, device, figures, name):
+    """Plain PyTorch, the same compiled, and Megatron-Core's cross entropy, which has no entropy and overwrites."""
+    logits, labels = data
+    function = OTHERS[name](device)
+    try:
+        forward, backward = times(function, logits, labels, restores=name == "megatron", turns=5)
+        figures(forward_ms=forward, backward_ms=backward)
+        if device.type == "cuda":
+            size = logits.numel() * logits.element_size()
+            figures(peak_of_logits=measure.peak_bytes(lambda: times(function, logits, labels, turns=-2)) / size)
+    except torch.OutOfMemoryError:
+        pytest.skip("it does not fit this GPU's memory")
