@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
-from megatron_rc.correction.plans import LossScale
+from megatron_rc.correction.plans import LossScale, PlannedStep
 from megatron_rc.correction.rollout_correction import RolloutCorrection
 from megatron_rc.loss.aggregation import loss_sum
 from megatron_rc.loss.metrics import LossStatistics
@@ -84,15 +84,25 @@ def _masked_loss(
     returned = schedule_return(total, {"loss": total}, scale)
     statistics = statistics.plus(loss=total.detach() / scale.denominator)
 
-    tokens = found.tokens
+    tokens, strangers = found.tokens, _strangers(micro_batch, step)
 
     def count(_: Tensor) -> None:
-        correction.steps.count(step, tokens)
+        correction.steps.count(step, tokens, strangers)
         correction.steps.record(statistics)
 
     if returned[0].requires_grad:
         returned[0].register_hook(count)
     return returned
+
+
+def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
+    """0-D: sequences with trained tokens of another mini-batch than the step's; None where nothing says of which."""
+    ids, mask = micro_batch.mini_batch_ids, micro_batch.response_mask
+    if ids is None:
+        return None
+    # A copy to the host would not be there yet.
+    ids = ids.to(mask.device, non_blocking=mask.device.type != "cpu")
+    return ((ids != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
 
 
 def _refused(log_probs: Tensor) -> Returned:

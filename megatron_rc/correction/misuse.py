@@ -42,6 +42,10 @@ class Misuse(IntEnum):
         "a schedule started on sums that no step has finished (one failed, or finish_step() was not called): this step "
         f"has another number of micro-batches than num_microbatches of its LossScale; {_ZERO}, and {_END}"
     )
+    OTHER_MINI_BATCH = (
+        "micro-batches with sequences of another mini-batch, as their mini_batch_ids say, than the LossScale that "
+        f"their losses were given: {_ZERO}, with the scale of their own"
+    )
     OTHER_PLAN = (
         "the losses of this step were given the scale of a plan whose max_staleness, or whether it has a "
         f"current_version, is not that of the newest plan: {_ZERO}, with a scale of the newest plan"

@@ -26,6 +26,7 @@ class StepSums:
         statistics: what the losses measured.
         micro_batches: how many were counted.
         found: what is known already to be wrong.
+        strangers: 0-D, sequences of another mini-batch than the step's; None where no micro-batch says whose it is.
         refused: what a loss said that was not made.
     """
 
@@ -34,9 +35,10 @@ class StepSums:
     statistics: LossStatistics | None = None
     micro_batches: int = 0
     found: set[Misuse] = field(default_factory=set)
+    strangers: Tensor | None = None
     refused: str | None = None
 
-    def count(self, step: PlannedStep, tokens: KeptTokens | None) -> None:
+    def count(self, step: PlannedStep, tokens: KeptTokens | None, strangers: Tensor | None = None) -> None:
         """Add one micro-batch."""
         if self.step is None:
             self.step = step
@@ -45,6 +47,8 @@ class StepSums:
         self.micro_batches += 1
         if tokens is not None:
             self.tokens.append(tokens)
+        if strangers is not None:
+            self.strangers = strangers if self.strangers is None else self.strangers + strangers
 
     def record(self, statistics: LossStatistics) -> None:
         """Add what the loss of a micro-batch measured."""

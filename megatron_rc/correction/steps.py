@@ -83,8 +83,13 @@ class Steps:
                 "finish_step() in between, or reset_step() where that step is given up"
             )
 
-    def count(self, step: PlannedStep, tokens: KeptTokens | None) -> None:
+    def count(self, step: PlannedStep, tokens: KeptTokens | None, strangers: Tensor | None = None) -> None:
         """Add a micro-batch to what ``finish`` reduces. Collectives: none.
+
+        Args:
+            step: that it is counted for.
+            tokens: what it adds to the correction's sums; None where the plan has them.
+            strangers: 0-D, how many of its sequences are of another mini-batch; None where it does not say.
 
         Raises:
             StepError: two steps have been counted, and nothing has ever ended one.
@@ -95,7 +100,7 @@ class Steps:
             if self._scaled.are_untouched:
                 self._open.found.add(Misuse.SCALED_BEFORE)
             self._scaled = None
-        self._open.count(step, tokens)
+        self._open.count(step, tokens, strangers)
 
     def record(self, statistics: LossStatistics) -> None:
         """Add what the loss measured of one micro-batch to what ``finish`` reduces. Collectives: none."""
@@ -182,6 +187,8 @@ class Steps:
             sums = measured.sums.new_zeros(known.num_sums)
             maxima = measured.sums.new_full((known.num_maxima,), -torch.inf)
         codes = measured.sums.new_full((1,), float(misuse))
+        if opened.strangers is not None:
+            codes = torch.where(opened.strangers > 0, codes.clamp(min=float(Misuse.OTHER_MINI_BATCH)), codes)
         pair = torch.cat([sums, measured.sums]), torch.cat([maxima, measured.maxima, codes])
         header = torch.cat([*reduce_batch(pair, self.groups), codes])
         header[-1] = self.mode.factor(opened, self._result(fields, header))

@@ -213,6 +213,44 @@ def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
         training.schedule(plan, 1)
 
 
+def listed(training):
+    """What the plan is given, in micro-batches."""
+    rows = [slice(start, start + PER_MICRO_BATCH) for start in range(0, ROWS, PER_MICRO_BATCH)]
+    old = None if training.mode == "bypass" else [training.old[row] for row in rows]
+    tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))
+    ids = [torch.full((PER_MICRO_BATCH,), index // 2) for index in range(len(rows))]
+    return PlanInputs(old, *tensors, advantages=[training.advantages[row] for row in rows], mini_batch_ids=ids)
+
+
+def losses_of(training, plan, micro_batches):
+    """One step of the first mini-batch, made of these micro-batches by their number."""
+    scale = plan.loss_scale(0, num_microbatches=len(micro_batches))
+    for index, micro_batch in micro_batches.items():
+        log_probs = training.model(range(PER_MICRO_BATCH * index, PER_MICRO_BATCH * (index + 1)))
+        loss, count, _ = masked_loss(training.correction, micro_batch, log_probs, None, scale)
+        (loss / count / scale.num_microbatches).backward()
+    training.finalize([training.model])
+
+
+@pytest.mark.parametrize("chosen", [(2, 3), (0, 3)], ids=str)
+def test_micro_batches_of_another_mini_batch_are_refused(training, chosen):
+    """Their tokens would be divided by the number of others."""
+    inputs = listed(training)
+    plan = training.correction.plan(inputs, num_mini_batches=2)
+    made = plan.micro_batches(inputs)
+    with pytest.raises(StepError, match="another mini-batch, as their mini_batch_ids say, than the LossScale"):
+        losses_of(training, plan, {index: made[index] for index in chosen})
+
+
+def test_what_fills_a_step_may_be_of_any_mini_batch(training):
+    training.mask[6:] = False
+    inputs = listed(training)
+    plan = training.correction.plan(inputs, num_mini_batches=2)
+    made = plan.micro_batches(inputs)
+    losses_of(training, plan, {index: made[index] for index in (0, 1, 3)})
+    torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
+
+
 def test_losses_of_half_a_step_are_not_a_step(training):
     plan = training.planned()
     half = plan.loss_scale(0, num_microbatches=4)
@@ -490,12 +528,8 @@ def test_the_plan_makes_the_micro_batches():
     for mode in MODES:
         training = Training(mode)
         whole = training.planned()
-        rows = [slice(start, start + 2) for start in range(0, ROWS, 2)]
-        old = None if mode == "bypass" else [training.old[row] for row in rows]
-        tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))
-        advantages = [training.advantages[row] for row in rows]
-        ids = [torch.full((2,), index // 2) for index in range(4)]
-        inputs = PlanInputs(old, *tensors, advantages=advantages, mini_batch_ids=ids)
+        inputs = listed(training)
+        ids = inputs.mini_batch_ids
         found = training.correction.plan(inputs, num_mini_batches=2).micro_batches(inputs)
         assert len(found) == 4
         for index, micro_batch in enumerate(found):
