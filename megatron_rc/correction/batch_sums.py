@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.header import LENGTH_BUCKETS, REWARD_SIGNS, Columns, HeaderFields
+from megatron_rc.correction.header import Columns, HeaderFields
+from megatron_rc.correction.header_fields import LENGTH_BUCKETS, REWARD_SIGNS
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.histogram import bins_of
 from megatron_rc.correction.rejection import Verdicts, accepted_weight, sequence_statistic, threshold_scale

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.header import HeaderFields, header_fields
+from megatron_rc.correction.header import HeaderFields
+from megatron_rc.correction.header_fields import header_fields
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, OneMicroBatch
 from megatron_rc.correction.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.correction.misuse import StepError

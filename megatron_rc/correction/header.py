@@ -1,7 +1,8 @@
 """What is known of a whole batch, as one vector that adds up over ranks and micro-batches.
 
-What it says is declared once, in the records of ``header_records``. The positions in the vector follow from these, the
-config and the counts that all ranks agree on, whatever the data is; who writes and who reads both go by them.
+What it says is declared once, in the records of ``header_records``; ``header_fields`` chooses those that a config
+needs. The positions in the vector follow from these, the config and the counts that all ranks agree on, whatever the
+data is; who writes and who reads both go by them.
 """
 
 from __future__ import annotations
@@ -16,33 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.header_records import (
-    BatchHeader,
-    CriterionSums,
-    DataSums,
-    MaskedWeights,
-    OwnTokenTest,
-    PolicySums,
-    SequenceExtremes,
-    SequenceTest,
-    SharedWeights,
-    ShiftSums,
-    Source,
-    TokenExtremes,
-    TokenTest,
-    TokenWeights,
-    VetoSums,
-)
-from megatron_rc.correction.histogram import NUM_BINS, Histogram
-from megatron_rc.correction.inputs import AgreedCounts
+from megatron_rc.correction.header_records import BatchHeader, CriterionSums, Source
+from megatron_rc.correction.histogram import Histogram
 from megatron_rc.loss.metrics import MAXIMA, SUMS
-from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criterion import Criterion
 
-LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
-REWARD_SIGNS = ("negative", "zero", "positive")
-
-
+_TABLES = ("by_length", "by_reward", "by_staleness", "mini_batches")
 Columns = dict[Source | str, Tensor]
 
 
@@ -69,7 +48,7 @@ class HeaderFields:
     @functools.cached_property
     def _names(self) -> dict[Source, tuple[str, ...]]:
         records = (*self.records.items(), *self.criteria.items())
-        return {source: _names(records, source) for source in Source}
+        return {source: field_names(records, source) for source in Source}
 
     def stack(self, source: Source, values: Mapping[str, Tensor]) -> Tensor:
         """The values of one source's fields, in their order.
@@ -171,42 +150,6 @@ class HeaderFields:
         return [part[row * width : (row + 1) * width] for row in range(shape[0])]
 
 
-_TABLES = ("by_length", "by_reward", "by_staleness", "mini_batches")
-
-
-def header_fields(config: RolloutCorrectionConfig, counts: AgreedCounts) -> HeaderFields:
-    """The fields of a batch's header, from what every rank knows."""
-    return _header_fields(config, counts.num_mini_batches, counts.max_staleness)
-
-
-@functools.lru_cache(maxsize=64)
-def _header_fields(config: RolloutCorrectionConfig, num_mini_batches: int, max_staleness: int) -> HeaderFields:
-    records = _records(config)
-    criteria = {criterion.name: _criterion_record(criterion) for criterion in config.criteria}
-    everything = (*records.items(), *criteria.items())
-
-    def vector(source: Source) -> dict[Source | str, tuple[int, ...]]:
-        return {source: (len(_names(everything, source)),)}
-
-    histograms = 0 if config.rollout_is is None else 1 if config.rollout_is == "token" else 2
-    sums = {
-        **vector(Source.SEQUENCES),
-        **vector(Source.FLAGS),
-        "by_length": (LENGTH_BUCKETS, 2),
-        "by_reward": (len(REWARD_SIGNS), 2),
-        "by_staleness": (max_staleness + 1, 3),
-        **vector(Source.DATA),
-        "mini_batches": (num_mini_batches, 4),
-        "weighed": (num_mini_batches * config.may_weigh_nothing,),
-        "weight_bins_until": (histograms, NUM_BINS),
-        **vector(Source.TOKENS),
-        "bins_until": (NUM_BINS,),
-        **vector(Source.SHIFT),
-    }
-    maxima = {**vector(Source.SEQUENCE_MAXIMA), **vector(Source.TOKEN_MAXIMA), **vector(Source.KEY)}
-    return HeaderFields(records, criteria, sums, maxima)
-
-
 NO_FIELDS = HeaderFields({}, {}, {}, {})
 
 
@@ -226,44 +169,22 @@ def merge_headers(fields: HeaderFields, headers: Sequence[Tensor]) -> Tensor:
     return torch.cat([stacked[:, : fields.num_sums].sum(0), stacked[:, fields.num_sums :].amax(0)])
 
 
-def check_names(what: str, declared: Iterable[object], given: Iterable[object]) -> None:
-    """Raise KeyError unless what is given is what is declared."""
-    declared, given = set(declared), set(given)
-    if declared != given:
-        missing, extra = (", ".join(sorted(map(str, one))) or "nothing" for one in (declared - given, given - declared))
-        raise KeyError(f"{what}: {missing} is missing, {extra} is not declared")
-
-
-def _records(config: RolloutCorrectionConfig) -> dict[str, type[Any]]:
-    records: dict[str, type[Any]] = {"policy": PolicySums, "data": DataSums, "shift": ShiftSums}
-    by_token = config.rollout_is == "token"
-    if config.rollout_is is not None:
-        records["weights"] = TokenWeights if by_token else SharedWeights
-        if config.is_mode == "mask":
-            records["masked"] = MaskedWeights
-        # Without these bounds the extremes of weights follow from those of ρ.
-        if config.is_mode == "mask" or config.staleness_scale is not None:
-            records["extremes"] = TokenExtremes if by_token else SequenceExtremes
-    if config.rollout_token_veto_threshold is not None:
-        records["veto"] = VetoSums
-    return records
-
-
-def _criterion_record(criterion: Criterion) -> type[CriterionSums]:
-    if not criterion.is_measured:
-        return CriterionSums
-    if criterion.unit == "sequence":
-        return SequenceTest
-    return TokenTest if criterion.bounds.on_ratio else OwnTokenTest
-
-
-def _names(records: Iterable[tuple[str, type[Any]]], source: Source) -> tuple[str, ...]:
+def field_names(records: Iterable[tuple[str, type[Any]]], source: Source) -> tuple[str, ...]:
+    """The fields of one source, as ``record.field``, in the order of the records."""
     return tuple(
         f"{name}.{one.name}"
         for name, record in records
         for one in dataclasses.fields(record)
         if one.metadata["source"] is source
     )
+
+
+def check_names(what: str, declared: Iterable[object], given: Iterable[object]) -> None:
+    """Raise KeyError unless what is given is what is declared."""
+    declared, given = set(declared), set(given)
+    if declared != given:
+        missing, extra = (", ".join(sorted(map(str, one))) or "nothing" for one in (declared - given, given - declared))
+        raise KeyError(f"{what}: {missing} is missing, {extra} is not declared")
 
 
 def _packed(declared: Mapping[Source | str, tuple[int, ...]], given: Columns) -> Tensor:

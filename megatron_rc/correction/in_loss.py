@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, normalization_sums
+from megatron_rc.correction.header import HeaderFields, merge_headers, normalization_sums
+from megatron_rc.correction.header_fields import header_fields
 from megatron_rc.correction.in_loss_plan import InLossPlan, MaskCounts, count_masks
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, OneMicroBatch
 from megatron_rc.correction.joined import KeptTokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megatron_rc.correction.header import REWARD_SIGNS
+from megatron_rc.correction.header_fields import REWARD_SIGNS
 from megatron_rc.correction.header_records import (
     BatchHeader,
     CriterionSums,

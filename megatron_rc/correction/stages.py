@@ -23,7 +23,8 @@ from megatron_rc.correction.batch_sums import (
 )
 from megatron_rc.correction.checks.bad_tokens import first_bad_key
 from megatron_rc.correction.checks.shift import shift_sums
-from megatron_rc.correction.header import Columns, HeaderFields, header_fields, normalization_sums
+from megatron_rc.correction.header import Columns, HeaderFields, normalization_sums
+from megatron_rc.correction.header_fields import header_fields
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
 from megatron_rc.correction.local_tokens import (

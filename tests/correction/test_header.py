@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_rc import AgreedCounts, RolloutCorrectionConfig
-from megatron_rc.correction.header import HeaderFields, header_fields, merge_headers, step_fields
+from megatron_rc.correction.header import HeaderFields, merge_headers, step_fields
+from megatron_rc.correction.header_fields import header_fields
 from megatron_rc.correction.header_records import BatchHeader, PolicySums, Source
 from megatron_rc.correction.token_pass.expressions import ExpressionBlock
 from megatron_rc.correction.token_pass.operations import BlockTokens

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
-from megatron_rc.correction.header import LENGTH_BUCKETS
+from megatron_rc.correction.header_fields import LENGTH_BUCKETS
 from megatron_rc.correction.histogram import NUM_BINS
 from megatron_rc.settings.criteria import CRITERIA
 from tests.support.paths import ROOT

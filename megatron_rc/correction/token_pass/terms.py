@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.header import check_names, header_fields
+from megatron_rc.correction.header import check_names
+from megatron_rc.correction.header_fields import header_fields
 from megatron_rc.correction.header_records import Source
 from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.token_pass.operations import BlockTokens, How, TokenBlock
