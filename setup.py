@@ -66,7 +66,9 @@ setup(
         "test": [
             "datasets>=3",
             *MATH,
+            "einops",
             "hypothesis",
+            "mbridge>=0.15.1",
             "psutil",
             "pytest",
             "pytest-timeout",

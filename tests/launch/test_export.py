@@ -17,8 +17,8 @@ from megatron_rc.launch.tasks.text import CharacterText
 from megatron_rc.launch.training import hugging_face
 from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
 from tests.launch.weights.test_memory import most_alive
-from tests.launch.weights.test_weights import GATED, LLAMA3, MODELS, SMALL_GPT2
 from tests.support.paths import ROOT
+from tests.support.published_models import GATED, LLAMA3, MODELS, SMALL_GPT2
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, make_trainer
 

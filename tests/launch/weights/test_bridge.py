@@ -19,7 +19,7 @@ from megatron_rc.launch.weights.bridge import bridge_export, bridge_load
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.launch.weights.families import find_family
 from megatron_rc.parallel import ParallelGroups
-from tests.launch.weights.test_weights import GATED, MODELS
+from tests.support.published_models import GATED, MODELS
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, GPT2, LLAMA, flags, make_trainer, run_config
 

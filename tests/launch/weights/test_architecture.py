@@ -1,0 +1,191 @@
+"""What a ``config.json`` says, as flags and back: published forms, contradictions, and what is computed otherwise."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.weights.architecture import read_architecture
+from tests.support.published_models import GATED, LLAMA3, MODELS, changed, words_of
+from tests.support.ranks import Layout
+from tests.support.recorded_training import GPT2, flags, run_config
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The ``config.json`` of each model."""
+    found = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, config in MODELS.items():
+        config.save_pretrained(found[name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--rotary-base=10000", "--rotary-base 10000 contradicts --load-hf"),
+        ("--num-layers=8", "--num-layers 8 contradicts --load-hf"),
+        ("--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights True contradicts"),
+        ("--norm-epsilon=1e-3", r"--norm-epsilon 0\.001 contradicts"),
+        ("--no-swiglu", "--swiglu False contradicts"),
+    ],
+)
+def test_flags_that_contradict_the_directory_are_refused(folders, word, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_args(words_of(folders["llama"], Layout(), word))
+    assert parse_args(words_of(folders["llama"], Layout(), "--rotary-base=500")).rotary_base == 500
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "message"),
+    [
+        ("qwen3", "--num-experts=4", "--num-experts 4 contradicts --load-hf .* has None"),
+        ("qwen3_moe", "--num-experts=8", "--num-experts 8 contradicts --load-hf .* has 4"),
+        ("qwen3_moe", "--moe-ffn-hidden-size=48", "--moe-ffn-hidden-size 48 contradicts"),
+        ("qwen3_moe", "--moe-router-topk=3", "--moe-router-topk 3 contradicts"),
+        ("qwen3_moe", "--moe-router-pre-softmax", "--moe-router-pre-softmax True contradicts"),
+        ("qwen3_moe-unnormalised", "--no-moe-router-pre-softmax", "--moe-router-pre-softmax False contradicts"),
+        ("mixtral", "--qk-layernorm", "--qk-layernorm True contradicts"),
+    ],
+)
+def test_flags_that_contradict_the_directorys_experts_are_refused(folders, name, word, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parse_args(words_of(folders[name], Layout(), word))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba' is not known; known are gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True, not False"),
+        (
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}},
+            r"high_freq_factor of llama3's rotary embeddings is 2\.0, not 4\.0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+            r"low_freq_factor of llama3's rotary embeddings is None, not 1\.0",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}},
+            "original_max_position_embeddings of llama3's rotary embeddings is 4096, not 8192",
+        ),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "factor is None, not a number"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rotary embeddings of type 'yarn'"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\], not a table of numbers"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, not 1\.0"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantization_config is \{'quant_method': 'fp8'\}, not None",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention', not"),
+        ({"layer_types": 5}, "has an entry of the wrong kind"),
+        ({"num_hidden_layers": [4]}, r"num_hidden_layers is \[4\], not a whole number"),
+        ({"hidden_size": "32", "head_dim": 8}, "hidden_size is '32', not a whole number"),
+        ({"num_attention_heads": 0, "head_dim": None}, "has an entry of the wrong kind"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "embeddings of type 'linear'"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, r"rope_theta is 0\.5, not a whole number"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"num_hidden_layers": ...}, "lacks 'num_hidden_layers'"),
+    ],
+)
+def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path, change, message):
+    with pytest.raises(ConfigurationError, match=message):
+        read_architecture(changed(folders["llama"], tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, not 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], not \[\]"),
+        ("qwen3_moe", {"num_experts": ..., "num_local_experts": ...}, "lacks 'num_experts'"),
+        ("qwen3_moe", {"moe_intermediate_size": ...}, "lacks 'moe_intermediate_size'"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias is True, not False"),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise is 0\.1, not 0\.0"),
+        ("mixtral", {"num_experts_per_tok": ...}, "lacks 'num_experts_per_tok'"),
+    ],
+)
+def test_experts_that_would_be_computed_differently_are_refused(folders, tmp_path, name, change, message):
+    with pytest.raises(ConfigurationError, match=message):
+        read_architecture(changed(folders[name], tmp_path, change))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt2")])
+def test_both_forms_of_a_config_are_the_same_flags(folders, tmp_path, name):
+    """Before transformers 5 there were ``rope_theta`` and ``rope_scaling``."""
+    parameters = dict(MODELS[name].rope_parameters)
+    older = {"rope_parameters": ..., "rope_theta": parameters.pop("rope_theta")}
+    older["rope_scaling"] = None if parameters == {"rope_type": "default"} else parameters
+    flags = read_architecture(folders[name])
+    assert read_architecture(changed(folders[name], tmp_path, older)) == flags
+    assert flags["hf-model-type"] == MODELS[name].model_type
+    assert flags["use-rope-scaling"] == str(name == "llama3").lower()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_read_is_what_is_written(folders, tmp_path, name):
+    """Every setting of ``config.json`` that changes what is computed comes back."""
+    config = run_config(words_of(folders[name], Layout()))
+    written = find_family(config).hugging_face_config(config).to_dict()
+    wanted = transformers.AutoConfig.from_pretrained(folders[name]).to_dict()
+    apart = {"architectures", "dtype", "transformers_version", "_name_or_path", "initializer_range", "n_inner"}
+    apart |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "router_aux_loss_coef", "num_experts", "head_dim"}
+    for key in (wanted.keys() | written.keys()) - apart:
+        assert written.get(key) == wanted.get(key), key
+
+
+def test_a_window_of_attention_is_carried_and_kept_to(folders, tmp_path):
+    folder = changed(folders["mistral"], tmp_path, {"sliding_window": 16})
+    config = run_config(words_of(folder, Layout()))
+    assert find_family(config).hugging_face_config(config).sliding_window == 16
+    with pytest.raises(ConfigurationError, match="--seq-length 20 is longer than --sliding-window 16, beyond which"):
+        run_config([*words_of(folder, Layout()), "--seq-length=20"])
+    folder = changed(folders["mistral"], tmp_path, {"sliding_window": ...})
+    assert run_config(words_of(folder, Layout())).model.sliding_window == 4096
+
+
+def test_a_model_of_two_families_is_what_is_asked_for(folders):
+    words = words_of(folders["llama"], Layout())
+    assert find_family(run_config(words)).name == "llama"
+    plain = flags(folders["llama"] / "runs")
+    assert find_family(run_config([*plain, "--hf-model-type=mistral"])).name == "mistral"
+    with pytest.raises(ConfigurationError, match=r"--hf-model-type qwen3 is not what .* use llama or mistral"):
+        run_config([*plain, "--hf-model-type=qwen3"])
+    with pytest.raises(ConfigurationError, match="--hf-model-type mistral contradicts --load-hf"):
+        run_config([*words, "--hf-model-type=mistral"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use-rope-scaling"], "--use-rope-scaling does nothing with --position-embedding-type learned_absolute"),
+        (["--openai-gelu", "--swiglu"], "--openai-gelu does nothing with --swiglu"),
+        (["--rope-scaling-factor=8"], r"--rope-scaling-factor 8\.0 does nothing without --use-rope-scaling"),
+    ],
+)
+def test_flags_that_change_nothing_are_refused(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, *words, model=GPT2))
+
+
+def test_older_directories_are_read(tmp_path):
+    """Before transformers 5 the base of the rotary frequencies stood by itself."""
+    config = {**GATED, "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_architecture(tmp_path)["rotary-base"] == "1000000"
+
+
+def test_a_directory_that_is_not_there_is_named():
+    with pytest.raises(ConfigurationError, match=r"--load-hf nowhere: config\.json cannot be read"):
+        read_architecture(Path("nowhere"))

@@ -1,0 +1,47 @@
+"""GGUF files that cannot become a Hugging Face directory."""
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import transformers
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.weights import from_gguf
+from megatron_rc.launch.weights.from_gguf import unpack
+
+
+def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match=r"none\.gguf: no such file; give a model in the GGUF format"):
+        unpack(tmp_path / "none.gguf", tmp_path / "out")
+    (tmp_path / "a.gguf").write_bytes(b"not one")
+    right = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else right(name, *a))
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    with pytest.raises(
+        ConfigurationError, match=r"a GGUF file needs .*, which is not installed: .*megatron-rc\[gguf\]"
+    ):
+        unpack(tmp_path / "a.gguf", tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"usage: python -m megatron_rc\.launch\.weights\.from_gguf"):
+        from_gguf.main(["a.gguf"])
+    with pytest.raises(SystemExit, match=r"error: .*no such file"):
+        from_gguf.main([str(tmp_path / "none.gguf"), str(tmp_path / "out")])
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"")
+    loaded = types.SimpleNamespace(save_pretrained=lambda folder: Path(folder).mkdir(), config=types.SimpleNamespace())
+    monkeypatch.setattr(from_gguf, "require", lambda *_: None)
+    for kind in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
+        monkeypatch.setattr(kind, "from_pretrained", lambda **_: loaded)
+    with pytest.raises(ConfigurationError, match=r"a\.gguf/out cannot be written to: .*Not a directory"):
+        unpack(file, file / "out")
+
+
+def test_a_folder_that_holds_a_model_is_not_unpacked_again(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    unpack(tmp_path / "gone.gguf", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -1,0 +1,62 @@
+"""A tiny model of every architecture, with what is special to it as it was published."""
+
+import json
+
+import transformers
+
+from tests.support.recorded_training import COMMON
+
+GATED = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 30,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SMALL_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 30}
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16, "tie_word_embeddings": False}
+MODELS = {
+    "llama": transformers.LlamaConfig(**GATED, tie_word_embeddings=True),
+    "llama-untied": transformers.LlamaConfig(**GATED, tie_word_embeddings=False, rms_norm_eps=1e-4),
+    "llama3": transformers.LlamaConfig(
+        **GATED | {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}, head_dim=16, tie_word_embeddings=True
+    ),
+    "mistral": transformers.MistralConfig(**GATED, head_dim=16, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**GATED, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**GATED, head_dim=16, tie_word_embeddings=False),
+    "gpt2": transformers.GPT2Config(**SMALL_GPT2),
+    "gpt2-gelu": transformers.GPT2Config(**SMALL_GPT2, activation_function="gelu"),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "qwen3_moe-unnormalised": transformers.Qwen3MoeConfig(
+        **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False
+    ),
+    "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
+}
+
+
+def words_of(folder, layout, *more):
+    size = f"--micro-batch-size={min(8, 16 // layout.dp)}"
+    return [
+        *COMMON,
+        f"--load-hf={folder}",
+        "--tokenizer-type=CharacterTokenizer",
+        f"--runs-dir={folder}/runs",
+        size,
+        *layout.flags(),
+        *more,
+    ]
+
+
+def changed(folder, target, change):
+    """A directory with another ``config.json``; what is ``...`` there is left out."""
+    config = json.loads((folder / "config.json").read_text()) | change
+    kept = {key: value for key, value in config.items() if value is not ...}
+    (target / "config.json").write_text(json.dumps(kept))
+    return target
