@@ -38,6 +38,7 @@ def choose_prompts(args: argparse.Namespace) -> None:
             args.task = None
     if not args.prompt_data:
         args.task = args.task or DEFAULT_TASK
+    args.rows_digest = None
     for name in ("prompt_data", "eval_data"):
         words = getattr(args, name)
         setattr(args, name, None if words is None else tuple(words))
@@ -71,7 +72,7 @@ def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
     data = PromptData(
         args.prompt_data, args.eval_data or (), row_format, text, args.seed, room, args.max_response_length
     )
-    args.label_key = row_format.label_key
+    args.label_key, args.rows_digest = row_format.label_key, data.digest
     return data
 
 

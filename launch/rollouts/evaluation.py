@@ -62,18 +62,20 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def sums_of(graded: Sequence[Graded], samples: int) -> Tensor:
-    """[2 + number of tries] float64: problems, rewards, and pass@k of each; they add up over replicas."""
+    """[3 + number of tries] float64: problems, rewards, errors, and pass@k of each; they add up over replicas."""
     right = [sum(reward >= RIGHT for reward in one.rewards) for one in graded]
     rewards = sum(reward for one in graded for reward in one.rewards)
+    errors = sum(outcome.failure is not None for one in graded for outcome in one.outcomes)
     passed = [sum(pass_at_k(samples, count, k) for count in right) for k in tries(samples)]
-    return torch.tensor([len(graded), rewards, *passed], dtype=torch.float64)
+    return torch.tensor([len(graded), rewards, errors, *passed], dtype=torch.float64)
 
 
 def metrics_of(sums: Tensor, samples: int) -> dict[str, float]:
     """What the sums of all replicas say of a problem."""
-    problems, rewards, *passed = sums.tolist()
+    problems, rewards, errors, *passed = sums.tolist()
     shares = {f"{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
-    return {"eval/reward": rewards / (problems * samples), "eval/exact_match": shares[f"{_PASS}1"], **shares}
+    means = {"eval/reward": rewards / (problems * samples), "eval/exact_match": shares[f"{_PASS}1"]}
+    return {**means, **shares, "eval/reward_errors": errors}
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
@@ -88,16 +90,26 @@ def write_answers(graded: Sequence[Graded], config: RunConfig, step: int) -> Non
     """The first response to each of the first problems, as JSON lines in the run's folder: ``eval/step-0000006.jsonl``.
 
     The evaluation before step 0 begins a folder of its own; an older run's keeps its answers under another name.
+
+    Raises:
+        ValueError: they cannot be written.
     """
     if not config.evaluation.eval_answers:
         return
     folder = Path(config.launch.runs_dir) / config.launch.run_name / FOLDER
-    if step == 0 and folder.is_dir():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        folder.rename(folder.with_name(f"{FOLDER}-{stamp}"))
-    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:07d}.jsonl"
     lines = [json.dumps(_line(one), default=str) + "\n" for one in graded[: config.evaluation.eval_answers]]
-    (folder / f"step-{step:07d}.jsonl").write_text("".join(lines), encoding="utf-8")
+    try:
+        if step == 0 and folder.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
+            folder.rename(folder.with_name(f"{FOLDER}-{stamp}"))
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): make room, choose another --runs-dir, or give "
+            "--eval-answers 0"
+        ) from error
 
 
 def _line(graded: Graded) -> dict[str, object]:

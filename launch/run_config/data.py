@@ -12,7 +12,10 @@ EVAL_PROBLEMS, EVAL_SAMPLES, EVAL_ANSWERS = 96, 1, 8
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Files of prompts, and what their rows hold where."""
+    """Files of prompts, and what their rows hold where.
+
+    ``rows_digest``: of all rows, the same number where they are; None: there are no files.
+    """
 
     prompt_data: tuple[str, ...] | None = option(
         "train on the prompts of files of JSON lines, or folders saved by the datasets library, in the place of a "
@@ -28,6 +31,7 @@ class DataSection:
         "prompts that leave no room for --max-response-length are left out and counted, or end the run at its start",
         default="drop",
     )
+    rows_digest: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import agree, agree_alike
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
-from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
+from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.settings_file import write_settings
@@ -61,13 +61,11 @@ def train(config: RunConfig, task: Task) -> bool:
         AgreedError: on every rank alike: an engine, a reward, a record or the loss failed.
         ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
     """
-    if isinstance(task, PromptData):
-        agree_alike(
-            config, task.digest, "--prompt-data and --eval-data hold other rows on some machines: copy them anew"
-        )
+    check_data(config)
     groups, files = ParallelGroups.from_megatron(), config.checkpoints
     agree(config, write_settings(config) if dist.get_rank() == 0 else None)
     trainer = Trainer(config, groups)
+    compare_with_checkpoint(config, trainer.iteration)
     collector = RolloutCollector(config, task, groups)
     reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None
     weight_sync = _WeightSync(config, trainer, collector, groups, reporter)

@@ -8,6 +8,7 @@ import shlex
 import pytest
 import transformers
 
+from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.resolved import as_launch_file
@@ -190,6 +191,13 @@ def test_the_settings_that_a_run_keeps_make_it_again(tmp_path, file, other, text
     (tmp_path / "again.yaml").write_text(as_launch_file(config.flags))
     again, _ = configure([f"--config={tmp_path}/again.yaml"], 1)
     assert (again.task, again.data, again.evaluation) == (config.task, config.data, config.evaluation)
+
+
+def test_the_launcher_hands_several_values_to_torchrun(tmp_path, file, other):
+    files = ["--prompt-data", "0.5", file, "0.5", other]
+    flags = [*BASE, f"--runs-dir={tmp_path}", *DATA]
+    words = torchrun_arguments(["--nproc-per-node", "1", *files, "--nnodes", "1", *flags])
+    assert words[words.index("--module") + 2 :] == [*files, *flags]
 
 
 def template_line(caplog):

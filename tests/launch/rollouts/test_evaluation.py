@@ -59,8 +59,18 @@ def test_an_evaluation_is_the_mean_over_problems_of_all_replicas():
             "eval/pass@1": (1 / 4 + 0 + 3 / 4) / 3,
             "eval/pass@2": (1 / 2 + 0 + 1) / 3,
             "eval/pass@4": 2 / 3,
+            "eval/reward_errors": 0,
         }
     )
+
+
+def test_responses_that_could_not_be_scored_are_counted(tmp_path):
+    broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], [Outcome(failure="raised ValueError: no"), Outcome(1.0)])
+    sums = sums_of([broken, graded(1, 1)], 2)
+    assert metrics_of(sums, 2)["eval/reward_errors"] == 1
+    write_answers([broken], run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine")), 6)
+    (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
+    assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
 
 
 def test_the_terminal_says_both():
@@ -108,6 +118,18 @@ def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
     assert [len(list(folder.iterdir())) for folder in folders] == [1, 3]
     assert folders[0].name == "eval"
     assert written(folders[0] / "step-0000000.jsonl")[0]["reward"] == 0
+
+
+def test_answers_that_cannot_be_written_are_one_sentence(tmp_path):
+    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    (tmp_path / "mine").mkdir(exist_ok=True)
+    (tmp_path / "mine" / "eval").write_text("in the way")
+    with pytest.raises(
+        ValueError, match=r"eval/step-0000002.jsonl cannot be written \(File exists\): make room, choose"
+    ):
+        write_answers([graded(1.0)], config, 2)
+    write_answers([graded(1.0)], config, 0)
+    assert len(list((tmp_path / "mine").iterdir())) == 2
 
 
 def test_none_are_written_where_none_are_wanted(tmp_path):

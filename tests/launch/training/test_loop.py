@@ -458,7 +458,10 @@ def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp
     assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
     evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
     assert [row["step"] for row in evaluations] == steps
-    assert all(set(row) == {"step", "eval/reward", "eval/exact_match", "eval/pass@1"} for row in evaluations)
+    assert all(
+        set(row) == {"step", "eval/reward", "eval/exact_match", "eval/pass@1", "eval/reward_errors"}
+        for row in evaluations
+    )
     written = sorted((tmp_path / "run" / "eval").iterdir())
     assert [path.name for path in written] == [f"step-{step:07d}.jsonl" for step in steps]
     # The first replica writes what it has answered.
@@ -526,7 +529,7 @@ def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks
     known = {prompt: problem.label for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
     words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *layout.flags())
     found = ranks.run(evaluate_pupil, layout, words, known)
-    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6}
+    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
     assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
     assert sorted(prompt for _, asked, _ in found for prompt in asked) == sorted(prompts)
     assert {how for *_, sampling in found for how in sampling} == {(1, 1.0)}
@@ -540,7 +543,7 @@ def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_pat
     more = ["--eval-samples=4", "--eval-temperature=0.7", "--eval-answers=2"]
     words = flags(tmp_path, *SUMS, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
     found = ranks.run(evaluate_pupil, layout, words, known, prompts[:2])
-    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6}
+    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
     expected |= {"eval/pass@2": (2 * 5 / 6 + 2) / 5, "eval/pass@4": 0.8}
     assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
     asked = [prompt for _, some, _ in found for prompt in some]

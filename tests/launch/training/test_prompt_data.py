@@ -1,6 +1,7 @@
 """Training on prompts from files, on ranks: who draws what, resumption, and files that differ."""
 
 import json
+import logging
 
 import pytest
 
@@ -65,6 +66,36 @@ def test_prompts_are_those_of_their_numbers_through_epochs_and_a_resumption(rank
     evaluated = [row for row in rows(whole) if "eval/reward" in row]
     assert [(row["step"], "eval/pass@2" in row) for row in evaluated] == [(0, True), (2, True), (4, True)]
     assert [row["loss/total"] for row in rows(broken) if "loss/total" in row] == [row["loss/total"] for row in trained]
+
+
+def run_aloud(flags):
+    """Train, and give back what was said of checkpoints."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger, disabled = logging.getLogger("megatron_rc"), logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    logger.addHandler(handler)
+    try:
+        assert run_training(flags) is None
+    finally:
+        logging.disable(disabled)
+        logger.removeHandler(handler)
+    return [line for line in said if "checkpoint" in line]
+
+
+def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files):
+    path = tmp_path / "train.jsonl"
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--eval-interval=9"]
+    said = []
+    for iterations in (1, 2, 3):
+        said.append(ranks.run(run_aloud, LAYOUT, words(tmp_path, files, *save, f"--train-iters={iterations}"))[0])
+        if iterations == 2:
+            path.write_text(path.read_text() + '\n{"prompt": "0 0 ", "label": 1}')
+    line = (
+        "--prompt-data and --eval-data hold other rows than those of checkpoint 2: from here on prompts come in another"
+    )
+    assert said == [[], [], [f"{line} order than they would have"]]
 
 
 def run_with_own_file(paths, folder):
