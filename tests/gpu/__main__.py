@@ -142,8 +142,9 @@ class _Reader:
     def follow(self, command: list[str], results: Path, deadline: float) -> Iterator[Row]:
         """Rows as their checks end; returns (exit status or None where time ran out, the end of the output)."""
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-            environment.pop("PYTEST_ADDOPTS", None)
+            # Whatever plugins of pytest the machine has are left out.
+            environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p pytest_timeout"}
+            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )

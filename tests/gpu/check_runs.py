@@ -8,9 +8,9 @@ import pytest
 from tests.gpu.packages import require
 from tests.gpu.training import job
 
-# The launch file's model on one rank, in half of its steps.
+# The launch file's model on one rank, in a third of its steps.
 ONE_RANK = ("--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel")
-ITERATIONS = 100
+ITERATIONS = 60
 LIMIT = 140  # seconds of a run
 
 
@@ -45,7 +45,7 @@ def test_transformers_engine(device, on_gpu, figures, seconds, tmp_path, more):
     rows = launch(tmp_path, device, f"--train-iters={steps}", *more)
     figures(seconds=seconds())
     assert len(rows) == steps
-    assert_learnt(rows, figures, 0.1 if on_gpu else -1)
+    assert_learnt(rows, figures, 0.2 if on_gpu else -1)
 
 
 @pytest.mark.timeout(LIMIT + 10)

@@ -68,6 +68,7 @@ CASES = {
     "300 columns of bfloat16, in place": Case(300, 320, torch.bfloat16, gap=5, inplace=True),
     "129 columns of float16": Case(129, 136, torch.float16, used=(1,)),
     "blocks as they are": Case(8192 + 5, 8192 + 16, temperature=1.1, large=True),
+    "152k columns of bfloat16": Case(151_936, 152_064, torch.bfloat16, used=(0, 1), large=True),
 }
 
 
