@@ -36,6 +36,7 @@ def sequence_totals(
         rows, per_sequence = _weight_rows(sums, verdicts, config)
         for known, more in zip((numbers, flags, maxima), rows, strict=True):
             known |= more
+        # Each sequence counts once; in the second histogram, which only shared weights have, as often as it has tokens.
         counted = [some.double(), sums["valid"]][: len(histograms)]
         histograms = bins_of(per_sequence.log(), torch.stack(counted)).cumsum(1)
     for criterion in config.criteria:

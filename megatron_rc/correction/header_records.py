@@ -218,7 +218,8 @@ class BatchHeader:
         veto: with a veto.
         criteria: by the criterion's name.
         bins: histogram of log ρ.
-        weight_bins: histograms of the log of a sequence's weight: of its tokens, where they share it, and of sequences.
+        weight_bins: histograms of the log of each sequence's weight: one that counts every sequence once and, where the
+            tokens of a sequence share its weight, one that counts every token; none without weights.
         by_length: [buckets][2], valid and rejected tokens.
         by_reward: likewise.
         by_staleness: [buckets][3], with the sum of log ρ.

@@ -13,7 +13,7 @@ from megatron_rc.correction.shards import Shards
 from megatron_rc.correction.token_pass.operations import How
 from megatron_rc.correction.token_pass.terms import HOW, BlockValues, TermNames, largest
 
-_LONG_RUN = 512  # tokens: runs that may be kept until the end, a few bytes a token
+_LONG_RUN = 512  # tokens: the terms of such runs are kept until the end, at a few bytes a token; of shorter ones not
 
 
 @dataclass(frozen=True)
