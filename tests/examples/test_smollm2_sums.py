@@ -1,9 +1,11 @@
 """``make run-smollm2`` learns from files and a function: the sums and the rule of ``--task sums``."""
 
 import json
+import re
 import runpy
 import shlex
 import subprocess
+import sys
 
 import pytest
 import transformers
@@ -53,34 +55,38 @@ def test_the_rule_is_the_tasks(example, response):
     assert example["reward"](**asked) == make_task("sums", 1).reward(**asked)
 
 
-@pytest.fixture
-def command(tmp_path, example, monkeypatch):
-    """The trainer's flags in ``make run-smollm2``; its model is a tiny one, with the sums beside it."""
-    words = [
-        "make",
-        "-n",
-        "run-smollm2",
-        "ENGINE=transformers",
-        f"VENV={tmp_path}",
-        f"FLAGS=--runs-dir={tmp_path}/runs",
-    ]
-    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    (line,) = [line for line in shown.splitlines() if "-m megatron_rc.launch " in line]
-    assert f"python examples/smollm2_sums.py {tmp_path}/sums" in shown
-    example["main"](f"{tmp_path}/sums")
+def command(*words):
+    """The trainer's flags in the command that a target of the Makefile ends with."""
+    shown = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in shown.replace("\\\n", "").splitlines() if "-m megatron_rc.launch " in line]
+    found = shlex.split(line)
+    return found[found.index("megatron_rc.launch") + 3 :]
+
+
+def commands_of_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```sh\n(python examples.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    made, trained = (shlex.split(line, comments=True) for line in block.splitlines())
+    return made[1:], [word.replace("DIR", "smollm2") for word in trained[5:]]
+
+
+@pytest.mark.parametrize("place", ["make", "readme"])
+def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, place):
+    """What the Makefile and README start, from a folder with the example, the sums and a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    written, words = commands_of_readme()
+    subprocess.run([sys.executable, *written], check=True)
+    if place == "make":
+        words = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")
     model = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
+        hidden_size=36, intermediate_size=48, num_hidden_layers=2, num_attention_heads=9, vocab_size=300
     )
     transformers.AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path / "smollm2")
     tokenizer_folder(tmp_path / "smollm2")
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(line)
-    return words[words.index("megatron_rc.launch") + 3 :]
-
-
-def test_the_command_trains_on_them(command):
     # One byte is one token here, several are one in the real tokenizer.
-    config, task = configure([*command, "--seq-length=512"], 2)
+    config, task = configure([*words, "--seq-length=512"], 2)
+    assert config.launch.run_name == "smollm2_sums"
     assert config.rewards.reward == "python:examples.smollm2_sums:reward"
     assert config.task.task is None
     assert (config.rollouts.max_response_length, config.evaluation.eval_problems) == (32, 96)
