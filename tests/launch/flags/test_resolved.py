@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from megatron_rc.launch.__main__ import torchrun_arguments
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.resolved import ResolvedFlag, as_launch_file, as_mapping
@@ -130,6 +132,6 @@ def test_print_config_prints_and_starts_nothing(tmp_path):
     assert re.search("^# python 3.* · torch 2.*$", (tmp_path / "my_run.yaml").read_text(), flags=re.MULTILINE)
 
 
-def test_print_config_says_what_cannot_work(tmp_path):
-    done = shell("python -m megatron_rc.launch --config count_up --print-config --lr=-1", tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --lr -1.0 must be positive\n")
+def test_print_config_says_what_cannot_work():
+    with pytest.raises(ConfigurationError, match=r"^--lr -1\.0 must be positive$"):
+        torchrun_arguments(["--config=count_up", "--nproc-per-node=4", "--print-config", "--lr=-1"])
