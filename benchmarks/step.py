@@ -189,14 +189,15 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
 
         return call
 
-    names = ("plan", "corrected", "count", "record", "finish_step")
-    for name in names:
-        setattr(correction, name, timed(getattr(correction, name)))
+    methods = [(correction, name) for name in ("plan", "corrected", "finish_step")]
+    methods += [(correction.steps, name) for name in ("count", "record")]
+    for owner, name in methods:
+        setattr(owner, name, timed(getattr(owner, name)))
     try:
         yield seconds
     finally:
-        for name in names:
-            delattr(correction, name)
+        for owner, name in methods:
+            delattr(owner, name)
 
 
 def print_large(found: dict[str, list[tuple[float, float]]]) -> None:

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+from benchmarks.step import timed_correction
 from megatron_rc import (
     MicroBatch,
     PlanInputs,
@@ -625,3 +626,13 @@ def test_rejected_tokens_have_no_weight_either(mode):
     training.rollout[0, 0], training.rollout[0, 1] = training.old[0, 0], training.old[0, 1] - 5.1
     plan = training.planned()
     assert skips(training, plan, 0)
+
+
+def test_the_benchmark_of_steps_times_methods_that_are_there():
+    """It puts clocks around them by name, and takes them off again."""
+    correction = RolloutCorrection(RolloutCorrectionConfig(), ParallelGroups(), loss=PolicyLossConfig())
+    with timed_correction(correction) as seconds:
+        correction.plan(PlanInputs(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)))
+        assert len(seconds) == 1
+    assert not {"plan", "corrected", "finish_step"} & set(vars(correction))
+    assert not {"count", "record"} & set(vars(correction.steps))
