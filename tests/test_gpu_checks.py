@@ -44,6 +44,19 @@ def test_without_a_gpu_a_target_says_so(target):
     assert not done.stdout
 
 
+@pytest.mark.skipif(machine.count_gpus() > 0, reason="there is a GPU")
+def test_a_gpu_that_pytorch_cannot_use(monkeypatch, capsys):
+    from tests.gpu import __main__ as program
+
+    monkeypatch.setattr(program, "require_gpu", lambda target: 1)
+    monkeypatch.setattr(program, "prepare", lambda folder, wheels: sys.executable)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu"])
+    with pytest.raises(SystemExit) as stopped:
+        program.main()
+    assert stopped.value.code == environment.UNUSABLE
+    assert "does not find the GPU that is here: install one that fits its driver" in capsys.readouterr().err
+
+
 def test_a_folder_of_wheels_must_exist():
     status, _, error = command("-m", "tests.gpu", "--wheels", "/nowhere")
     assert status == 2

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.environment import ROOT, prepare
-from tests.gpu.machine import require_gpu
+from tests.gpu.environment import ROOT, UNUSABLE, prepare
+from tests.gpu.machine import end, require_gpu
 
 # What tells most comes first.
 CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts"))
@@ -63,6 +63,10 @@ def main() -> None:
     if args.device == "cuda":
         require_gpu("bench-gpu" if args.bench else "test-gpu")
     python = Path(sys.executable) if args.device == "cpu" else prepare(args.environment, args.wheels)
+    machine = _machine(python)
+    if args.device == "cuda" and not machine.get("gpus"):
+        versions = f"PyTorch {machine.get('torch')} for CUDA {machine.get('cuda')}"
+        end(f"{versions} does not find the GPU that is here: install one that fits its driver", UNUSABLE)
     begun = time.monotonic()
     _say(COLUMNS.format("check", "result", "seconds", "figures"))
     rows = []
@@ -72,7 +76,7 @@ def main() -> None:
             _say(str(row))
             rows.append(row)
     path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
-    _finish(rows, _machine(python), path, time.monotonic() - begun)
+    _finish(rows, machine, path, time.monotonic() - begun)
 
 
 def _parser() -> argparse.ArgumentParser:
