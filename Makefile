@@ -4,6 +4,8 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 NPROC ?= 4
 CONFIG ?= count_up
+# How long `make fuzz` runs.
+MINUTES ?= 5
 # More flags for `make run` and `make run-smollm2`.
 FLAGS ?=
 # What samples in `make run-smollm2`: vllm, or transformers where vLLM does not run.
@@ -25,7 +27,7 @@ VLLM_INSTALLED = $(VLLM_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 
-.PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu bench-gpu wheels coverage lint format clean
+.PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -48,6 +50,10 @@ test: $(INSTALLED)
 test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
 	$(PYTEST) --dist worksteal -m "not ranks and not processes"
+
+# Spoilt files and answers for every reader, for as many minutes as MINUTES says.
+fuzz: $(INSTALLED)
+	$(VENV)/bin/python -m tests.fuzz.run $(MINUTES)
 
 # Lines that the tests of one process run; those of ranks run in processes that nobody counts.
 coverage: $(INSTALLED)

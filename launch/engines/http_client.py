@@ -85,7 +85,7 @@ class HttpClient:
         data = self.call(method, path, body)
         try:
             return json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(
                 f"{self.url}{path} answered {excerpt(data)!r}, expected JSON: is this the rollout server's address?"
             ) from error

@@ -107,7 +107,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"--config {path}: cannot be read as YAML ({reason})") from error
     if not isinstance(content, dict):

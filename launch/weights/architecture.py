@@ -20,12 +20,12 @@ def read_architecture(folder: str | Path) -> Flags:
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"--load-hf {folder}: {path.name} cannot be read ({error}); give the directory of a Hugging Face model"
         ) from error
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigurationError(
             f"--load-hf {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}"
         )

@@ -130,8 +130,13 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / INDEX} is no index of safetensors files ({error!r})") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{folder / INDEX} is no index of safetensors files ({type(error).__name__}: {error})"
+            ) from error
+        for name in names:
+            if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
+                raise ValueError(f"{folder / INDEX} names {str(name)[:80]!r}, which is no file of its own folder")
         return [folder / name for name in sorted(set(names))]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

@@ -84,7 +84,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
         raise ValueError(f"{path} has tensors but no header of ours: expected a file that save_rollouts wrote")
     try:
         header = json.loads(metadata[_KEY])
-    except json.JSONDecodeError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"the header of {path} is no JSON ({problem}): the file is damaged, write it again") from None
     if not isinstance(header, dict):
         raise ValueError(f"the header of {path} is a {type(header).__name__}: expected a JSON object")

@@ -21,12 +21,23 @@ def read_fields(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
         fields, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
-    except yaml.YAMLError as error:
+    # A date that is none is a ValueError, and what is nested too deep a RecursionError.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         got = "an empty file" if fields is None else type(fields).__name__
         raise ValueError(f"{path}: expected lines of `field: value`, got {got}")
+    _require_names(path, fields)
     return _as_written(fields, written)
+
+
+def _require_names(path: Path, fields: dict[Any, Any]) -> None:
+    """Refuse keys that YAML reads as something else than text: no setting is called so."""
+    for name, value in fields.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: the key {name!r} is no name of a field: put what it stands for by its name")
+        if isinstance(value, dict):
+            _require_names(path, value)
 
 
 def _read_text(path: Path) -> str:

@@ -261,6 +261,7 @@ def test_verls_older_forms_are_read():
         ({"routed_experts": torch.zeros(2, 4, 2, 1).int()}, "routed_experts has shape"),
         ({"uid": None}, "uid is missing in non_tensors"),
         ({"uid": ["a"]}, "uid has 1 entries: expected 2"),
+        ({"uid": [["a"], ["b"]]}, "what should say which prompt a sample belongs to cannot be compared"),
         ({"param_version_start": None}, r"sequence 0 has the weight versions \[\]: pass policy_version instead"),
         ({"param_version_start": ["new", "old"]}, r"sequence 0 has the weight versions \['new'\]"),
     ],

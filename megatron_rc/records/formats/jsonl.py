@@ -158,7 +158,7 @@ def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
 def _parse(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as problem:
+    except (json.JSONDecodeError, RecursionError) as problem:
         raise ValueError(f"no JSON ({problem}): the file is cut off or damaged") from None
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}: expected an object")

@@ -114,7 +114,10 @@ def versions_of(batch: RolloutBatch) -> list[list[int]]:
 def numbered(keys: Iterable[Hashable]) -> list[int]:
     """0 for the first key and those equal to it, 1 for the next that differs, and so on."""
     numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+    try:
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
+    except TypeError as problem:
+        raise ValueError(f"what should say which prompt a sample belongs to cannot be compared: {problem}") from None
 
 
 def tensor_of(

@@ -52,7 +52,7 @@ def from_slime(
     for row, sample in enumerate(samples):
         try:
             sequences.append(_sequence(sample, row, sampling, policy_version, reward_key))
-        except (KeyError, TypeError, ValueError) as problem:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as problem:
             words = f"{problem} is missing" if isinstance(problem, KeyError) else problem
             raise ValueError(f"sample {row} of the list: {words}") from None
     return RolloutBatch.concatenate(sequences)

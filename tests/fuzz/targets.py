@@ -1,0 +1,245 @@
+"""The readers of the project, each with good content to be spoilt and the errors that it may end in."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.answers import make_asks
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.launch_file import words_of_file
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.tasks.prompt_data.rows import parse_line
+from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+from megatron_rc.launch.training.checkpoints.unpickling import read_index
+from megatron_rc.launch.weights.architecture import read_architecture
+from megatron_rc.launch.weights.load import open_weights
+from megatron_rc.records.formats.jsonl import read_jsonl, to_json_lines
+from megatron_rc.records.formats.slime import from_slime, to_slime
+from megatron_rc.records.rollout import SamplingParams, load_rollouts, save_rollouts
+from megatron_rc.settings.dialects import DIALECTS
+from tests.fuzz.mutations import as_json, spoilt_bytes, spoilt_value
+from tests.records.test_rollout import example
+
+# How a file is spoilt: as bytes, or as the value that it is the text of.
+Spoil = Callable[[random.Random], Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader.
+
+    Attributes:
+        spoil: makes an input.
+        read: gives it to the reader; whatever it returns is good.
+        errors: those that a user may see.
+        share: of the cases, where a case is dear.
+    """
+
+    spoil: Spoil
+    read: Callable[[Any, Path], object]
+    errors: tuple[type[Exception], ...] = (ValueError,)
+    share: float = 1.0
+
+
+def text_of(value: Any, depth: int = 100_000) -> Spoil:
+    """JSON, spoilt as bytes or as what it says; now and then nested too deep to be parsed."""
+
+    def spoil(rng: random.Random) -> bytes:
+        if rng.random() < 0.02:
+            return b'{"a": ' + b"[" * depth
+        return as_json(spoilt_value(value, rng)) if rng.random() < 0.7 else spoilt_bytes(as_json(value), rng)
+
+    return spoil
+
+
+def file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    """The reader of a file of this name, which is written first."""
+
+    def run(content: bytes, folder: Path) -> object:
+        (folder / name).write_bytes(content)
+        return read(folder / name)
+
+    return run
+
+
+# Good content
+
+
+def lines() -> list[Any]:
+    """Records as JSON lines."""
+    return [json.loads(line) for line in to_json_lines(example())]
+
+
+def spoilt_lines(rng: random.Random) -> bytes:
+    records = lines()
+    place = rng.randrange(len(records))
+    return b"\n".join(text_of(record)(rng) if row == place else as_json(record) for row, record in enumerate(records))
+
+
+LLAMA = {
+    **{"model_type": "llama", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "rope_theta": 1e4},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    **{"max_position_embeddings": 64, "vocab_size": 13, "tie_word_embeddings": True, "attention_bias": False},
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 8192},
+}
+QWEN3_MOE = LLAMA | {
+    **{"model_type": "qwen3_moe", "rope_scaling": None, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    **{"moe_intermediate_size": 16, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+}
+CORRECTION = {
+    **{"rollout_is": "token", "rollout_is_threshold": "0.5_2", "rollout_is_batch_normalize": True},
+    **{"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_2.5,0.27", "bypass_mode": False},
+}
+OTHERS = {"algorithm": {"rollout_correction": CORRECTION}, "use_tis": True, "tis_clip": 2.0, "loss_fn": {"x": 1}}
+LAUNCH = {"num-layers": 2, "swiglu": True, "lr": 1e-3, "task": "count_up", "rollout-is-threshold": "0.5_2"}
+VLLM = {
+    "model": "m",
+    "choices": [
+        {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "finish_reason": "length"}
+        | {"logprobs": {"token_logprobs": [-1.0, -0.5]}}
+    ],
+}
+SGLANG = {
+    "output_ids": [3, 4],
+    "meta_info": {"output_token_logprobs": [[-1.0, 3, None], [-0.5, 4, None]], "finish_reason": {"type": "length"}}
+    | {"prompt_tokens": 2, "weight_version": "0"},
+}
+
+
+def yaml_of(value: Any) -> Spoil:
+    """JSON is YAML; spoilt bytes of it are more kinds of YAML."""
+    plain = "\n".join(f"{key}: {item}" for key, item in value.items() if not isinstance(item, dict)).encode()
+    special = (b"? [a]\n: 1", b"? {a: 1}\n: 1", b"1: 2", b"&a [*a]", b"a: &a [*a]", b"a: !!python/object:os.x {}")
+    special += (
+        b"a: 2026-99-99",
+        b"null: 1",
+        b"a: *b",
+        b"<<: 3",
+        b"a: 0o9",
+        b"a: " + b"[" * 500,
+        b"- " * 500,
+        b"1.5: x",
+    )
+
+    def spoil(rng: random.Random) -> bytes:
+        how = rng.random()
+        if how < 0.15:
+            return rng.choice((b"", plain + b"\n")) + rng.choice(special)
+        return spoilt_bytes(plain, rng) if how < 0.4 else text_of(value, 500)(rng)
+
+    return spoil
+
+
+class AnswerFrom(HttpClient):
+    """A server that answers everything with the same bytes."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__("http://localhost:1")
+        self.content = content
+
+    def call(self, method: str, path: str, body: Any = None) -> bytes:
+        return self.content
+
+
+def asked(server: type[Any], content: bytes) -> object:
+    """One sample of a server with this answer."""
+    engine = server(AnswerFrom(content), None, 12)
+    engine.model, engine.version = "m", 0
+    (ask,) = make_asks([[1, 2]], SamplingParams(), 2, 0, 12)
+    return engine._sample_one(ask)
+
+
+def rollouts_file(rng: random.Random) -> bytes:
+    """A safetensors file of records, spoilt in its header or anywhere."""
+    content = _ROLLOUTS
+    (length,) = struct.unpack("<Q", content[:8])
+    if rng.random() < 0.4:
+        return spoilt_bytes(content, rng)
+    header = json.loads(content[8 : 8 + length])
+    if rng.random() < 0.5:
+        own = json.loads(header["__metadata__"]["megatron_rc"])
+        header["__metadata__"]["megatron_rc"] = text_of(own)(rng).decode(errors="replace")
+        written = as_json(header)
+    else:
+        written = text_of(header)(rng)
+    return struct.pack("<Q", len(written)) + written + content[8 + length :]
+
+
+def _rollouts() -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_rollouts(example(), Path(folder) / "r")
+        return (Path(folder) / "r").read_bytes()
+
+
+_ROLLOUTS = _rollouts()
+_TENSORS = save({"a": torch.ones(2)})
+_INDEX = pickle.dumps(
+    Metadata(
+        state_dict_metadata={"a": BytesStorageMetadata()},
+        storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 10)},
+    )
+)
+
+
+def weights(content: bytes, folder: Path) -> None:
+    """A directory with an index, of which one file is there."""
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    (folder / "a.safetensors").write_bytes(_TENSORS)
+    with open_weights(folder) as files:
+        files.check("a")
+
+
+def settings_of(content: bytes, folder: Path) -> object:
+    (folder / "iter_0000001").mkdir(exist_ok=True)
+    (folder / "iter_0000001" / SETTINGS).write_bytes(content)
+    return checkpoint_settings(folder, 1)
+
+
+def slime_samples(rng: random.Random) -> Any:
+    return [spoilt_value(sample, rng) for sample in to_slime(example(False))]
+
+
+def _correction(dialect: str) -> Target:
+    value = CORRECTION if dialect == "megatron_rc" else OTHERS | CORRECTION
+    read = file("c.yaml", lambda path: RolloutCorrectionConfig.from_yaml(path, dialect=dialect))
+    return Target(yaml_of(value), read, (ValueError, TypeError), share=0.1)
+
+
+_CONFIG = file("config.json", lambda path: read_architecture(path.parent))
+TARGETS: dict[str, Target] = {
+    "json lines": Target(spoilt_lines, file("r.jsonl", lambda path: list(read_jsonl(path, 2)))),
+    "rollouts": Target(rollouts_file, file("r.safetensors", load_rollouts)),
+    "slime": Target(slime_samples, lambda found, _: from_slime(found, sampling=SamplingParams(), policy_version=0)),
+    "llama": Target(text_of(LLAMA), _CONFIG, (ConfigurationError,)),
+    "qwen3_moe": Target(text_of(QWEN3_MOE), _CONFIG, (ConfigurationError,)),
+    "weights": Target(text_of({"weight_map": {"a": "a.safetensors"}}), weights),
+    "launch file": Target(
+        yaml_of(LAUNCH), file("l.yaml", lambda path: words_of_file(build_parser(), str(path))), share=0.1
+    ),
+    "vllm": Target(text_of(VLLM), lambda found, _: asked(VllmServerEngine, found), (EngineError,)),
+    "sglang": Target(text_of(SGLANG), lambda found, _: asked(SglangServerEngine, found), (EngineError,)),
+    "prompt rows": Target(text_of({"prompt": "1 + 1", "label": ["2"]}), lambda found, _: parse_line(found)),
+    "checkpoint settings": Target(text_of({"model": {"a": 1}, "experts": None}), settings_of),
+    "checkpoint index": Target(lambda rng: spoilt_bytes(_INDEX, rng), file(".metadata", read_index)),
+    **{f"correction, {dialect}": _correction(dialect) for dialect in ("megatron_rc", *DIALECTS)},
+}

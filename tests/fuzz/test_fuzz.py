@@ -1,0 +1,33 @@
+"""No input, however spoilt, ends a reader in anything but one sentence; ``make fuzz`` tries more of them for longer."""
+
+import pytest
+
+from tests.fuzz.run import CORPUS, Finding, case, cases, check
+from tests.fuzz.targets import TARGETS
+
+CASES = 150
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_spoilt_input_is_one_error(tmp_path, name):
+    found = [finding for number in range(cases(name, CASES)) if (finding := check(name, case(name, number), tmp_path))]
+    assert not found, found[0]
+
+
+@pytest.mark.parametrize(("name", "content"), CORPUS, ids=[f"{place}-{name}" for place, (name, _) in enumerate(CORPUS)])
+def test_what_was_found_is_refused(tmp_path, name, content):
+    assert check(name, content, tmp_path) is None
+    with pytest.raises(TARGETS[name].errors):
+        TARGETS[name].read(content, tmp_path)
+
+
+def test_an_error_that_is_none_of_a_users_is_a_finding(tmp_path, monkeypatch):
+    import dataclasses
+
+    def fails(_, __):
+        raise ZeroDivisionError("here")
+
+    monkeypatch.setitem(TARGETS, "llama", dataclasses.replace(TARGETS["llama"], read=fails))
+    found = check("llama", b"{}", tmp_path)
+    assert isinstance(found, Finding)
+    assert "ZeroDivisionError: here" in str(found)
