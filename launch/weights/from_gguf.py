@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,29 @@ def unpack(file: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be unpacked: {error}") from error
+    check_complete(file, report)
     try:
         _write(model, tokenizer, folder)
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{folder} cannot be written to: {error}") from error
+
+
+def check_complete(file: Path, report: Mapping[str, Collection[Any]]) -> None:
+    """Refuse a model of which transformers has filled a part with random weights.
+
+    Args:
+        file: that was read.
+        report: of transformers, what was missing in it and what fitted nowhere.
+
+    Raises:
+        ConfigurationError: names the first tensor.
+    """
+    for kind, words in (("missing_keys", "lacks"), ("mismatched_keys", "has in another shape")):
+        for name in sorted(map(str, report.get(kind, ()))):
+            raise ConfigurationError(f"{file} {words} the tensor of {name}: it is damaged, or no model of this kind")
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:

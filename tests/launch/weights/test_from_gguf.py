@@ -13,6 +13,15 @@ from megatron_rc.launch.weights import from_gguf
 from megatron_rc.launch.weights.from_gguf import unpack
 
 
+def test_a_gguf_file_without_a_tensor_is_named():
+    """Where one was renamed, transformers takes random weights and says so in its report alone."""
+    good = {"missing_keys": set(), "unexpected_keys": {"x"}, "mismatched_keys": set()}
+    from_gguf.check_complete(Path("a.gguf"), good)
+    for kind, words in (("missing_keys", "lacks"), ("mismatched_keys", "has in another shape")):
+        with pytest.raises(ConfigurationError, match=rf"a\.gguf {words} the tensor of model\.up: it is damaged"):
+            from_gguf.check_complete(Path("a.gguf"), {kind: {"model.up"}})
+
+
 def test_a_gguf_file_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"none\.gguf: no such file; give a model in the GGUF format"):
         unpack(tmp_path / "none.gguf", tmp_path / "out")
@@ -35,8 +44,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     file.write_bytes(b"")
     loaded = types.SimpleNamespace(save_pretrained=lambda folder: Path(folder).mkdir(), config=types.SimpleNamespace())
     monkeypatch.setattr(from_gguf, "require", lambda *_: None)
-    for kind in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
-        monkeypatch.setattr(kind, "from_pretrained", lambda **_: loaded)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda **_: loaded)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: (loaded, {}))
     with pytest.raises(ConfigurationError, match=r"a\.gguf/out cannot be written to: .*Not a directory"):
         unpack(file, file / "out")
 
