@@ -1,0 +1,31 @@
+"""Ranks that torchrun starts again, with the store that it keeps."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rc.launch.distributed import _store_of_this_start
+
+
+@pytest.fixture
+def agents_store(monkeypatch):
+    """That of torchrun's agent, and the environment that its ranks find."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port}
+    for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    return server
+
+
+def test_each_start_has_keys_of_its_own(agents_store, monkeypatch):
+    stores = []
+    for start in ("0", "0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        store, rank, world = _store_of_this_start(timedelta(seconds=30))
+        assert (rank, world) == (0, 2)
+        stores.append(store)
+    first, other_rank, again = stores
+    first.set("address of rank 1", "dead")
+    assert other_rank.get("address of rank 1") == b"dead"
+    assert not again.check(["address of rank 1"])
