@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +25,6 @@ from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.records.rollout import RolloutBatch
-
-_log = logging.getLogger("megatron_rc")
 
 
 class StopRequest:
