@@ -5,13 +5,17 @@ Ranks that plain torchrun started have no such folder, and tell nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "MEGATRON_RC_ENDINGS"
+_PR_SET_PDEATHSIG = 1
 # torchrun's number of this start of the ranks, from 0.
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
@@ -48,6 +52,17 @@ def tell_ending(*, kept: bool = True, error: str | None = None, code: int = 0) -
     partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
     partial.replace(partial.with_suffix(".json"))
     return True
+
+
+def end_forks_with_this_process() -> None:
+    """Let the system kill what this process forks from now on, when this process ends in whatever way.
+
+    A checkpoint's writer that outlived its rank would hold the rank's connections open: the other ranks would not see
+    that it is gone.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 def read_endings(folder: Path) -> list[Ending]:

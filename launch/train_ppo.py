@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import ATTEMPT, tell_ending
+from megatron_rc.launch.ending import ATTEMPT, end_forks_with_this_process, tell_ending
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
         from megatron_rc.launch.training.loop import train
 
         _say_restart(rank)
+        end_forks_with_this_process()
         try:
             initialize(config)
             tell_ending(kept=(run or train)(config, task))

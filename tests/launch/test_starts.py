@@ -1,11 +1,17 @@
 """Ranks that torchrun starts again, with the store that it keeps."""
 
+import signal
+import subprocess
+import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megatron_rc.launch.distributed import _store_of_this_start
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -29,3 +35,28 @@ def test_each_start_has_keys_of_its_own(agents_store, monkeypatch):
     first.set("address of rank 1", "dead")
     assert other_rank.get("address of rank 1") == b"dead"
     assert not again.check(["address of rank 1"])
+
+
+FORK = """
+import os, signal, time
+from megatron_rc.launch.ending import end_forks_with_this_process
+
+end_forks_with_this_process()
+child = os.fork()
+if not child:
+    time.sleep(60)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_rank_forked_ends_with_it():
+    """As the writers of a checkpoint, when the rank is killed while it saves."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, timeout=20
+    )
+    assert done.returncode == -signal.SIGKILL
+    begun = time.monotonic()
+    while Path(f"/proc/{int(done.stdout)}").exists():
+        assert time.monotonic() - begun < 10
+        time.sleep(0.05)
