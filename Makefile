@@ -26,6 +26,8 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
+# A folder for each run, so that none takes the place of another's model.
+TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint format clean
 
@@ -37,7 +39,9 @@ run: $(INSTALLED)
 run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	@echo "== PPO of SmolLM2-135M-Instruct, rollouts by $(ENGINE)"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m megatron_rc.launch --nproc-per-node 2 --config smollm2_sums \
-		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) $(FLAGS)
+		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) --save-hf $(TRAINED) $(FLAGS)
+	@echo "== the trained model, loaded by transformers, answers sums that it was not trained on"
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py sums $(TRAINED)/step-*
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 

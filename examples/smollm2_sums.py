@@ -4,6 +4,7 @@ Copy it, and write your own rows and your own rule:
 
     python examples/smollm2_sums.py sums        # writes sums/train.jsonl and sums/test.jsonl
     --prompt-data sums/train.jsonl --eval-data sums/test.jsonl --reward python:examples.smollm2_sums:reward
+    python examples/smollm2_sums.py sums DIR    # lets the exported model in DIR answer the first of the test
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 Sum = tuple[int, ...]
 # Two examples with their answers are part of every conversation.
 SHOWN: tuple[Sum, ...] = ((8, 4, 5), (3, 9, 7))
+ANSWERED = 16
 ANSWER = re.compile(r"Answer: (\d+)\.?$")
 
 
@@ -52,8 +54,30 @@ def write(path: Path, sums: Iterable[Sum]) -> None:
     path.write_text("".join(json.dumps(row(numbers)) + "\n" for numbers in sums), encoding="utf-8")
 
 
-def main(folder: str) -> None:
-    """Write the files; a fifth of all sums of numbers from 1 to 9 is kept for the test."""
+def answer(model_folder: str, file: Path) -> None:
+    """Print the most likely responses to the first problems of a file, and how many of them are right."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    lines = file.read_text(encoding="utf-8").splitlines()[:ANSWERED]
+    right = 0.0
+    for problem in map(json.loads, lines):
+        asked = tokenizer.apply_chat_template(
+            problem["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        tokens = model.generate(**asked, do_sample=False, max_new_tokens=32)[0, asked["input_ids"].shape[1] :]
+        response = tokenizer.decode(tokens, skip_special_tokens=True)
+        right += reward("", response, problem["label"], problem)
+        sys.stdout.write(f"{problem['prompt'][-1]['content']}  {response.strip()}\n")
+    sys.stdout.write(f"{right:.0f} of {len(lines)} right\n")
+
+
+def main(folder: str, model_folder: str | None = None) -> None:
+    """Write the files, or let a model answer; a fifth of all sums of numbers from 1 to 9 is kept for the test."""
+    if model_folder is not None:
+        answer(model_folder, Path(folder) / "test.jsonl")
+        return
     sums = [numbers for numbers in product(range(1, 10), repeat=3) if numbers not in SHOWN]
     random.Random("1234").shuffle(sums)
     cut = len(sums) // 5
