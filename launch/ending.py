@@ -61,8 +61,18 @@ def end_forks_with_this_process() -> None:
     that it is gone.
     """
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+        libc, parent = ctypes.CDLL(None), os.getpid()
+
+        def note_parent() -> None:
+            nonlocal parent
+            parent = os.getpid()
+
+        def follow_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it ended before the system knew
+                os._exit(1)
+
+        os.register_at_fork(before=note_parent, after_in_child=follow_parent)
 
 
 def read_endings(folder: Path) -> list[Ending]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rc import RolloutCorrection, wrap_finalize
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
@@ -233,7 +234,9 @@ def train_on_rejected(words, why):
     if why == "bad":
         batch = replace(batch, rollout_log_probs=torch.full_like(batch.rollout_log_probs, math.nan))
     else:
-        trainer.correction.config = trainer.correction.mode.config = reject_all(trainer.config.correction)
+        config = reject_all(trainer.config.correction)
+        trainer.correction = RolloutCorrection(config, trainer.groups, loss=trainer.config.loss)
+        trainer.chunks[0].config.finalize_model_grads_func = wrap_finalize(trainer.correction)
     prepared = trainer.prepare(batch)
     metrics = [trainer.update(prepared, 0) for _ in range(2)][-1]
     after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from megatron_rc.correction.api import RolloutCorrection
+from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.experts import weakens_auxiliary_losses
 from megatron_rc.launch.flags.configure import configure
@@ -265,7 +266,7 @@ def save_or_load(words):
         trainer = make_trainer(words)
         if trainer.config.checkpoints.save:
             trainer.save()
-    except ValueError as error:
+    except AgreedError as error:
         return str(error)
 
 
@@ -275,7 +276,7 @@ def test_the_optimizer_of_other_experts_is_one_error(ranks, tmp_path):
     words = [*two.words(tmp_path), f"--load={tmp_path}/save"]
     messages = ranks.run(save_or_load, two.layout, words)
     assert set(messages) == {messages[0]}
-    assert "the optimizer's state does not fit this layout" in messages[0]
+    assert "--expert-model-parallel-size 1, whose optimizer's state does not fit 2" in messages[0]
     assert ranks.run(save_or_load, two.layout, [*words, "--no-load-optim"]) == [None, None]
 
 

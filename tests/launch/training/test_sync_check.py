@@ -96,8 +96,8 @@ def run_broken(words, fault, replica):
 
 
 def steps(folder):
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    file = folder / "run" / "metrics.jsonl"  # made with its first line
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.mark.parametrize(
