@@ -45,12 +45,14 @@ class Text(Protocol):
     Attributes:
         eos: id of the token that ends a response.
         pad: id of the token that fills batches.
+        pad_token: id of the tokenizer's own token for that; None: it has none, and ``pad`` is ``eos``.
         size: number of ids.
         chat: problems are written as turns of a conversation.
     """
 
     eos: int
     pad: int
+    pad_token: int | None
     size: int
     chat: bool
 
@@ -94,6 +96,7 @@ class CharacterText:
         self.tokenizer.decoder = decoders.Fuse()
         self.tokenizer.add_special_tokens([PAD, EOS])
         self.pad, self.eos, self.size = vocabulary[PAD], vocabulary[EOS], len(vocabulary)
+        self.pad_token: int | None = self.pad
 
     def encode(self, problem: Problem) -> list[int]:
         """See :class:`Text`."""
@@ -158,7 +161,8 @@ class HuggingFaceText:
         self.folder = Path(folder)
         self.chat, self.eos, self.size = chat, int(self.tokenizer.eos_token_id), len(self.tokenizer)
         pad = self.tokenizer.pad_token_id
-        self.pad = self.eos if pad is None else int(pad)
+        self.pad_token = None if pad is None else int(pad)
+        self.pad = self.eos if self.pad_token is None else self.pad_token
 
     def encode(self, problem: Problem) -> list[int]:
         """See :class:`Text`."""

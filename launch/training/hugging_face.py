@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
-from megatron_rc.launch.tasks.text import HUGGING_FACE
+from megatron_rc.launch.tasks.text import HuggingFaceText
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors, empty_model
@@ -43,24 +45,39 @@ def write_directory(
     Raises:
         ValueError: a file cannot be read or written, or the weights are not the model's.
     """
-    part, old = (target.with_name(f"{target.name}.{kind}") for kind in ("part", "old"))
+    own = None
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A folder that nobody else has: whatever stands beside the target is the user's.
+        own = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+        part = own / "new"
+        part.mkdir()
         model = empty_model(_describe(part, config, text))
         size = write_tensors(part, checked(weights, checkpoint_tensors(model)), shard_bytes)
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        part.rename(target)
+        _put_in_place(part, target, own / "old")
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"--save-hf: the model cannot be written to {target} ({error}): make room there, or name another directory"
         ) from error
     finally:
-        for folder in (part, old):
-            shutil.rmtree(folder, ignore_errors=True)
+        if own is not None:
+            shutil.rmtree(own / "new", ignore_errors=True)
+            with suppress(OSError):  # what could not be put back stays in it
+                own.rmdir()
     return size
+
+
+def _put_in_place(part: Path, target: Path, old: Path) -> None:
+    """Rename a directory to what it is to replace, which stays where that fails; ``old`` is its place meanwhile."""
+    if target.exists():
+        target.rename(old)
+    try:
+        part.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class HuggingFaceSaves:
@@ -113,7 +130,7 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
     described.architectures = [type(empty_model(described)).__name__]
     described.save_pretrained(folder)
     text.save(folder)
-    origin = _origin(config, GENERATION)
+    origin = _origin(config, text, GENERATION)
     if origin is not None:
         shutil.copyfile(origin, folder / GENERATION)
     else:
@@ -123,18 +140,20 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
 
 def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
     """Ids of the tokens that begin, end and fill a text: those of the model that the run started from, if one did."""
-    found = {"bos_token_id": None, "eos_token_id": text.eos, "pad_token_id": text.pad}
-    origin = _origin(config, "config.json")
+    found = {"bos_token_id": None, "eos_token_id": text.eos, "pad_token_id": text.pad_token}
+    origin = _origin(config, text, "config.json")
     if origin is not None:
         published = json.loads(origin.read_text(encoding="utf-8"))
         found |= {name: published[name] for name in found if published.get(name) is not None}
+        # A model without a padding token stays so: transformers would never train the row of the token that it names.
+        found["pad_token_id"] = published.get("pad_token_id")
     return found
 
 
-def _origin(config: RunConfig, name: str) -> Path | None:
-    """A file of the directory that the run started from, if it had its tokenizer too and both are still there."""
+def _origin(config: RunConfig, text: Text, name: str) -> Path | None:
+    """A file of the model that the run started from: where its tokenizer is now, or else where it was itself."""
     source, other = config.checkpoints.load_hf, config.task.tokenizer_model
-    if source is None or config.task.tokenizer_type != HUGGING_FACE or other not in (None, source):
+    if source is None or not isinstance(text, HuggingFaceText):
         return None
-    path = Path(source) / name
-    return path if path.is_file() else None
+    folders = [text.folder, *([Path(source)] if other in (None, source) else [])]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)

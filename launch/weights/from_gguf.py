@@ -7,8 +7,8 @@ The weights are the file's, dequantised to float32; nothing is downloaded.
 
 from __future__ import annotations
 
-import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,10 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     tokenizer.save_pretrained(folder)
     # The config comes last: it says that the folder is whole.
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
-        path.replace(folder / path.name)
-    part.rmdir()
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as part:
+        model.save_pretrained(part)
+        for path in sorted(Path(part).iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(folder / path.name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -174,12 +174,13 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == ([1, 2], 2, 0)
+    assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == ([1, 2], 2, None)
     folder.rename(tmp_path / "moved")
     words = ["--load", checkpoints, "--save-hf", tmp_path / "again"]
     assert run(*words) == 2
     assert run(*words, "--tokenizer-model", tmp_path / "moved") == 0
-    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (tmp_path / "out" / "tokenizer.json").read_bytes()
+    for name in ("tokenizer.json", "config.json", "generation_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
 
 def test_prompts_from_a_file_have_every_printable_character(home, tmp_path):
@@ -274,7 +275,12 @@ def test_a_flipped_bit_is_found_unless_nobody_looks(home, tmp_path, capsys):
     path.write_bytes(held)
     words = ["--load", tmp_path / "checkpoints", "--save-hf", tmp_path / "out"]
     assert run(*words) == 1
-    assert f"checkpoint 3 is damaged: {path.name}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"checkpoint 3 is damaged: {path.name}" in said
+    assert "no other checkpoint there is whole" in said
+    shutil.copytree(home / "llama3-checkpoints" / STEP, tmp_path / "checkpoints" / "iter_0000002")
+    assert run(*words) == 1
+    assert "; --ckpt-step 2 takes one that is whole" in capsys.readouterr().err
     assert run(*words, "--no-verify-integrity") == 0
 
 
@@ -329,3 +335,44 @@ def test_what_cannot_be_written_leaves_nothing(home, tmp_path, capsys):
     assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path / "file" / "out") == 1
     assert "the model cannot be written to" in capsys.readouterr().err
     assert run("--load", home / "llama3-checkpoints", "--save-hf", tmp_path / "out", "--ckpt-step=3") == 0
+
+
+def test_what_stands_beside_the_directory_is_left_alone(home, tmp_path):
+    """A backup can have any name."""
+    for name in ("out.old", "out.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("mine")
+    assert run("--load", home / "gpt2-checkpoints", "--save-hf", tmp_path / "out") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.part"]
+    assert {(tmp_path / name / "model.safetensors").read_text() for name in ("out.old", "out.part")} == {"mine"}
+
+
+def test_a_directory_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    target, part, old = (tmp_path / name for name in ("out", "new", "old"))
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    with pytest.raises(FileNotFoundError):
+        hugging_face._put_in_place(part, target, old)
+    assert (target / "config.json").read_text() == "old"
+    part.mkdir()
+    hugging_face._put_in_place(part, target, old)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not list(target.iterdir())
+
+
+def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
+    """Else transformers would never train the row of the token that ends a text."""
+    folder = tmp_path / "model"
+    shutil.copytree(home / "llama3", folder)
+    CharacterText("0123456789").save(folder)
+    for path in (folder / "tokenizer_config.json", folder / "config.json"):
+        held = {name: value for name, value in json.loads(path.read_text()).items() if not name.startswith("pad_token")}
+        path.write_text(json.dumps(held))
+    for name, load_hf, eos in (("loaded", str(folder), 2), ("from-nothing", None, 1)):
+        task = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+        checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / name, task=task)
+        with_settings(checkpoints, None, checkpoints={"load_hf": load_hf})
+        assert run("--load", checkpoints, "--save-hf", tmp_path / f"{name}-out") == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out")
+        assert (model.config.pad_token_id, model.model.embed_tokens.padding_idx) == (None, None)
+        assert model.config.eos_token_id == eos

@@ -40,8 +40,16 @@ def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checks
     folder = iteration_folder(load, found)
     problem = manifest.damage(folder, checksums=checksums)
     if problem is not None:
-        raise ValueError(f"{load}: checkpoint {found} is damaged: {problem}")
+        raise ValueError(f"{load}: checkpoint {found} is damaged: {problem}; {_other_whole(load, found, checksums)}")
     return found, folder
+
+
+def _other_whole(load: str | Path, damaged: int, checksums: bool) -> str:
+    """Which checkpoint can be taken in place of a damaged one: the newest that is whole."""
+    for number in reversed(iterations(load)):
+        if number != damaged and manifest.damage(iteration_folder(load, number), checksums=checksums) is None:
+            return f"--ckpt-step {number} takes one that is whole"
+    return "no other checkpoint there is whole"
 
 
 def find_checkpoint(load: str, config: RunConfig) -> int | None:

@@ -74,6 +74,7 @@ def test_a_response_is_decoded_without_its_end(tmp_path):
 def test_the_end_fills_batches_where_there_is_no_padding_token(tmp_path):
     text = HuggingFaceText(tokenizer_folder(tmp_path, pad=None), chat=False)
     assert text.pad == text.eos == 2
+    assert text.pad_token is None
 
 
 @pytest.mark.parametrize(
