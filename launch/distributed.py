@@ -116,6 +116,16 @@ def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:
         raise AgreedError(otherwise)
 
 
+def number_of_rank_0(config: RunConfig, number: int) -> int:
+    """The number that rank 0 has; what the others give does not count.
+
+    Collectives: one broadcast of one number over all ranks.
+    """
+    message = torch.tensor(number, device=config.launch.device)
+    dist.broadcast(message, src=0, group=dist.group.WORLD)
+    return int(message)
+
+
 def _broadcast_text(text: str, source: int, device: torch.device) -> str:
     content = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     message = torch.tensor(list(content), dtype=torch.uint8, device=device)

@@ -41,6 +41,12 @@ class Ending:
     code: int = 0
 
 
+def tell_start() -> None:
+    """Leave word for the launcher that the ranks are started (again): what an older start told no longer counts."""
+    if os.environ.get(FOLDER):
+        (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").touch()
+
+
 def tell_ending(*, kept: bool = True, error: str | None = None, code: int = 0) -> bool:
     """Leave word for the launcher; whether there is one that reads it."""
     folder = os.environ.get(FOLDER)
@@ -78,5 +84,5 @@ def end_forks_with_this_process() -> None:
 def read_endings(folder: Path) -> list[Ending]:
     """What the ranks of this machine told of their last start, in the order in which they ended."""
     told = [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    newest = max((ending.attempt for ending in told), default=0)
+    newest = max((int(path.stem) for path in folder.glob("*.start")), default=0)
     return sorted((ending for ending in told if ending.attempt == newest), key=lambda ending: ending.time)

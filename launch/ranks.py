@@ -25,7 +25,7 @@ _CAUSES: dict[int, str] = {
     signal.SIGILL: "compiled code that this processor cannot run",
     signal.SIGFPE: "a fault in compiled code",
 }
-_NOT_KEPT = "nothing was saved: --save DIR keeps what was learnt"
+_NOT_KEPT = "no checkpoint was written: with --save DIR the run could go on from where it stopped"
 # torchrun kills what has not ended so long after the first failure.
 _KILLED_BY_TORCHRUN = 15
 

@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import ATTEMPT, end_forks_with_this_process, tell_ending
+from megatron_rc.launch.ending import ATTEMPT, end_forks_with_this_process, tell_ending, tell_start
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(format="%(message)s", level=logging.WARNING if rank == 0 else logging.ERROR)
+    tell_start()
     try:
         if "RANK" not in os.environ:
             raise ConfigurationError(

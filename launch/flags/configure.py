@@ -12,7 +12,7 @@ from megatron_rc.launch.flags.checks.files import check_folders
 from megatron_rc.launch.flags.checks.weights import choose_bridge
 from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
 from megatron_rc.launch.flags.own_objects import define_own_objects
-from megatron_rc.launch.flags.parser import Parser, build_parser, unknown
+from megatron_rc.launch.flags.parser import Parser, build_parser, long_options, unknown
 from megatron_rc.launch.flags.resolve import resolve
 from megatron_rc.launch.flags.resolved import resolved_flags
 from megatron_rc.launch.run_config import RunConfig
@@ -64,7 +64,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigurationError(unknown("flag", rest[0].split("=")[0], parser))
     # The correction's flags override those of the launch file by rules of their own.
     args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
-    args.typed, args.in_launch_file = _names(argv), _names(base)
+    args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)
     args.own_objects = {}
     for namespace in (args, args.launch_file, args.command_line):
         args.own_objects.update(define_own_objects(namespace))
@@ -72,10 +72,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _names(words: Sequence[str]) -> set[str]:
+def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
     """The flags among these words, with underscores; one that takes a switch back has the switch's name."""
-    flags = (word.partition("=")[0] for word in words if word.startswith("--"))
-    return {name.removeprefix("--").removeprefix("no-").replace("-", "_") for name in flags}
+    flags, known = (word.partition("=")[0][2:] for word in words if word.startswith("--")), long_options(parser)
+    return {known[name].dest for name in flags if name in known}
 
 
 def _sources() -> argparse.ArgumentParser:

@@ -38,12 +38,13 @@ def resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[Reso
                 value = as_given(action.dest, values[action.dest], args.own_objects)
                 yield ResolvedFlag(title, name, value, action.dest in given)
     fields = config.correction.to_dict()
-    yield from _correction({name: as_given(name, value, args.own_objects) for name, value in fields.items()})
+    own = {name: as_given(name, value, args.own_objects) for name, value in fields.items()}
+    yield from _correction(own, any(map(is_correction_flag, given)))
 
 
-def _correction(fields: dict[str, Any]) -> Iterator[ResolvedFlag]:
-    """The correction by its fields, whatever preset or file they came from."""
+def _correction(fields: dict[str, Any], is_chosen: bool) -> Iterator[ResolvedFlag]:
+    """The correction by its fields, whatever preset or file they came from; ``is_chosen``: anything of it was given."""
     for name, value in fields.items():
-        # Nothing given is weights of sequences.
-        is_given = value != DEFAULTS[name] or name == "rollout_is"
+        # Nothing given is weights of sequences, so a correction without weights is to say so.
+        is_given = is_chosen and (value != DEFAULTS[name] or name == "rollout_is")
         yield ResolvedFlag("rollout correction", name.replace("_", "-"), value, is_given)

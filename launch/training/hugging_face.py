@@ -80,6 +80,11 @@ def _put_in_place(part: Path, target: Path, old: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def hugging_face_folder(save_hf: str, step: int) -> Path:
+    """Where the model of a step lies."""
+    return Path(save_hf) / f"step-{step}"
+
+
 class HuggingFaceSaves:
     """``--save-hf DIR``: the model of every so many steps, and of the end, as ``DIR/step-N``.
 
@@ -108,7 +113,7 @@ class HuggingFaceSaves:
         error = None
         if dist.get_rank() == 0:
             try:
-                write_directory(Path(files.save_hf) / f"step-{step}", self.config, self.text, weights)
+                write_directory(hugging_face_folder(files.save_hf, step), self.config, self.text, weights)
             except Exception as problem:  # the other ranks wait in the iterator, whatever it is
                 error = str(problem)
         for _ in weights:

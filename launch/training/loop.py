@@ -5,19 +5,21 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import agree, number_of_rank_0
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
-from megatron_rc.launch.training.hugging_face import HuggingFaceSaves
+from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
+from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.sync_check import SyncCheck
@@ -59,16 +61,22 @@ def train(config: RunConfig, task: Task) -> bool:
         ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
     """
     check_data(config)
-    groups, files = ParallelGroups.from_megatron(), config.checkpoints
-    agree(config, write_settings(config) if dist.get_rank() == 0 else None)
+    groups = ParallelGroups.from_megatron()
     trainer = Trainer(config, groups)
-    compare_with_checkpoint(config, trainer.iteration)
-    collector = RolloutCollector(config, task, groups)
-    reporter = Reporter(config, trainer.iteration) if dist.get_rank() == 0 else None
-    weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
-    saver, save_hf = CheckpointSaves(config, trainer), HuggingFaceSaves(config, trainer, task.text)
-    with reporter or nullcontext(), StopRequest().installed() as request, closing(collector), saver:
-        stop = False
+    _check_start(config, trainer.iteration)
+    # A run that is refused leaves the settings of the one before it.
+    agree(config, write_settings(config) if dist.get_rank() == 0 else None)
+    with ExitStack() as stack:
+        reporter = stack.enter_context(Reporter(config, trainer.iteration)) if dist.get_rank() == 0 else None
+        collector = RolloutCollector(config, task, groups)
+        if reporter is not None and trainer.iteration:
+            reporter.say(f"goes on from checkpoint {trainer.iteration} of {config.checkpoints.load}")
+        # What an engine and workers hold is given back whatever fails from here on.
+        request = stack.enter_context(StopRequest().installed())
+        stack.enter_context(closing(collector))
+        weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
+        saver = stack.enter_context(CheckpointSaves(config, trainer))
+        save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
         while trainer.iteration < config.training.train_iters and not stop:
             for row in _rollout_steps(config, trainer, collector, groups, weight_sync):
                 if reporter is not None:
@@ -84,10 +92,33 @@ def train(config: RunConfig, task: Task) -> bool:
             weight_sync()
         agree(config, reporter.error if reporter else None)
         if reporter is not None:
-            kept = f", saved to {files.save}" if files.save else ""
-            done = f"stopped by {request.signal or 'another rank'}" if stop else "finished"
-            reporter.close(f"{done} at step {trainer.iteration}{kept}")
-    return not stop or bool(files.save)
+            reporter.close(_how_it_ended(config, trainer.iteration, request))
+    return trainer.iteration >= config.training.train_iters or bool(config.checkpoints.save)
+
+
+def _check_start(config: RunConfig, iteration: int) -> None:
+    """Compare the run with the checkpoint that it goes on from.
+
+    Raises:
+        ValueError: on every rank alike: it would have nothing to do.
+    """
+    load, last = config.checkpoints.load, config.training.train_iters
+    if iteration > last:
+        raise ValueError(
+            f"--load {load}: checkpoint {iteration} is already past --train-iters {last}: give a larger one, or "
+            "--finetune to start at step 0 from its weights"
+        )
+    compare_with_checkpoint(config, iteration)
+
+
+def _how_it_ended(config: RunConfig, iteration: int, request: StopRequest) -> str:
+    """The run's closing words."""
+    files = config.checkpoints
+    is_done = iteration >= config.training.train_iters
+    done = "finished" if is_done else f"stopped by {request.signal or 'another rank'}"
+    kept = f", saved to {files.save}" if files.save else ""
+    model = f", model in {hugging_face_folder(files.save_hf, iteration)}" if files.save_hf else ""
+    return f"{done} at step {iteration}{kept}{model}"
 
 
 class _WeightSync:
@@ -109,8 +140,16 @@ class _WeightSync:
         self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
         self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
         self.metrics: dict[str, float] = {}
-        # A resumed run starts from weights that the run before evaluated at its end.
-        self.evaluated = trainer.iteration or -1
+        self.evaluated = self._last_evaluation()
+
+    def _last_evaluation(self) -> int:
+        """What the run's metrics say, which rank 0 writes: a run that was told to stop ends without the one due."""
+        step = self.trainer.iteration
+        if self.config.evaluation.eval_interval is None or not step:
+            return -1
+        launch = self.config.launch
+        path = Path(launch.runs_dir) / launch.run_name / METRICS_FILE
+        return number_of_rank_0(self.config, last_evaluation(path, step) if self.reporter is not None else -1)
 
     @property
     def is_wanted(self) -> bool:

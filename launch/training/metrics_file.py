@@ -77,6 +77,13 @@ def read_rows(path: Path) -> Iterator[dict[str, float]]:
     return (row for row in map(_parsed, _lines(path)) if row is not None)
 
 
+def last_evaluation(path: Path, step: int) -> int:
+    """The newest evaluation that a file holds up to a step; −1: none."""
+    rows = read_rows(path) if path.is_file() else ()
+    evaluated = (int(row["step"]) for row in rows if any(name.startswith("eval/") for name in row))
+    return max((found for found in evaluated if found <= step), default=-1)
+
+
 def summarize(rows: Iterable[dict[str, float]], window: int) -> dict[str, tuple[float, list[float]]]:
     """The first value of every metric, and its last ones, as many as ``window`` says."""
     first: dict[str, float] = {}

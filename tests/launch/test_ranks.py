@@ -19,6 +19,7 @@ for case in sys.argv[1:]:
     outcome = run_ranks([*words, "--module", "tests.support.rank_ends", *case.split()])
     print(f"{case}: {outcome.code} {outcome.words}", flush=True)
 """
+NOT_KEPT = "no checkpoint was written: with --save DIR the run could go on from where it stopped"
 CASES = {
     "agrees": r"1 error: the rollout of step 3 failed: no answer in 60 s",
     "usage 1": r"2 error: --lr 0 must be positive",
@@ -26,10 +27,11 @@ CASES = {
     "aborts 0": r"1 error: connection closed by peer",
     "leaves 1": r"1 error: rank 1 \(process \d+\) ended with exit code 7: see above what it said",
     "saves": r"0 ",
-    "stops": r"130 stopped by SIGINT, and nothing was saved: --save DIR keeps what was learnt",
+    "stops": f"130 stopped by SIGINT, and {NOT_KEPT}",
     "interrupts": r"130 stopped by SIGINT before all ranks could save: what no checkpoint holds is lost",
-    "told": r"1 error: a rank was told to stop, and nothing was saved: --save DIR keeps what was learnt",
+    "told": f"1 error: a rank was told to stop, and {NOT_KEPT}",
     "restarts": r"0 ",
+    "restarts-stopped": r"143 stopped by SIGTERM before all ranks could save: what no checkpoint holds is lost",
 }
 
 
@@ -52,6 +54,17 @@ def told():
 def test_the_end_of_ranks_is_one_code_and_one_sentence(told, case):
     (line,) = (line for line in told.stdout.splitlines() if line.startswith(f"{case}: "))
     assert re.fullmatch(f"{re.escape(case)}: {CASES[case]}", line)
+
+
+def test_ranks_get_as_long_as_the_environment_says(monkeypatch):
+    """The sentence of docs/runs.md, as torchrun reads it."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    name, seconds = re.findall(r"`export (\w+_TIMEOUT)=(\d+)`", text)[0]
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 30
+    monkeypatch.setenv(name, seconds)
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds) == 600
 
 
 @pytest.mark.processes

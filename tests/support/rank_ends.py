@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_rc.launch.ending import FOLDER, tell_ending
+from megatron_rc.launch.ending import FOLDER, tell_ending, tell_start
 
 rank = int(os.environ["RANK"])
 how, *where = sys.argv[1:]
@@ -36,8 +36,11 @@ if how in ("saves", "stops"):
     signal.signal(signal.SIGINT, stop)
 if how == "interrupts":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+if how == "restarts-stopped":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if not mine:
     signal.signal(signal.SIGTERM, fail_as_a_victim)
+tell_start()
 meet()
 if how in ("saves", "stops", "interrupts") and rank == 0:
     os.kill(os.getppid(), signal.SIGINT)
@@ -45,10 +48,13 @@ elif how == "agrees":
     sys.stderr.write("what a rank says is above the last line\n")
     tell_ending(error="the rollout of step 3 failed: no answer in 60 s", code=1)
     sys.exit(1)
+elif how == "restarts-stopped" and restart == "1":
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 elif how == "told" or restart == "1":
     tell_ending(kept=restart == "1")
     sys.exit(0)
-elif how == "restarts":
+elif how.startswith("restarts"):
     tell_ending(error="of an older start", code=1)
     sys.exit(1)
 elif mine and how == "usage":

@@ -19,7 +19,7 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.presets import PRESETS
 from tests.launch.flags.test_readme_rows import ROWS
 from tests.support.paths import ROOT
-from tests.support.recorded_training import flags
+from tests.support.recorded_training import flags, run_config
 
 COUNT_UP = ["--config=count_up", "--cpu"]
 MORE = {
@@ -30,7 +30,7 @@ MORE = {
     "kl": "--grpo-kl-beta=0.1 --kl-estimator=k1",
     "experts": ROWS["a mixture of experts"] + " --moe-z-loss-coeff=1e-3",
     "no-weights": "--rollout-is=none --rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2,0.27",
-    "files": "--save=save --load=save --save-interval=2",
+    "files": "--save=save --load=save --save-interval=2 --no-save-optim --no-load-optim",
     "megatron": "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef=3",
     "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
     "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2 --task=sums --seq-length=160 "
@@ -76,9 +76,16 @@ def test_every_flag_is_there_given_or_not():
     assert "# vocab-size: 13" in lines, "follows from the task"
     assert "hidden-size: 64" in lines, "from the launch file"
     assert "rollout-is-threshold: 2.0" in lines, "from the preset in the launch file"
+    assert "rollout-is: token" in lines, "likewise"
     assert not [line for line in lines if "preset" in line]
     values = as_mapping(config.flags)
     assert (values["lr"], values["seed"], values["load"]) == (0.5, 1234, None)
+
+
+def test_a_correction_that_was_not_given_is_a_comment(tmp_path):
+    words = [word for word in flags(tmp_path) if "rollout-is" not in word and "rollout-rs" not in word]
+    lines = as_launch_file(run_config(words).flags).splitlines()
+    assert [line for line in lines if "rollout-is:" in line] == ["# rollout-is: sequence"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 """The training loop on the ranks of the pool: resumption, failures on one rank, steps that must not be made."""
 
+import contextlib
+import io
 import json
 import math
+import os
+import signal
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -481,8 +486,88 @@ def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
     (tmp_path / "run").rename(tmp_path / "before")
     ahead = ["--rollout-staleness=2", "--train-iters=12"]
     assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *ahead)) == [None]
-    # Weights are handed over after 7, 9 and 11 steps.
-    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [9, 11, 12]
+    # Weights are handed over after 7, 9 and 11 steps; in a new folder nothing says that those of 7 were evaluated.
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [7, 9, 11, 12]
+
+
+def run_until_signal(words, step):
+    """A run that is told to stop while it makes a step; whether nothing is lost."""
+    from megatron_rc.launch.training.loop import train
+    from megatron_rc.launch.training.trainer import Trainer
+
+    update = Trainer.update
+
+    def stop(trainer, *args):
+        metrics = update(trainer, *args)
+        if trainer.iteration == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return metrics
+
+    with mock.patch.object(Trainer, "update", stop):
+        return train(*configure(words, torch.distributed.get_world_size()))
+
+
+def test_an_evaluation_due_at_the_step_of_a_stop_is_made_when_the_run_goes_on(ranks, tmp_path):
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    words = flags(tmp_path, *SUMS, "--eval-interval=2", "--eval-problems=2", "--train-iters=4", *save)
+    assert ranks.run(run_until_signal, Layout(dp=2), words, 2) == [True, True]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0]
+    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 4]
+
+
+def test_a_signal_in_the_last_step_loses_nothing(ranks, tmp_path):
+    words = flags(tmp_path, *LIVE, "--train-iters=2")
+    assert ranks.run(run_until_signal, Layout(), words, 2) == [True]
+    assert ranks.run(run_until_signal, Layout(), words, 1) == [False]
+
+
+def what_is_said(words):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        error = run_training(words)
+    return error, said.getvalue()
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_what_it_leaves(ranks, tmp_path):
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", f"--save-hf={tmp_path}/hf"]
+    words = flags(tmp_path, *LIVE, *save)
+    ((error, said),) = ranks.run(what_is_said, Layout(), [*words, "--train-iters=1"])
+    assert error is None
+    assert "goes on from" not in said
+    ((error, said),) = ranks.run(what_is_said, Layout(), [*words, "--train-iters=2"])
+    assert error is None
+    assert f"goes on from checkpoint 1 of {tmp_path}/save\n" in said
+    assert f"finished at step 2, saved to {tmp_path}/save, model in {tmp_path}/hf/step-2 after" in said
+
+
+def test_a_checkpoint_past_the_end_is_refused_and_leaves_the_settings(ranks, tmp_path):
+    layout, save = Layout(dp=2), [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    words = flags(tmp_path, *LIVE, *save)
+    assert ranks.run(run_training, layout, [*words, "--train-iters=2"]) == [None, None]
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    remedy = "give a larger one, or --finetune to start at step 0 from its weights"
+    assert (
+        ranks.run(run_training, layout, [*words, "--train-iters=1"])
+        == [f"ValueError: --load {tmp_path}/save: checkpoint 2 is already past --train-iters 1: {remedy}"] * 2
+    )
+    (message, _) = ranks.run(run_training, layout, [*words, "--train-iters=3", "--lr=2e-3"])
+    assert "was written with --lr" in message
+    assert sorted(path.name for path in (tmp_path / "run").glob("config*")) == ["config.yaml"]
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def close_after_failure(words):
+    """Whether the engine is closed where what follows it cannot be made."""
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+    from megatron_rc.launch.training import loop
+
+    failing = mock.patch.object(loop, "SyncCheck", side_effect=ValueError("no room"))
+    with failing, mock.patch.object(RolloutCollector, "close", autospec=True) as close:
+        return run_training(words), close.call_count
+
+
+def test_an_engine_ends_where_what_comes_after_it_fails(ranks, tmp_path):
+    assert ranks.run(close_after_failure, Layout(), flags(tmp_path, *LIVE)) == [("ValueError: no room", 1)]
 
 
 class Pupil:
