@@ -38,7 +38,7 @@ def choose_prompts(args: argparse.Namespace) -> None:
             args.task = None
     if not args.prompt_data:
         args.task = args.task or DEFAULT_TASK
-    args.rows_digest = None
+    args.rows_digest = args.order_digest = None
     for name in ("prompt_data", "eval_data"):
         words = getattr(args, name)
         setattr(args, name, None if words is None else tuple(words))
@@ -63,7 +63,8 @@ def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
     row_format = RowFormat(
         input_key=args.input_key,
         label_key=args.label_key or DEFAULT_LABEL,
-        needs_label=args.label_key is not None or not is_python_spec(args.reward),
+        # Of recorded rollouts nothing is scored any more.
+        needs_label=args.label_key is not None or not (args.load_rollouts or is_python_spec(args.reward)),
         chat=text.chat,
         alphabet=text.alphabet if isinstance(text, CharacterText) else None,
     )
@@ -72,7 +73,7 @@ def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
     data = PromptData(
         args.prompt_data, args.eval_data or (), row_format, text, args.seed, room, args.max_response_length
     )
-    args.label_key, args.rows_digest = row_format.label_key, data.digest
+    args.label_key, args.rows_digest, args.order_digest = row_format.label_key, data.digest, data.order_digest
     return data
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.tasks import Problem
 from megatron_rc.records.rollout import SamplingParams
 
@@ -101,8 +101,7 @@ def write_answers(graded: Sequence[Graded], config: RunConfig, step: int) -> Non
     lines = [json.dumps(_line(one), default=str) + "\n" for one in graded[: config.evaluation.eval_answers]]
     try:
         if step == 0 and folder.exists():
-            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-            folder.rename(folder.with_name(f"{FOLDER}-{stamp}"))
+            set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:

@@ -15,6 +15,7 @@ class DataSection:
     """Files of prompts, and what their rows hold where.
 
     ``rows_digest``: of all rows, the same number where they are; None: there are no files.
+    ``order_digest``: of all that the order of the training prompts follows from, likewise.
     """
 
     prompt_data: tuple[str, ...] | None = option(
@@ -32,6 +33,7 @@ class DataSection:
         default="drop",
     )
     rows_digest: int | None
+    order_digest: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class EvaluationSection:
         positive=True,
     )
     eval_answers: int = option(
-        f"graded answers of an evaluation that are written to eval/ in the run's folder; default: {EVAL_ANSWERS}",
+        "the first problems of an evaluation whose graded answers are written to eval/ in the run's folder, as far as "
+        f"the first data-parallel rank has them; default: {EVAL_ANSWERS}",
         not_negative=True,
     )

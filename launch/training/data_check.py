@@ -23,19 +23,19 @@ def check_data(config: RunConfig) -> None:
 
 
 def compare_with_checkpoint(config: RunConfig, iteration: int) -> None:
-    """Say that the files have changed since the checkpoint that the run goes on from: prompts come in another order.
+    """Say that training prompts come in another order than in the run that wrote the checkpoint.
 
     Args:
         config: the settings.
         iteration: of the checkpoint; 0: there is none.
     """
-    load, digest = config.checkpoints.load, config.data.rows_digest
+    load, digest = config.checkpoints.load, config.data.order_digest
     if not load or not iteration or digest is None:
         return
-    kept = (settings_beside(iteration_folder(load, iteration)).get("data") or {}).get("rows_digest")
+    kept = (settings_beside(iteration_folder(load, iteration)).get("data") or {}).get("order_digest")
     if kept not in (None, digest):
         _log.warning(
-            "--prompt-data and --eval-data hold other rows than those of checkpoint %d: from here on prompts come in "
-            "another order than they would have",
+            "--prompt-data (its rows, its weights, or which of them fit) or --seed is not that of checkpoint %d: from "
+            "here on prompts come in another order than they would have",
             iteration,
         )

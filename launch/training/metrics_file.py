@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+from megatron_rc.launch.set_aside import set_aside
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -63,13 +64,6 @@ class MetricsFile:
             file.write(line)
             _to_disk(file)
         partial.replace(self.path)
-
-
-def set_aside(path: Path) -> None:
-    """Give a file of an earlier run a name with the time when it was last written, which no other file has."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-    names = (f"{path.stem}-{stamp}{suffix}{path.suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    path.replace(next(free for free in map(path.with_name, names) if not free.exists()))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:

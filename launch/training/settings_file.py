@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rc.launch.environment import environment_lines
 from megatron_rc.launch.resolved import as_launch_file
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.metrics_file import set_aside
+from megatron_rc.launch.set_aside import set_aside
 
 SETTINGS_FILE = "config.yaml"
 

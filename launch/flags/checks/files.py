@@ -17,6 +17,12 @@ def check_checkpoints(config: RunConfig) -> None:
     _check_loading(files)
     if files.save_hf_interval and not files.save_hf:
         raise ConfigurationError(f"--save-hf-interval {files.save_hf_interval} does nothing without --save-hf DIR")
+    prefix = config.correction.metric_prefix
+    if not prefix.endswith("/") or len(prefix) < 2:
+        raise ConfigurationError(
+            f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/: without them the names of the "
+            "correction's metrics are not told from those of others"
+        )
     if logging.wandb_exp_name and not logging.wandb_project:
         raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
     if logging.wandb_project:
@@ -58,6 +64,18 @@ def _check_loading(files: CheckpointSection) -> None:
         raise ConfigurationError(f"{flag(given[0])} does nothing with {other}: this run's numbers count; drop it")
 
 
+def _check_begun_anew(files: CheckpointSection) -> None:
+    """A folder of checkpoints is one run's: of two, the older's would later pass for the newer's."""
+    if not files.save or (files.load and Path(files.load).resolve() == Path(files.save).resolve()):
+        return
+    # Without what a killed run left: that has another suffix.
+    if any(path.parent.suffix == "" for path in Path(files.save).glob("iter_*/metadata.json")):
+        raise ConfigurationError(
+            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
+            f"{files.save} to go on from there"
+        )
+
+
 def check_folders(config: RunConfig) -> None:
     """Make the folders that are written to; the last check, since it leaves something behind."""
     launch, files = config.launch, config.checkpoints
@@ -72,6 +90,7 @@ def check_folders(config: RunConfig) -> None:
     folders += [(f"{flag(name)} {path}", Path(path)) for name, path in written.items() if path]
     if files.save_hf and not files.load and Path(files.save_hf).is_dir() and any(Path(files.save_hf).iterdir()):
         raise ConfigurationError(f"--save-hf {files.save_hf} is not empty, and this run begins: name another folder")
+    _check_begun_anew(files)
     for given, folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

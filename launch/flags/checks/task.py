@@ -28,6 +28,17 @@ def check_prompts(config: RunConfig, task: Task) -> None:
         )
 
 
+def _in_flags(config: RunConfig) -> str:
+    """Where the number of steps between two sets of weights comes from."""
+    rollouts, training = config.rollouts, config.training
+    if rollouts.rollout_staleness:
+        return f"--rollout-staleness {rollouts.rollout_staleness}"
+    return (
+        f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size {rollouts.grpo_group_size} · "
+        f"--grpo-iterations {rollouts.grpo_iterations} / --global-batch-size {training.global_batch_size}"
+    )
+
+
 def check_evaluation(config: RunConfig, task: Task) -> None:
     """Whether there is an engine, and enough problems, at the steps where held-out problems are tried."""
     interval, number, recorded = (
@@ -45,7 +56,7 @@ def check_evaluation(config: RunConfig, task: Task) -> None:
     if interval % unit:
         raise ConfigurationError(
             f"--eval-interval {interval} must be a multiple of the {unit} optimizer steps after which the engine gets "
-            "new weights"
+            f"new weights ({_in_flags(config)})"
         )
     if number < config.data_parallel_size:
         raise ConfigurationError(

@@ -136,14 +136,12 @@ class SavedDataset:
         self.name, self.path = name, path
         require("datasets", f"{name} {path}, a folder,", "data")
         self._dataset = self._load(path)
-        digest = hashlib.blake2b(digest_size=8)
         for index, row in enumerate(self._dataset):
-            digest.update(repr(row).encode("utf-8", "surrogatepass"))
             try:
                 visit(index, row)
             except ValueError as error:
                 raise ConfigurationError(f"{self.where(index)} {error}") from error
-        self.digest = digest.digest()
+        self.digest = self._digest()
 
     def __len__(self) -> int:
         """Rows."""
@@ -157,6 +155,14 @@ class SavedDataset:
     def where(self, index: int) -> str:
         """See :class:`Rows`."""
         return f"{self.name} {self.path}, row {index}"
+
+    def _digest(self) -> bytes:
+        """Of the rows as they are stored: an image that was read from them is another object in every process."""
+        digest = hashlib.blake2b(digest_size=8)
+        for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
+            for row in rows.to_pylist():
+                digest.update(repr(row).encode("utf-8", "surrogatepass"))
+        return digest.digest()
 
     def _load(self, path: str) -> Any:
         from datasets import DatasetDict, load_from_disk

@@ -20,7 +20,8 @@ def parse_line(line: bytes) -> Row:
         ValueError: what is wrong with it.
     """
     try:
-        text = line.decode("utf-8")
+        # Without its end, from which the parser would begin to count columns anew.
+        text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start + 1} is 0x{line[error.start]:02x})") from error
     if not text.strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -34,6 +34,7 @@ class PromptData:
 
     Attributes:
         digest: a number that is the same where all rows are.
+        order_digest: a number that is the same where training prompt number n is, for every n.
         dropped: training prompts that are left out because they are too long.
     """
 
@@ -64,8 +65,9 @@ class PromptData:
         self.dropped = sum(file.dropped for file in self._train)
         self._warn_of_same_rows()
         files = [*self._train, *self._held_out]
-        joined = hashlib.blake2b(b"".join(file.rows.digest for file in files), digest_size=6).digest()
-        self.digest = int.from_bytes(joined, "big")
+        self.digest = _number_of(file.rows.digest for file in files)
+        shares = [str(weight / sum(self._weights)).encode() for weight in self._weights]
+        self.order_digest = _number_of([str(seed).encode(), *shares, *(file.digest for file in self._train)])
 
     @property
     def num_held_out(self) -> int:
@@ -109,6 +111,14 @@ class PromptData:
         return self._train[index].shuffled_problem(position)
 
 
+def _number_of(parts: Iterable[bytes]) -> int:
+    """A number that tells lists of texts apart."""
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return int.from_bytes(digest.digest(), "big")
+
+
 class PromptFile:
     """The prompts of one file that leave room for a response.
 
@@ -116,6 +126,7 @@ class PromptFile:
         path: of the file.
         rows: all of them.
         dropped: how many are left out.
+        digest: of all rows, and of which fit.
     """
 
     def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
@@ -131,6 +142,7 @@ class PromptFile:
 
         self.rows: Rows = open_rows(name, path, visit)
         self.dropped = len(self.rows) - len(self._kept)
+        self.digest = hashlib.blake2b(self.rows.digest + self._kept.tobytes(), digest_size=8).digest()
         if not self._kept:
             raise ConfigurationError(
                 f"{name} {path}: every prompt is too long, the shortest has {shortest} {room.words}"

@@ -65,10 +65,12 @@ def find_checkpoint(load: str, config: RunConfig) -> int | None:
             damage = f"checkpoint {found} is damaged: {damage}"
     if damage is None:
         return found
-    others = [number for number in reversed(_agreed_iterations(load)) if number != found]
+    # Later ones than the newest are another run's.
+    others = [number for number in reversed(_agreed_iterations(load)) if found is None or number < found]
     whole = next((number for number in others if _agreed_damage(load, number, config) is None), None)
     if whole is None:
-        raise AgreedError(f"--load {load}: {damage}; no other checkpoint there is whole")
+        older = "no other checkpoint there" if found is None else "no older checkpoint there"
+        raise AgreedError(f"--load {load}: {damage}; {older} is whole")
     if not config.checkpoints.load_last_valid:
         raise AgreedError(f"--load {load}: {damage}; --load-last-valid goes on from checkpoint {whole}, which is whole")
     if dist.get_rank() == 0:

@@ -13,9 +13,10 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.resolved import as_launch_file
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
+from megatron_rc.records.rollout import save_rollouts
 from tests.launch.tasks.test_text import tokenizer_folder
 from tests.support.paths import ROOT
-from tests.support.recorded_training import COMMON, LLAMA
+from tests.support.recorded_training import COMMON, LLAMA, recorded_batch
 
 # Without the task, whose place the files take.
 BASE = [*LLAMA, *(word for word in COMMON if not word.startswith("--task"))]
@@ -163,6 +164,18 @@ def test_labels_are_not_asked_of_rows_for_a_function(tmp_path):
         check(tmp_path, *DATA, "--prompt-data", path)
 
 
+def test_labels_are_not_asked_of_rows_that_nothing_scores(tmp_path):
+    """Recorded rollouts have their rewards."""
+    path, folder = write(tmp_path / "a.jsonl", [{"prompt": "a"}]), tmp_path / "records"
+    folder.mkdir()
+    save_rollouts(recorded_batch(0), folder / "step-0000000-replica-0000.safetensors")
+    words = [word for word in DATA if not word.startswith("--reward")]
+    words += ["--prompt-data", path, f"--load-rollouts={folder}", "--train-iters=2"]
+    assert check(tmp_path, *words)[1].problems(0, 1)[0].label is None
+    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 has no 'label'"):
+        check(tmp_path, *words, "--label-key=label")
+
+
 def test_evaluations_try_all_of_their_data(tmp_path, file, other):
     config, task = check(tmp_path, *DATA, "--prompt-data", file, "--eval-data", other, "--eval-interval=2")
     settings = config.evaluation
@@ -248,7 +261,7 @@ def test_the_readmes_command_works(tmp_path, monkeypatch):
 
 
 def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
-    """Its rows and its command, as written; the launch file, the model and the other files are made here."""
+    """Its rows, launch file and command, as written; the model and the other files are made here."""
     text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     (rows,) = re.findall(r"^```json\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     (command,) = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
@@ -261,7 +274,8 @@ def test_the_page_shows_what_works(tmp_path, monkeypatch, capsys):
     )
     transformers.AutoModelForCausalLM.from_config(model).save_pretrained("MODEL")
     tokenizer_folder("MODEL")
-    (tmp_path / "my_run.yaml").write_text("cpu: true\nglobal-batch-size: 64\ntrain-iters: 20\nlr: 1e-5\n")
+    (launch_file,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_run.yaml").write_text(launch_file)
     words = shlex.split(command.replace("\\\n", ""))
     assert words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "2"]
     config, task = configure(words[5:], 2)

@@ -320,6 +320,40 @@ def test_saving_between_the_steps_of_a_rollout_is_refused(tmp_path):
         check(tmp_path, f"--save={tmp_path}/save", "--save-interval=3")
 
 
+def test_another_runs_checkpoints_are_not_saved_among(tmp_path):
+    """Those of one that was killed while it wrote its first are none."""
+    save = f"--save={tmp_path}/save"
+    for name in ("iter_0000003.partial", "iter_0000003"):
+        check(tmp_path, save)
+        (tmp_path / "save" / name).mkdir(parents=True)
+        (tmp_path / "save" / name / "metadata.json").touch()
+    check(tmp_path, save, f"--load={tmp_path}/save/../save/")
+    for load in ([], [f"--load={tmp_path}"]):
+        with pytest.raises(ConfigurationError, match=r"--save .*save holds the checkpoints of another run: name ano"):
+            check(tmp_path, save, *load)
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "step", "none"])
+def test_a_prefix_that_other_metrics_could_have_is_refused(tmp_path, prefix):
+    with pytest.raises(ConfigurationError, match=f"--metric-prefix '{prefix}' must be a word and a /, such as"):
+        check(tmp_path, f"--metric-prefix={prefix}")
+    check(tmp_path, "--metric-prefix=mismatch/")
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ([], "4 · --grpo-group-size 4 · --grpo-iterations 2 / --global-batch-size 16"),
+        (["--rollout-staleness=4"], "(--rollout-staleness 4)"),
+    ],
+)
+def test_the_unit_of_evaluations_is_explained(tmp_path, more, why):
+    sums = ["--task=sums", "--seq-length=256", "--max-response-length=32", "--vocab-size=300"]
+    with pytest.raises(ConfigurationError, match="--eval-interval 3 must be a multiple of the ") as caught:
+        check(tmp_path, *sums, "--eval-interval=3", *more)
+    assert why in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import pytest
 
@@ -118,6 +119,15 @@ def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
     assert [len(list(folder.iterdir())) for folder in folders] == [1, 3]
     assert folders[0].name == "eval"
     assert written(folders[0] / "step-0000000.jsonl")[0]["reward"] == 0
+
+
+def test_two_older_runs_of_one_second_are_both_kept(tmp_path):
+    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    for reward in (1.0, 0.5, 0.0):
+        write_answers([graded(reward)], config, 0)
+        os.utime(tmp_path / "mine" / "eval", (1e9, 1e9))
+    found = [written(folder / "step-0000000.jsonl")[0]["reward"] for folder in sorted((tmp_path / "mine").iterdir())]
+    assert found == [0.0, 1.0, 0.5]
 
 
 def test_answers_that_cannot_be_written_are_one_sentence(tmp_path):

@@ -157,7 +157,14 @@ def test_where_none_is_whole_the_error_says_so(ranks, saved, copy):
     for more in ([], ["--load-last-valid"]):
         (said, *_), _ = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
         assert "common.pt has" in said
-        assert said.endswith("no other checkpoint there is whole")
+        assert said.endswith("no older checkpoint there is whole")
+
+
+def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
+    shutil.copytree(iteration_folder(copy, 2), iteration_folder(copy, 7))
+    cut(iteration_folder(copy, 2) / "common.pt")
+    ((found,), _) = ranks.run(find_each, TWO, [*saved[1], f"--load={copy}", "--load-last-valid"], [copy])
+    assert found == "1"
 
 
 def test_a_checkpoint_of_before_loads(ranks, saved, copy):

@@ -88,14 +88,12 @@ def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files
     path = tmp_path / "train.jsonl"
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--eval-interval=9"]
     said = []
-    for iterations in (1, 2, 3):
+    for iterations, changed in enumerate((None, tmp_path / "test.jsonl", path), 1):
+        if changed:
+            changed.write_text(changed.read_text() + '\n{"prompt": "0 0 ", "label": 1}')
         said.append(ranks.run(run_aloud, LAYOUT, words(tmp_path, files, *save, f"--train-iters={iterations}"))[0])
-        if iterations == 2:
-            path.write_text(path.read_text() + '\n{"prompt": "0 0 ", "label": 1}')
-    line = (
-        "--prompt-data and --eval-data hold other rows than those of checkpoint 2: from here on prompts come in another"
-    )
-    assert said == [[], [], [f"{line} order than they would have"]]
+    line = "--prompt-data (its rows, its weights, or which of them fit) or --seed is not that of checkpoint 2: from"
+    assert said == [[], [], [f"{line} here on prompts come in another order than they would have"]]
 
 
 def run_with_own_file(paths, folder):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import resource
@@ -116,6 +117,26 @@ def steps_in_a_file(words, path):
         trainer.save()
     except RuntimeError as error:
         return str(error)
+
+
+def save_aloud(words):
+    """Save, and give back what Megatron warned of."""
+    said, disabled = [], logging.root.manager.disable
+    handler, logger = logging.Handler(), logging.getLogger("megatron.core")
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.disable(logging.NOTSET)
+    logger.addHandler(handler)
+    try:
+        make_trainer(words).save()
+    finally:
+        logging.disable(disabled)
+        logger.removeHandler(handler)
+    return said
+
+
+def test_nothing_is_said_of_an_older_checkpoint_where_there_is_none(ranks, tmp_path):
+    (said,) = ranks.run(save_aloud, Layout(), flags(tmp_path, *SMALL, f"--save={tmp_path}/save"))
+    assert not [line for line in said if "Overwriting" in line]
 
 
 def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):

@@ -134,6 +134,25 @@ def test_a_folder_of_the_datasets_library(tmp_path, datasets):
     assert rows.digest == open_rows("--prompt-data", path, ignore).digest
 
 
+def test_the_digest_of_a_folder_is_that_of_what_is_stored(tmp_path, datasets):
+    """An image is an object with its address in memory for a name."""
+    pytest.importorskip("PIL", reason="images need Pillow")
+    import numpy
+
+    path, features = str(tmp_path / "saved"), datasets.Features(prompt=datasets.Value("string"), image=datasets.Image())
+    images = [numpy.full((2, 2, 3), shade, dtype=numpy.uint8) for shade in range(2)]
+    data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": images}, features=features)
+    data.save_to_disk(path)
+    data.select([1, 0]).save_to_disk(f"{path}-turned")
+    seen = []
+    first, again, turned = (
+        open_rows("--prompt-data", name, lambda index, row: seen.append(row)).digest
+        for name in (path, path, f"{path}-turned")
+    )
+    assert seen[0]["image"].size == (2, 2)
+    assert first == again != turned
+
+
 def test_folders_that_are_no_data_set(tmp_path, datasets):
     data = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=data, test=data).save_to_disk(str(tmp_path / "splits"))

@@ -22,6 +22,7 @@ def test_a_line_is_an_object():
     ("line", "message"),
     [
         (b'{"prompt": "a"', "is not JSON .* at column 15"),
+        (b'{"prompt": "a"\r\n', "is not JSON .* at column 15"),
         (b"prompt, label", "is not JSON .* at column 1"),
         (b"{'prompt': 'a'}", "is not JSON"),
         (b'{"prompt": "a"} {"prompt": "b"}', "is not JSON .Extra data at column 17."),

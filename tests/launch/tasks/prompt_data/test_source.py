@@ -136,6 +136,21 @@ def test_digests_are_those_of_the_rows(tmp_path, letters, digits):
     assert source(letters).digest != source(letters, held_out=[digits]).digest
 
 
+def test_the_order_is_told_apart(letters, digits):
+    """By what it follows from alone: held-out rows are none of it, and weights are shares."""
+    order = source("0.5", letters, "0.5", digits).order_digest
+    assert source("1", letters, "1", digits, held_out=[digits]).order_digest == order
+    assert source("0.4", letters, "0.6", digits).order_digest != order
+    assert source("0.5", digits, "0.5", letters).order_digest != order
+    assert source("0.5", letters, "0.5", digits, seed=9).order_digest != order
+
+
+def test_the_order_is_that_of_the_prompts_that_fit(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["a", "b" * 8, "c"])
+    assert source(path, room=8).order_digest == source(path, room=9).order_digest != source(path, room=7).order_digest
+    assert source(path, room=7).digest == source(path, room=8).digest
+
+
 CHAT = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=True)
 
 
