@@ -136,8 +136,8 @@ class Plan(ABC):
                 the loss, no ``wrap_finalize`` that anything has kept: nothing would end the step and scale its
                 gradients.
             StepError: in the loss, a whole step was counted and nothing has ended it: ``wrap_finalize`` is not in the
-                model's config. The last stage sees that alone; on every stage it is known when ``step`` or
-                ``loss_metrics()`` is read.
+                model's config. The last stage sees that alone, here and when ``step`` is read; on every stage
+                ``loss_metrics()`` raises.
         """
         if self.check_ready is not None:
             self.check_ready()

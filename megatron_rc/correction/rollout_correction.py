@@ -212,10 +212,10 @@ class RolloutCorrection:
     def step(self) -> StepResult | None:
         """What is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's step.
 
-        None in decoupled mode, where the plan knows it all.
+        None in decoupled mode, where the plan knows it all, and where no step has ended and this stage counted nothing.
 
         Raises:
-            StepError: micro-batches that no ``finish_step`` has ended.
+            StepError: micro-batches were counted here that no ``finish_step`` has ended.
         """
         if not self.mode.needs_steps or (self.steps.last is None and not self.steps.is_pending):
             return None

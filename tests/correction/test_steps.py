@@ -326,6 +326,20 @@ def test_a_wrapped_function_that_is_not_called_ends_no_step():
         training.scale(training.planned(), 0)
 
 
+def test_an_early_stage_learns_from_the_losses_metrics_alone_that_no_step_was_ended(monkeypatch):
+    monkeypatch.setattr(ParallelGroups, "is_last_stage", False)
+    config = RolloutCorrectionConfig(**CONFIG, **MODES["bypass"])
+    correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig())
+    wrapped = wrap_finalize(correction, lambda model: None)
+    assert wrapped
+    plan = correction.plan(None)
+    for _ in range(2):
+        plan.loss_scale(num_microbatches=1)
+        assert correction.step is None
+        with pytest.raises(StepError, match=r"loss_metrics\(\) before finish_step"):
+            correction.loss_metrics()
+
+
 def test_a_wrapped_function_that_is_not_called_is_missed_with_scales_made_before_too():
     training = Training("bypass")
     plan = training.planned()
