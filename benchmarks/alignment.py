@@ -44,6 +44,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, default=2000, help="honest and shifted batches for each noise")
     count = parser.parse_args().batches
+    if count < 1:
+        parser.error(f"--batches {count}: take 1 or more")
     sys.stdout.write("| noise | honest refused | shifted let pass |\n|---|---|---|\n")
     for noise in (*NOISES, None):
         generator = torch.Generator().manual_seed(0)

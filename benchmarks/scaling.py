@@ -543,6 +543,10 @@ def main() -> None:
     parser.add_argument("--formulas", action="store_true", help="fit the formulas, print them and stop")
     args = parser.parse_args()
     layouts = [layout for layout in LAYOUTS if args.ranks is None or layout.world in args.ranks]
+    unknown = set(args.ranks or ()) - {layout.world for layout in LAYOUTS}
+    if unknown or not layouts:
+        sizes = ", ".join(str(size) for size in sorted({layout.world for layout in LAYOUTS}))
+        parser.error(f"--ranks {' '.join(map(str, args.ranks))}: take some of {sizes}")
     # Megatron's words on packages that are not there, and the CPU switch's for every layout.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -198,6 +198,8 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
     finally:
         for owner, name in methods:
             delattr(owner, name)
+    if not seconds:
+        raise RuntimeError("no call of the correction was timed")
 
 
 def print_large(found: dict[str, list[tuple[float, float]]]) -> None:

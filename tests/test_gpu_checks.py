@@ -1,15 +1,22 @@
 """The commands for machines with a GPU, as far as a machine without one can tell."""
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
+import time
+import types
 import zipfile
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.gpu import environment, machine, wheels
-from tests.support import recorded_training
+from tests.gpu import check_correction, check_kernels, environment, machine, measure, wheels
+from tests.support import recorded_training, vocab_cases
+from tests.support.errors import largest_error
 from tests.support.paths import ROOT
 
 TARGETS = ("test-gpu", "bench-gpu")
@@ -121,14 +128,20 @@ def test_last(left_behind):
 """
 
 
+def write_checks(folder, code):
+    """A file of checks in a folder as tests/gpu is one."""
+    for name in ("pytest.ini", "conftest.py"):
+        (folder / name).write_text((ROOT / "tests" / "gpu" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    checks = folder / "check_some.py"
+    checks.write_text(code, encoding="utf-8")
+    return checks
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     """(exit status, output, content of the JSON file) of the command over these checks."""
     folder = tmp_path_factory.mktemp("gpu")
-    for name in ("pytest.ini", "conftest.py"):
-        (folder / name).write_text((ROOT / "tests" / "gpu" / name).read_text(encoding="utf-8"), encoding="utf-8")
-    checks = folder / "check_some.py"
-    checks.write_text(CHECKS.format(root=str(ROOT)), encoding="utf-8")
+    checks = write_checks(folder, CHECKS.format(root=str(ROOT)))
     words = ("-m", "tests.gpu", "--device=cpu", f"--json={folder / 'out' / 'found.json'}", str(checks))
     status, output, error = command(*words)
     assert not error
@@ -167,21 +180,150 @@ def test_every_check_has_its_row(table):
 
 
 def test_when_time_is_up_the_rest_is_not_reached(tmp_path):
-    (tmp_path / "check_slow.py").write_text(
-        "import time\n\ndef test_one():\n    time.sleep(60)\n\ndef test_two():\n    pass\n", encoding="utf-8"
-    )
-    for name in ("pytest.ini", "conftest.py"):
-        (tmp_path / name).write_text((ROOT / "tests" / "gpu" / name).read_text(encoding="utf-8"), encoding="utf-8")
-    found = tmp_path / "found.json"
-    words = ("-m", "tests.gpu", "--device=cpu", "--seconds=3", f"--json={found}", str(tmp_path / "check_slow.py"))
+    code = "import time\n\ndef test_one():\n    time.sleep(60)\n\ndef test_two():\n    pass\n"
+    checks, found = write_checks(tmp_path, code), tmp_path / "found.json"
+    words = ("-m", "tests.gpu", "--device=cpu", "--seconds=3", f"--json={found}", str(checks))
     status, _, _ = command(*words)
     rows = json.loads(found.read_text(encoding="utf-8"))["checks"]
     assert [(row["name"], row["result"]) for row in rows] == [
-        ("check_slow.py::test_one", "crashed"),
-        ("check_slow.py::test_two", "not reached"),
+        ("check_some.py::test_one", "crashed"),
+        ("check_some.py::test_two", "not reached"),
     ]
     assert "no time was left" in rows[0]["message"]
     assert status == 1
+
+
+def test_where_no_name_fits_the_exit_status_says_so(tmp_path):
+    checks = write_checks(tmp_path, "def test_one():\n    pass\n")
+    words = ("-m", "tests.gpu", "--device=cpu", f"--json={tmp_path / 'found.json'}", "--only=no_such_check")
+    status, _, error = command(*words, str(checks))
+    assert (status, error) == (1, "error: no check was run: these files hold none, or none that --only names\n")
+
+
+DYING = """
+import os, signal
+import pytest
+
+
+@pytest.fixture
+def dies_at_the_end():
+    yield
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_one(dies_at_the_end):
+    pass
+
+
+def test_two(dies_at_the_end):
+    pass
+
+
+def test_three():
+    pass
+"""
+
+
+def test_processes_that_die_between_checks_have_rows_and_so_have_the_checks_that_are_left(tmp_path, monkeypatch):
+    from tests.gpu import __main__ as program
+
+    monkeypatch.setattr(program, "PROCESSES_PER_FILE", 2)
+    checks = write_checks(tmp_path, DYING)
+    rows = list(program.run_file(Path(sys.executable), checks, "cpu", "", time.monotonic() + 60))
+    assert [(row.name, row.result) for row in rows] == [
+        ("check_some.py::test_one", "passed"),
+        ("check_some.py", "crashed"),
+        ("check_some.py::test_two", "passed"),
+        ("check_some.py", "crashed"),
+        ("check_some.py::test_three", "not reached"),
+    ]
+    assert "its process ended with signal SIGSEGV, in none of its checks" in rows[1].message
+    assert rows[-1].message == "2 processes of this file came to an end before it"
+
+
+@pytest.mark.parametrize("result", ["crashed", "failed", "not reached", "skipped", "passed"])
+def test_whatever_did_not_run_is_no_success(tmp_path, result):
+    from tests.gpu import __main__ as program
+
+    rows = [program.Row("one", "passed"), program.Row("other", result)]
+    with pytest.raises(SystemExit) as stopped:
+        program._finish(rows, {}, tmp_path / "found.json", 1.0)
+    assert stopped.value.code == (result not in ("skipped", "passed"))
+
+
+@pytest.mark.parametrize("result", ["not reached", "skipped"])
+def test_where_nothing_passed_the_exit_status_says_so(tmp_path, capsys, result):
+    from tests.gpu import __main__ as program
+
+    with pytest.raises(SystemExit) as stopped:
+        program._finish([program.Row("one", result)], {}, tmp_path / "found.json", 1.0)
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err == "error: no check passed\n"
+
+
+# What the checks compare: NaN anywhere is a failure.
+
+
+def test_a_kernel_that_gives_nan_fails(monkeypatch):
+    case = vocab_cases.Case(5, 5)
+    for place in range(3):
+        found = vocab_cases.results(case)
+        found["values"][place][0] = torch.nan
+        monkeypatch.setattr(check_kernels, "results", lambda *_, found=found: found)
+        figures = {}
+        with pytest.raises(AssertionError):
+            check_kernels.assert_case(case, torch.device("cpu"), figures.update)
+        assert math.isnan(figures["forward_error"])
+    found["values"].pop()
+    with pytest.raises(ValueError, match="zip"):
+        check_kernels.assert_case(case, torch.device("cpu"), lambda **_: None)
+
+
+def test_a_metric_that_is_nan_fails():
+    weights, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
+    results = [
+        types.SimpleNamespace(metrics=lambda found=found: found, weights=weights, mask=mask)
+        for found in ({"a": 1.0, "b": math.nan}, {"a": 1.0, "b": 2.0})
+    ]
+    of_metrics, of_weights = check_correction.differences(*results)
+    assert math.isnan(of_metrics)
+    assert of_weights == 0
+
+
+def test_every_case_fails_where_one_metric_is_nan(monkeypatch):
+    def correct(name, batch, layout=None):
+        return types.SimpleNamespace(metrics=lambda: {"a": 1.0, "b": math.nan}, weights=None, mask=batch.mask)
+
+    monkeypatch.setattr(check_correction, "correct", correct)
+    found = {}
+    with pytest.raises(AssertionError):
+        check_correction.test_every_case_is_that_of_the_cpu(torch.device("cpu"), found.update, packed=False)
+    assert math.isnan(found["metric_error"])
+
+
+def test_a_gradient_that_is_nan_in_one_mini_batch_fails(monkeypatch):
+    from tests.gpu import check_training
+
+    want = {"weight": torch.ones(3)}
+    got = [want, {"weight": torch.full((3,), torch.nan)}]
+    expected = types.SimpleNamespace(gradients=[want] * len(got))
+    monkeypatch.setattr(check_training.training_cases, "expected", lambda objective: expected)
+    monkeypatch.setattr(check_training.matrix, "whole_gradients", lambda everywhere, index: got[index])
+    assert math.isnan(check_training.distance_of(None, check_training.CASES["decoupled"]))
+
+
+def test_the_largest_error():
+    assert largest_error([1.0, 3.0, 2.0]) == 3.0
+    assert math.isnan(largest_error([1.0, math.nan, 2.0]))
+    with pytest.raises(ValueError, match="nothing was measured"):
+        largest_error([])
+
+
+def test_a_profiler_that_sees_no_kernel_counts_none(monkeypatch):
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "profile", lambda **_: contextlib.nullcontext(types.SimpleNamespace(events=list)))
+    with pytest.raises(RuntimeError, match="the profiler saw no kernel"):
+        measure.count_launches(lambda: None)
 
 
 @pytest.mark.parametrize(

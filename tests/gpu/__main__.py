@@ -1,7 +1,8 @@
 """Run all checks, a process for each file, and print one table: ``python -m tests.gpu [--wheels DIR]``.
 
 A check that brings its process down, or hangs, is one row of the table; those after it run in a new process.
-Exit status: 0 all that ran passed, 1 something failed, 2 the environment cannot be made, 77 there is no GPU.
+Exit status: 0 some passed, and the others lack what they need; 1 something failed or was not reached, or nothing
+passed; 2 the environment cannot be made; 77 there is no GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BENCHMARKS = tuple(f"bench_{name}.py" for name in ("vocab", "correction", "step"
 TOTAL_SECONDS = 450
 PROCESSES_PER_FILE = 12
 USAGE = (2, 3, 4)  # exit statuses of pytest: it could not begin
+NOTHING_COLLECTED = 5  # the one of pytest where no check is left, or none has a name that --only fits
 LINES_OF_MESSAGE = 25
 COLUMNS = "{:<58} {:<11} {:>7}  {}"
 
@@ -119,6 +121,9 @@ def run_file(python: Path, file: Path, device: str, only: str, deadline: float) 
         if status in USAGE or reader.collected is None:
             yield Row(file.name, "crashed", message=f"{output}\nits checks could not be collected")
             return
+        if reader.ended_badly(status):
+            why = f"its process ended with {_status(status)}, in none of its checks"
+            yield Row(file.name, "crashed", message=f"{output}\n{why}")
         done |= {reader.current or "", *reader.ended}
         left = [name for name in reader.collected if name not in done]
         if status is None or time.monotonic() >= deadline:
@@ -126,6 +131,8 @@ def run_file(python: Path, file: Path, device: str, only: str, deadline: float) 
             return
         if not left:
             return
+    why = f"{PROCESSES_PER_FILE} processes of this file came to an end before it"
+    yield from (Row(name, "not reached", message=why) for name in left)
 
 
 class _Reader:
@@ -135,12 +142,14 @@ class _Reader:
         collected: names of the checks that it was to run; None: it never came so far.
         ended: of those that it ran.
         current: of the one that it is in.
+        failed: whether any has.
     """
 
     def __init__(self) -> None:
         self.collected: list[str] | None = None
         self.ended: list[str] = []
         self.current: str | None = None
+        self.failed = False
         self._since = 0.0
 
     def follow(self, command: list[str], results: Path, deadline: float) -> Iterator[Row]:
@@ -168,6 +177,10 @@ class _Reader:
         """Seconds since the check that has not ended began."""
         return round(time.monotonic() - self._since, 1)
 
+    def ended_badly(self, status: int | None) -> bool:
+        """Whether no row says why the process ended with this status: it died between checks, or after the last."""
+        return status not in (None, 0, NOTHING_COLLECTED) and self.current is None and not self.failed
+
     def _rows(self, lines: Any) -> Iterator[Row]:
         for line in lines:
             event = json.loads(line)
@@ -179,6 +192,7 @@ class _Reader:
             else:
                 self.current = None
                 self.ended.append(event["name"])
+                self.failed |= event["result"] == "failed"
                 yield Row(**event)
 
 
@@ -209,7 +223,9 @@ def _finish(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     counts = {result: sum(row.result == result for row in rows) for result in dict.fromkeys(row.result for row in rows)}
     _say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
-    sys.exit(1 if failed else 0)
+    if not any(row.result == "passed" for row in rows):
+        end("no check passed" if rows else "no check was run: these files hold none, or none that --only names", 1)
+    sys.exit(1 if any(row.result in ("failed", "crashed", "not reached") for row in rows) else 0)
 
 
 def _short(value: Any) -> str:

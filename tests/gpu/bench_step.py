@@ -102,6 +102,7 @@ def timed(correction):
     finally:
         for name in CALLS:
             delattr(correction, name)
+    assert seconds, "no call of the correction was timed"
 
 
 def run_steps(trainer, batch, number):

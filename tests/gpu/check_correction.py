@@ -9,6 +9,7 @@ from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from tests.gpu import measure
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import correct, pack
+from tests.support.errors import largest_error
 
 CONFIGS = {
     "token": RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2"),
@@ -37,7 +38,7 @@ def differences(got, want):
     """The largest relative difference of the metrics, and of the weights."""
     mine, theirs = got.metrics(), want.metrics()
     assert mine.keys() == theirs.keys()
-    of_metrics = max(abs(mine[name] - theirs[name]) / (1e-3 + abs(theirs[name])) for name in mine)
+    of_metrics = largest_error(abs(mine[name] - theirs[name]) / (1e-3 + abs(theirs[name])) for name in mine)
     apart = (got.weights.cpu() - want.weights.cpu()).abs() / (1e-6 + want.weights.cpu().abs())
     assert torch.equal(got.mask.cpu(), want.mask.cpu())
     return of_metrics, float(apart.max())
@@ -47,21 +48,22 @@ def differences(got, want):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_every_case_is_that_of_the_cpu(device, figures, packed):
     """In float64, which no rounding can hide behind."""
-    worst, wrong = 0.0, []
+    errors, wrong = [], []
     for name in CASES:
         batch, layout = clear_batch(name)[0], None
         if packed:
             batch, layout, _ = pack(batch)
         here, there = correct(name, batch, layout=layout), correct(name, moved(batch, device), layout=layout)
         mine, theirs = there.metrics(), here.metrics()
-        apart = max(abs(mine[key] - theirs[key]) / (1 + abs(theirs[key])) for key in theirs)
+        assert mine.keys() == theirs.keys()
+        apart = largest_error(abs(mine[key] - theirs[key]) / (1 + abs(theirs[key])) for key in theirs)
         same = torch.equal(there.mask.cpu(), here.mask) and (
             here.weights is None or torch.allclose(there.weights.cpu(), here.weights, rtol=1e-10, atol=1e-12)
         )
-        worst = max(worst, apart)
+        errors.append(apart)
         if not same or not apart <= 1e-9:
             wrong.append(name)
-    figures(cases=len(CASES), metric_error=worst)
+    figures(cases=len(CASES), metric_error=largest_error(errors))
     assert not wrong
 
 

@@ -52,7 +52,7 @@ def test_transformers_engine(device, on_gpu, figures, seconds, tmp_path, more):
 def test_vllm_engine(device, on_gpu, figures, tmp_path):
     """In the trainer's own process, with weights handed over in memory."""
     require("vllm")
-    rows = launch(
-        tmp_path, device, "--rollout-engine=vllm", "--rollout-dtype=bf16", f"--train-iters={40 if on_gpu else 2}"
-    )
+    steps = 40 if on_gpu else 2
+    rows = launch(tmp_path, device, "--rollout-engine=vllm", "--rollout-dtype=bf16", f"--train-iters={steps}")
+    assert len(rows) == steps
     assert_learnt(rows, figures, 0.02 if on_gpu else -1)

@@ -1,6 +1,7 @@
 """The trainer on one device, in groups of one rank: gradients of every parameter against float64, and whole steps."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.gpu.packages import require
 from tests.gpu.training import job, joined, steps, words_for
 from tests.launch.training import test_matrix as matrix
 from tests.support import training_cases
+from tests.support.errors import largest_error
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch
 from tests.support.training_cases import Case
@@ -43,14 +45,15 @@ def words(device, tmp_path):
     return words
 
 
-def distances(found, case):
-    """The relative distance of the gradient from the reference's, of each mini-batch."""
-    expected = training_cases.expected(case.objective)
+def distance_of(found, case):
+    """The relative distance of the gradient from the reference's, in the mini-batch where it is largest."""
+    expected, errors = training_cases.expected(case.objective), []
     for index, want in enumerate(expected.gradients):
         got = matrix.whole_gradients([found], index)
         assert got.keys() == want.keys()
         apart = sum(float((got[name] - want[name]).square().sum()) for name in want)
-        yield (apart / sum(float(gradient.square().sum()) for gradient in want.values())) ** 0.5
+        errors.append((apart / sum(float(gradient.square().sum()) for gradient in want.values())) ** 0.5)
+    return largest_error(errors)
 
 
 def run(case, words):
@@ -63,7 +66,7 @@ def test_gradients(words, figures, name):
     """In float32, to 1e-4 of each parameter's own."""
     case = CASES[name]
     found, expected = run(case, words(case=case)), training_cases.expected(case.objective)
-    figures(gradient_error=max(distances(found, case)))
+    figures(gradient_error=distance_of(found, case))
     matrix.assert_tokens([found], matrix.unnormalized(case, expected))
     for index in range(training_cases.MINI_BATCHES):
         matrix.assert_metrics([found], expected, index)
@@ -78,7 +81,7 @@ def test_gradients(words, figures, name):
 def test_other_ways_to_the_same_gradients(words, figures, more):
     more = (*more, "--recompute-num-layers=1") if "--recompute-granularity=full" in more else more
     found = run(CASES["decoupled"], words(*more, case=CASES["decoupled"]))
-    distance = max(distances(found, CASES["decoupled"]))
+    distance = distance_of(found, CASES["decoupled"])
     figures(gradient_error=distance)
     assert distance <= 1e-4
 
@@ -91,7 +94,7 @@ def test_bfloat16(words, figures, name, more):
     Not decoupled mode: its two policies differ by little more than bfloat16 rounds, and so would what is clipped.
     """
     found = run(CASES[name], words(*BF16, *more, case=CASES[name]))
-    distance = max(distances(found, CASES[name]))
+    distance = distance_of(found, CASES[name])
     figures(gradient_error=distance)
     assert distance <= 0.2
 
@@ -101,7 +104,7 @@ def test_fused_weight_gradients(words, figures):
     require("fused_weight_gradient_mlp_cuda")
     case = CASES["bypass REINFORCE"]
     for more, most in (((), 1e-4), (("--fused-linear-log-probs",), 1e-4), (BF16, 0.2)):
-        distance = max(distances(run(case, words(*more, case=case)), case))
+        distance = distance_of(run(case, words(*more, case=case)), case)
         figures(**{f"error_{more[0] if more else 'plain'}": distance})
         assert distance <= most
 
@@ -113,7 +116,7 @@ def test_transformer_engine(words, figures, name):
     case = CASES[name]
     for more, most in (((), 1e-2), (BF16, 0.2)):
         found = run(case, words("--transformer-impl=transformer_engine", *more, case=case))
-        distance = max(distances(found, case))
+        distance = distance_of(found, case)
         figures(**{f"error_{'bfloat16' if more else 'float32'}": distance})
         assert distance <= most
 
@@ -135,7 +138,7 @@ def test_steps(words, on_gpu, figures, more, model):
     if on_gpu and "--num-experts=4" in more:
         require("transformer_engine.pytorch")  # the launcher refuses experts without it
     found = steps(words(*more, model=model), [0, 1, 2])
-    assert all(value == value for metrics in found for value in metrics.values())
+    assert all(math.isfinite(value) for metrics in found for value in metrics.values())
     assert all(metrics["grad_norm"] > 0 for metrics in found)
     assert not any(metrics["skipped_steps"] for metrics in found)
     figures(loss=found[-1]["loss/total"], grad_norm=found[-1]["grad_norm"])
@@ -169,7 +172,7 @@ def test_checkpoints_between_devices(words, device, figures, tmp_path, more):
         for got, want in zip([*there, *here], without[2:], strict=True)
     ]
     figures(grad_norm_error_cpu=apart[0], grad_norm_error_back=apart[1])
-    assert max(apart) <= (0.05 if more else 1e-3)
+    assert largest_error(apart) <= (0.05 if more else 1e-3)
 
 
 def on_the_cpu(words, path, batches):

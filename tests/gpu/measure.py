@@ -32,7 +32,10 @@ def count_launches(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         work()
         torch.cuda.synchronize()
-    return sum(event.name.startswith(_LAUNCHES) for event in record.events())
+    found = sum(event.name.startswith(_LAUNCHES) for event in record.events())
+    if not found:
+        raise RuntimeError("the profiler saw no kernel: it cannot see this GPU's, or the work launches none")
+    return found
 
 
 def count_syncs(work: Callable[[], object]) -> int:

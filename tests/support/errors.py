@@ -1,0 +1,16 @@
+"""The largest of some errors, for an assertion that it is small."""
+
+import math
+from collections.abc import Iterable
+
+
+def largest_error(errors: Iterable[float]) -> float:
+    """NaN where any of them is NaN, which Python's ``max`` may drop.
+
+    Raises:
+        ValueError: there is none, so that nothing was compared.
+    """
+    found = [float(error) for error in errors]
+    if not found:
+        raise ValueError("no errors to compare: nothing was measured")
+    return math.nan if any(map(math.isnan, found)) else max(found)

@@ -1,0 +1,50 @@
+"""The benchmarks' own checks: what compared or measured nothing is no result."""
+
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from benchmarks import correction, step
+from tests.support.paths import ROOT
+
+
+def test_contenders_of_which_one_gives_nan_differ():
+    def result(mean):
+        return {"rollout_corr/rollout_is_mean": mean}, torch.ones(2), torch.ones(2, dtype=torch.bool)
+
+    correction.check_alike({"eager": result(1.0), "other": result(1.0)})
+    for eager, other in ((1.0, math.nan), (math.nan, 1.0), (1.0, 1.1)):
+        with pytest.raises(AssertionError, match="rollout_is_mean is"):
+            correction.check_alike({"eager": result(eager), "other": result(other)})
+
+
+def test_a_step_in_which_nothing_was_timed_has_no_share():
+    def method():
+        """What is timed."""
+
+    owner = types.SimpleNamespace(plan=method, corrected=method, finish_step=method)
+    owner.steps = types.SimpleNamespace(count=method, record=method)
+    with pytest.raises(RuntimeError, match="no call of the correction was timed"), step.timed_correction(owner):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("scaling.py", "--ranks", "8", "7"), "--ranks 8 7: take some of 8, 64, 512, 4096, 16384"),
+        (("alignment.py", "--batches", "0"), "--batches 0: take 1 or more"),
+    ],
+    ids=["scaling", "alignment"],
+)
+def test_numbers_that_would_measure_nothing(words, message):
+    name, *more = words
+    done = subprocess.run(
+        (sys.executable, ROOT / "benchmarks" / name, *more), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not done.stdout
