@@ -14,6 +14,8 @@ from megatron_rc.launch.python_specs import in_words, own_traceback
 
 REWARD = "reward"
 MAX_COMPONENTS = 32
+# Of float32, in which a batch holds its rewards.
+LARGEST = (2 - 2**-23) * 2.0**127
 MAX_TRACEBACK = 20_000
 # The launcher's own metrics of this prefix.
 RESERVED = ("mean", "std", "max", "min", "errors", "overlong_penalty")
@@ -75,6 +77,6 @@ def _number(value: Any, what: str) -> float:
     if not hasattr(value, "__float__"):
         raise _NoNumber(f"{what} {reprlib.repr(value)}, which is no number")
     number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST:
         raise _NoNumber(f"{what} {number}, which cannot be trained on")
     return number

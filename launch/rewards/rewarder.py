@@ -65,7 +65,7 @@ class Rewarder:
     def __init__(self, config: RunConfig, replica: int) -> None:
         self.settings, self.replica = config.rewards, replica
         self.source = source_of(config)
-        self.file = Path(config.launch.runs_dir) / config.launch.run_name / ERRORS_FILE
+        self.file = errors_file(config)
         workers, timeout = self.settings.reward_workers or _default_workers(), self.settings.reward_timeout
         is_harmless = self.source.is_harmless
         self._scorer = InProcess(self.source) if is_harmless else RewardPool(self.source, workers, timeout)
@@ -113,7 +113,7 @@ class Rewarder:
         """A line in the run's folder."""
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
         what = {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
-        line = {**about, **what, **{name: _as_json(value) for name, value in request.items()}}
+        line = {**about, **what, **{name: as_json(value) for name, value in request.items()}}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -151,7 +151,12 @@ def source_of(config: RunConfig) -> Source:
     return Source(config.task.task, config.training.seed, config.rewards.reward)
 
 
-def _as_json(value: Any) -> Any:
+def errors_file(config: RunConfig) -> Path:
+    """Where the responses are that could not be scored."""
+    return Path(config.launch.runs_dir) / config.launch.run_name / ERRORS_FILE
+
+
+def as_json(value: Any) -> Any:
     """The value, or words for what is no JSON."""
     try:
         json.dumps(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.python_specs import is_python_spec, load_python
 from megatron_rc.launch.tasks import Rule, make_task
+from megatron_rc.launch.tasks.python_task import own_reward
 
 EXACT, MATH_VERIFY = BUILT_IN = ("exact", "math-verify")
 # These compare short texts: they can neither hang nor die. Everything else runs in worker processes.
@@ -62,13 +64,12 @@ class Source:
         """
         self.check()
         if self.reward is None:
-            return _rule_of_task(self.task, self.seed)
+            return _called_by_keywords(_rule_of_task(self.task, self.seed), self.name)
         if is_python_spec(self.reward):
             found = load_python(self.reward, "--reward")
             if not callable(found) or isinstance(found, type):
                 raise ConfigurationError(f"{self.name} is {_kind(found)}: name a function")
-            rule: Rule = found
-            return rule
+            return _called_by_keywords(found, self.name)
         return exact if self.reward == EXACT else _math_rule()
 
 
@@ -108,10 +109,26 @@ def _math_rule() -> Rule:
 
 
 def _rule_of_task(task: str | None, seed: int) -> Rule:
-    rule = None if task is None else make_task(task, seed).reward
+    rule: Rule | None = None
+    if task is not None:
+        rule = own_reward(task, seed) if is_python_spec(task) else make_task(task, seed).reward
     if rule is None:
         user = "--prompt-data" if task is None else f"--task {task}"
         raise ConfigurationError(f"{user} has no reward of its own: give --reward")
+    return rule
+
+
+def _called_by_keywords(function: Any, name: str) -> Rule:
+    """The function, if its parameters are those that it is called with."""
+    try:
+        inspect.signature(function).bind(prompt="", response="", label=None, record={})
+    except ValueError:  # not every callable says what it takes
+        pass
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{name} cannot be called with prompt, response, label and record ({error}): give it these four parameters"
+        ) from error
+    rule: Rule = function
     return rule
 
 

@@ -9,9 +9,10 @@ from typing import Protocol, TypeVar
 import torch
 from megatron.core import parallel_state
 
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
+from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.evaluation import Graded, metrics_of, sums_of, write_answers
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
@@ -82,6 +83,7 @@ class RolloutCollector:
         self.window = steps // config.updates_per_rollout
         elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.reward_metrics: dict[str, float] = {}
+        self._unscored = self._asked = 0
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
@@ -162,6 +164,7 @@ class RolloutCollector:
         shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
         if self.config.rollouts.load_rollouts is None:
             self.reward_metrics = gather_reward_metrics(rewards, self.broadcast, self.groups)
+            self._count_unscored(step)
         if shared.routed_experts is not None and not self._has_named_experts:
             _log.warning("the rollouts name the experts of each token: they are carried to all ranks, and not used yet")
             self._has_named_experts = True
@@ -198,6 +201,22 @@ class RolloutCollector:
         samples = self.config.evaluation.eval_samples
         sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded or [], samples)), self.groups.dp)
         return metrics_of(sums, samples)
+
+    def unscored_in_words(self) -> str:
+        """What the end of a run says of responses that could not be scored; equal on all ranks, empty without any."""
+        if not self._unscored:
+            return ""
+        return f"{self._unscored} of {self._asked} responses could not be scored, see {errors_file(self.config)}"
+
+    def _count_unscored(self, step: int) -> None:
+        """Add a batch up; one without any score trains nothing, and ends the run on every rank alike."""
+        errors = int(self.reward_metrics["reward/errors"])
+        self._unscored, self._asked = self._unscored + errors, self._asked + self.config.rollouts.sequences
+        if errors == self.config.rollouts.sequences:
+            raise AgreedError(
+                f"the rollout of step {step} failed: none of its {errors} responses could be scored by "
+                f"{source_of(self.config).name}, see {errors_file(self.config)}: mend the rule"
+            )
 
     def _graded(self, step: int) -> list[Graded]:
         """This replica's part of an evaluation; the first replica writes some of its answers down."""

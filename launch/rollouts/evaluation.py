@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.rewards.outcome import Outcome
+from megatron_rc.launch.rewards.rewarder import as_json
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.tasks import Problem
@@ -116,7 +117,7 @@ def _line(graded: Graded) -> dict[str, object]:
     return {
         "prompt": list(problem.messages) or problem.prompt,
         "response": graded.responses[0],
-        "label": problem.label,
+        "label": as_json(problem.label),
         "reward": graded.rewards[0],
         "components": dict(outcome.components),
         "error": outcome.failure,

@@ -28,10 +28,7 @@ class PythonTask:
 
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
         self._user = f"--task {spec}"
-        kind = load_python(spec, "--task")
-        if not isinstance(kind, type):
-            raise ConfigurationError(f"{self._user} is of type {type(kind).__name__}: name a class")
-        self._own = self._call(kind, seed=seed)
+        self._own = _make(spec, seed)
         if not callable(getattr(self._own, "problems", None)):
             raise ConfigurationError(f"{self._user} has no method problems(start, count, held_out=False): add it")
         self.text = text or self._characters()
@@ -42,13 +39,11 @@ class PythonTask:
                 "--max-response-length"
             )
         self.max_response_length: int = longest
-        self.reward: Any = getattr(self._own, "reward", None)
-        if self.reward is not None and not callable(self.reward):
-            raise ConfigurationError(f"{self._user} has a reward that is no method: make it one, or give --reward")
+        self.reward = _reward_of(self._own, self._user)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """What the class gives, if these are as many problems as it was asked for."""
-        found = self._call(self._own.problems, start, count, held_out=held_out)
+        found = _call(self._user, self._own.problems, start, count, held_out=held_out)
         if not isinstance(found, list) or len(found) != count or not all(isinstance(one, Problem) for one in found):
             given = f"{len(found)} of them" if isinstance(found, list) else f"a {type(found).__name__}"
             raise ConfigurationError(
@@ -65,12 +60,36 @@ class PythonTask:
             )
         return CharacterText(characters)
 
-    def _call(self, function: Any, *args: Any, **named: Any) -> Any:
-        try:
-            return function(*args, **named)
-        except ConfigurationError:
-            raise
-        except Exception as error:  # a user's class can raise anything
-            raise ConfigurationError(
-                f"{own_traceback(error, (__file__,))}\n{self._user}: {function.__name__} raises {in_words(error)}"
-            ) from error
+
+def own_reward(spec: str, seed: int) -> Any:
+    """The method ``reward`` of such a class, if it has one: scoring needs neither a tokenizer nor lengths.
+
+    Raises:
+        ConfigurationError: no such class, it raises when it is made, or ``reward`` is no method.
+    """
+    return _reward_of(_make(spec, seed), f"--task {spec}")
+
+
+def _make(spec: str, seed: int) -> Any:
+    kind = load_python(spec, "--task")
+    if not isinstance(kind, type):
+        raise ConfigurationError(f"--task {spec} is of type {type(kind).__name__}: name a class")
+    return _call(f"--task {spec}", kind, seed=seed)
+
+
+def _reward_of(own: Any, user: str) -> Any:
+    reward = getattr(own, "reward", None)
+    if reward is not None and not callable(reward):
+        raise ConfigurationError(f"{user} has a reward that is no method: make it one, or give --reward")
+    return reward
+
+
+def _call(user: str, function: Any, *args: Any, **named: Any) -> Any:
+    try:
+        return function(*args, **named)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a user's class can raise anything
+        raise ConfigurationError(
+            f"{own_traceback(error, (__file__,))}\n{user}: {function.__name__} raises {in_words(error)}"
+        ) from error

@@ -92,6 +92,9 @@ def train(config: RunConfig, task: Task) -> bool:
             weight_sync()
         agree(config, reporter.error if reporter else None)
         if reporter is not None:
+            unscored = collector.unscored_in_words()
+            if unscored:
+                reporter.say(unscored)
             reporter.close(_how_it_ended(config, trainer.iteration, request))
     return trainer.iteration >= config.training.train_iters or bool(config.checkpoints.save)
 

@@ -82,6 +82,7 @@ GIVEN = {
     "awkward": Awkward(),
     "nan": float("nan"),
     "infinite": np.inf,
+    "beyond": 1e39,
     "complex": 1j,
     "without": {"fluency": 1},
     "words": {"reward": 1, "fluency": "high"},
@@ -112,6 +113,26 @@ class Doubles:
 
     def reward(self, prompt, response, label, record):
         return {"reward": float(response == label), "ended": float(len(response) < 2)}
+
+
+class Bare:
+    """A task without what a tokenizer is made of and without lengths: flags give both."""
+
+    def __init__(self, seed):
+        self.problems, self.reward = Doubles(seed).problems, Doubles(seed).reward
+
+
+class BadReward(Doubles):
+    def reward(self, response):
+        return 1.0
+
+
+def too_few(prompt, response):
+    return 1.0
+
+
+def keywords(**given):
+    return float(len(given) == 4)
 
 
 def refuse(prompt, response, label, record):

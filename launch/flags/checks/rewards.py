@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import is_python_spec
+from megatron_rc.launch.rewards.outcome import LARGEST
 from megatron_rc.launch.rewards.pool import check_loads
 from megatron_rc.launch.rewards.rewarder import source_of
 from megatron_rc.launch.run_config import RunConfig
@@ -21,8 +20,10 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
         samples: responses are sampled, and scored, in this run.
     """
     rewards = config.rewards
-    if not math.isfinite(rewards.reward_on_error):
-        raise ConfigurationError(f"--reward-on-error {rewards.reward_on_error} cannot be trained on: give a number")
+    if not abs(rewards.reward_on_error) <= LARGEST:
+        raise ConfigurationError(
+            f"--reward-on-error {rewards.reward_on_error} cannot be trained on: give a number that float32 holds"
+        )
     _check_overlong(config)
     if not samples:
         return
@@ -33,7 +34,7 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
             "python:pkg.module:function"
         )
     source.check()
-    if is_python_spec(rewards.reward):
+    if is_python_spec(rewards.reward or config.task.task):
         check_loads(source)
 
 

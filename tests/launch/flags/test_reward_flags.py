@@ -60,7 +60,10 @@ def test_a_class_brings_its_tokens_and_its_longest_response(tmp_path):
         ),
         (["--reward-workers=0", f"--reward={USER}:parts"], r"^--reward-workers 0 must be positive$"),
         (["--reward-timeout=-1", f"--reward={USER}:parts"], r"^--reward-timeout -1\.0 must be positive$"),
-        (["--reward-on-error=nan"], r"^--reward-on-error nan cannot be trained on: give a number$"),
+        (["--reward-on-error=nan"], r"^--reward-on-error nan cannot be trained on: give a number that float32 holds$"),
+        (["--reward-on-error=1e39"], r"^--reward-on-error 1e\+39 cannot be trained on: give a number that float32"),
+        ([f"--reward={USER}:too_few"], r"^--reward \S+ cannot be called with prompt, response, label and record \("),
+        ([f"--task={USER}:BadReward"], r"^--task \S+ cannot be called with prompt, response, label and record \("),
         (["--reward-on-error=bad"], r"argument --reward-on-error: invalid float value: 'bad'"),
         (["--reward-errors=ignore"], r"argument --reward-errors: invalid choice: 'ignore'"),
         (

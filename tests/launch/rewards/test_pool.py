@@ -69,6 +69,7 @@ def test_a_worker_knows_neither_torch_nor_megatron(pool):
         ("give awkward", "raised RuntimeError: not today", "not today"),
         ("give nan", "gave nan, which cannot be trained on", ""),
         ("give infinite", "gave inf, which cannot be trained on", ""),
+        ("give beyond", "gave 1e+39, which cannot be trained on", ""),
         ("give without", "gave a dict without the entry 'reward': {'fluency': 1}", ""),
         ("give empty", "gave a dict without the entry 'reward': {}", ""),
         ("give words", "gave 'fluency': 'high', which is no number", ""),
@@ -130,6 +131,21 @@ def test_components_are_the_other_entries_of_a_dict():
     first, second = pool.score([request("4"), request("4, please")])
     assert (first.reward, first.components) == (1.0, {"length": 1.0})
     assert (second.reward, second.components) == (0.0, {"length": 9.0, "polite": 1.0})
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["too_few", "BadReward"])
+def test_a_rule_with_other_parameters_is_refused_before_it_scores(name):
+    which = Source(f"{USER}:{name}", 1) if name == "BadReward" else source(name)
+    words = rf"{name} cannot be called with prompt, response, label and record \(.*\): give it these four parameters$"
+    with pytest.raises(ConfigurationError, match=words):
+        which.load()
+    assert source("keywords").load()(**request("4")) == 1.0
+
+
+def test_a_class_whose_tokens_and_lengths_come_by_flags_scores_in_a_worker():
+    pool = RewardPool(Source(f"{USER}:Bare", 1), 1, SECONDS)
+    assert [one.reward for one in pool.score([request("4"), request("44")])] == [1.0, 0.0]
     pool.close()
 
 

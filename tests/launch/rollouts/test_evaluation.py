@@ -74,6 +74,13 @@ def test_responses_that_could_not_be_scored_are_counted(tmp_path):
     assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
 
 
+def test_a_label_that_is_no_json_is_written_in_words(tmp_path):
+    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    write_answers([graded(1.0, problem=Problem("a", {(1, 2): "b"}))], config, 6)
+    (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
+    assert line["label"] == "{(1, 2): 'b'}"
+
+
 def test_the_terminal_says_both():
     assert in_words({"eval/exact_match": 0.25, "eval/pass@1": 0.25}) == "held out: 25.0% right"
     several = {"eval/exact_match": 0.25, "eval/pass@1": 0.25, "eval/pass@2": 0.5, "eval/pass@16": 0.75}

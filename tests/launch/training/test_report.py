@@ -62,6 +62,15 @@ def test_weights_and_biases_hear_of_a_failure(tmp_path, wandb, capsys):
     assert "failed after step 1 " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("iteration", "left"), [(0, 0), (2, 1)])
+def test_a_new_run_gives_the_errors_of_an_older_one_another_name(tmp_path, iteration, left):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "reward-errors.jsonl").write_text("{}\n")
+    Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=3")), iteration).close("done")
+    assert len(list((tmp_path / "run").glob("reward-errors.jsonl"))) == left
+    assert len(list((tmp_path / "run").glob("reward-errors*.jsonl"))) == 1
+
+
 def test_tensorboard_has_every_metric_by_step(tmp_path):
     reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=3")), 0)
     for step in (1, 2, 3):

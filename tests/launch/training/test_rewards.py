@@ -1,9 +1,12 @@
 """Rewards in a run: components and errors over all ranks, ends of runs, responses without an end."""
 
+import io
 import json
 import math
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +41,8 @@ def test_components_are_logged_and_errors_cost_their_sample(ranks, tmp_path):
     assert 0 <= row["reward/short"] <= 3
     lines = [json.loads(line) for line in (tmp_path / "run" / "reward-errors.jsonl").read_text().splitlines()]
     assert len(lines) == failed.sum()
+    end = f"{failed.sum()} of {SEQUENCES} responses could not be scored, see {tmp_path}/run/reward-errors.jsonl"
+    assert end in (tmp_path / "said-0").read_text()
     assert {line["replica"] for line in lines} <= {0, 1}
     for line in lines:
         assert line["error"] == f"raised ValueError: too long: {line['response']}"
@@ -48,10 +53,13 @@ def test_components_are_logged_and_errors_cost_their_sample(ranks, tmp_path):
 
 def with_path(folder, words):
     sys.path.insert(0, folder)
+    said = io.StringIO()
     try:
-        return run_training(words)
+        with redirect_stdout(said), redirect_stderr(said):
+            return run_training(words)
     finally:
         sys.path.remove(folder)
+        Path(folder, f"said-{torch.distributed.get_rank()}").write_text(said.getvalue())
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2)], ids=str)
@@ -65,6 +73,16 @@ def test_the_first_error_can_end_the_run_on_all_ranks(ranks, tmp_path, layout):
     assert sentence.startswith(f"--reward {USER}:refuse raised ValueError: none is good enough, on response '")
     assert "reward-errors.jsonl; mend the rule, or go on with --reward-errors continue" in sentence
     assert (tmp_path / "run" / "reward-errors.jsonl").is_file()
+
+
+def test_a_batch_without_any_score_ends_the_run_on_all_ranks(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), f"--reward={USER}:refuse", "--reward-workers=1")
+    messages = ranks.run(run_training, layout, words)
+    assert len(set(messages)) == 1
+    said = f"AgreedError: the rollout of step 0 failed: none of its {SEQUENCES} responses could be scored by --reward "
+    assert messages[0].startswith(said)
+    assert messages[0].endswith("reward-errors.jsonl: mend the rule")
 
 
 def cut_off(batch, which):
