@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.export_flags import ExportRequest, parse_export
 from megatron_rc.launch.flags.stored import stored_config
+from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text, make_task
 from megatron_rc.launch.tasks.text import HUGGING_FACE, HuggingFaceText, printable_text
@@ -68,18 +69,26 @@ def export(request: ExportRequest) -> int:
     config = stored_config(checkpoint_settings(request.load, step), str(folder / SETTINGS))
     if find_family(config) is None:
         raise ConfigurationError(f"--load {request.load}: no Hugging Face architecture has the settings of this model")
-    text = tokenizer_of(config, request.tokenizer_model)
+    text = tokenizer_of(config, request.tokenizer_model, request.task)
     with alone(config):
         return write_directory(request.save_hf, config, text, export_parameters(_parameters(config, folder), config))
 
 
-def tokenizer_of(config: RunConfig, folder: Path | None) -> Text:
+def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = None) -> Text:
     """The run's tokenizer, from the folder where it had it, or from another one.
 
     Raises:
-        ConfigurationError: there is none, or the run had one token a character and needs no folder.
+        ConfigurationError: there is none, or the run had one token a character and needs no folder; or it was a class
+            of the user's own that the request does not name: what a checkpoint names alone is not imported.
     """
     task, files = config.task, config.checkpoints
+    is_own = task.tokenizer_type != HUGGING_FACE and is_python_spec(task.task)
+    if own_task != (task.task if is_own else None):
+        if not is_own:
+            raise ConfigurationError(f"--task {own_task}: the tokenizer is not that of a class of your own: drop it")
+        raise ConfigurationError(
+            f"the run's tokenizer is that of {task.task}, which is code: give --task {task.task} if you trust it"
+        )
     if task.tokenizer_type != HUGGING_FACE:
         if folder is not None:
             raise ConfigurationError(f"--tokenizer-model {folder}: the run had one token a character: drop the flag")

@@ -20,6 +20,7 @@ class ExportRequest:
         step: which of them; None: the newest.
         save_hf: the directory to write.
         tokenizer_model: holds the tokenizer; None: where the run had it.
+        task: the run's task, where that is a module of one's own; None: it is none.
         verify_integrity: compare the checkpoint with its checksums first.
     """
 
@@ -27,6 +28,7 @@ class ExportRequest:
     step: int | None
     save_hf: Path
     tokenizer_model: Path | None
+    task: str | None
     verify_integrity: bool
 
 
@@ -45,7 +47,7 @@ def parse_export(argv: Sequence[str]) -> ExportRequest:
     if target.exists() and not target.is_dir():
         raise ConfigurationError(f"--save-hf {target} is a file: name a directory")
     tokenizer = Path(args.tokenizer_model) if args.tokenizer_model else None
-    return ExportRequest(load, args.ckpt_step, target, tokenizer, not args.no_verify_integrity)
+    return ExportRequest(load, args.ckpt_step, target, tokenizer, args.task, not args.no_verify_integrity)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint; default: the newest")
     text = "holds the tokenizer; default: where the run had it"
     parser.add_argument("--tokenizer-model", metavar="DIR", help=text)
+    text = "the run's --task, where that is a class of your own that splits text into characters: it is imported"
+    parser.add_argument("--task", metavar="python:MODULE:CLASS", help=text)
     text = "do not compare the checkpoint with its checksums, which reads all of it"
     parser.add_argument("--no-verify-integrity", action="store_true", help=text)
     return parser

@@ -300,6 +300,23 @@ def test_a_checkpoint_runs_no_code(home, tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
+def test_a_task_of_ones_own_is_imported_only_where_it_is_named(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    spec = "python:exported_task:Task"
+    (tmp_path / "exported_task.py").write_text(
+        "from pathlib import Path\nPath('it-ran').touch()\nclass Task:\n    characters = '0123456789'\n"
+        "    max_response_length = 4\n    def __init__(self, seed):\n        self.problems = list\n"
+    )
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": spec})
+    words = ["--load", checkpoints, "--save-hf", tmp_path / "out"]
+    assert run(*words) == 2
+    assert f"is that of {spec}, which is code: give --task {spec} if you trust it" in capsys.readouterr().err
+    assert run(*words, "--task=python:other:Task") == 2
+    assert not (tmp_path / "it-ran").exists()
+    assert run(*words, f"--task={spec}") == 0
+    assert (tmp_path / "it-ran").exists()
+
+
 FROM = ["--load", "{home}/llama3-checkpoints", "--save-hf"]
 
 

@@ -48,12 +48,14 @@ def load_checkpoint(
         state["optimizer"] = optimizer_state(optimizer, model, is_loading=True)
     if with_reference:
         state |= model_state(reference, "reference")
+    asked = {name: set(part) for name, part in state.items() if name != "optimizer"}
     index = read_index(folder / ".metadata")
     wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference}
     agree(config, misfit(where, folder, index, config, **wanted))
     try:
         with safe_loading():
             loaded = dist_checkpointing.load(state, str(folder))
+        agree(config, _unasked(where, asked, loaded))
         load_model(model, loaded)
         load_model(reference, loaded, "reference" if with_reference else "model")
         if with_optimizer:
@@ -67,6 +69,16 @@ def load_checkpoint(
     except _UNREADABLE as error:
         why = differences(config, folder) or _reason(error)
         raise ValueError(f"{where} does not fit this model and its flags ({why})") from error
+
+
+def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> str | None:
+    """What the file common to all ranks adds to a model: a layer may unpickle it by itself, freely."""
+    for name, keys in asked.items():
+        for key in sorted(loaded[name].keys() - keys):
+            return (
+                f"{where} holds {name}.{key}, which has no place in a checkpoint of this model: nothing of it was run"
+            )
+    return None
 
 
 def _reason(error: BaseException) -> str:

@@ -7,12 +7,13 @@ can call any function that it names. While a checkpoint is read, only the few cl
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 from unittest import mock
 
 import torch
@@ -40,8 +41,13 @@ class UnsafeFileError(ValueError):
     """A file of a checkpoint names what has no place in one, or is none."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of PyTorch's index, and dtypes."""
+class _IndexUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
+    """Knows the classes of PyTorch's index, and dtypes.
+
+    Python's own unpickler and not the one in C, since a class must not be changed, which is one of its operations.
+    """
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it belongs there."""
@@ -49,8 +55,21 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         # A path in its own module: PosixPath moved between Python's versions.
         if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "WindowsPath"):
-            return PurePosixPath
+            return _path
         raise UnsafeFileError(f"names {module}.{name}, which has no place in a checkpoint: nothing of it was run")
+
+    def load_build(self) -> None:
+        """Give an object its state, if it is one that unpickling has made, and none that others share."""
+        made = self.stack[-2]
+        if callable(made) or isinstance(made, enum.Enum):
+            raise UnsafeFileError("changes a class, which has no place in a checkpoint: nothing of it was run")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _path(*parts: str) -> PurePosixPath:
+    return PurePosixPath(*parts)
 
 
 def _is_dtype(name: str) -> bool:

@@ -6,9 +6,12 @@ import os
 import pickle
 import shutil
 import zipfile
+from pathlib import PurePosixPath
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint, find_checkpoint
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
@@ -252,6 +255,34 @@ def test_a_hostile_file_runs_nothing(ranks, saved, copy, tmp_path, place):
         assert not mark.exists()
 
 
+def train_layers_that_unpickle(words):
+    """With what Transformer Engine's attention does: it unpickles a state that it never asks a checkpoint for."""
+    from megatron_rc.launch.training.local_layers import LocalAttention
+
+    def unpickle(self, state):
+        pickle.loads(state.numpy().tobytes())
+
+    with (
+        mock.patch.object(LocalAttention, "set_extra_state", unpickle),
+        mock.patch.object(LocalAttention, "get_extra_state", return_value=None),
+        mock.patch.object(LocalAttention, "sharded_state_dict", create=True, return_value={}),
+    ):
+        return train(words)[0]
+
+
+def test_a_state_that_no_layer_asked_for_is_not_unpickled(ranks, saved, copy, tmp_path):
+    folder, mark = iteration_folder(copy, 2), tmp_path / "was here"
+    common = torch.load(folder / "common.pt", weights_only=False)
+    state = torch.frombuffer(bytearray(pickle.dumps(Hostile(mark))), dtype=torch.uint8)
+    keys = [f"decoder.layers.{layer}.self_attention.core_attention._extra_state" for layer in range(2)]
+    torch.save(common | {"model0": dict.fromkeys(keys, state)}, folder / "common.pt")
+    seal(folder)
+    first, second = ranks.run(train_layers_that_unpickle, TWO, [*saved[1], f"--load={copy}"])
+    assert not mark.exists()
+    assert first == second
+    assert f"checkpoint 2 holds model0.{keys[0]}, which has no place" in first
+
+
 def test_the_hostile_files_are_hostile(saved, copy, tmp_path):
     """PyTorch and Megatron alone run what is in them."""
     folder = iteration_folder(copy, 2)
@@ -283,6 +314,20 @@ def test_an_index_that_is_none_is_one_error(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is no index)"):
         read_index(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [b"cpathlib\nPosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"ccollections\nOrderedDict\n"],
+    ids=["path", "index", "dict"],
+)
+def test_an_index_changes_no_class(tmp_path, named):
+    """Pickle's BUILD on a class sets attributes of the class."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + b"(N}X\x04\x00\x00\x00nameK\x03stb.")
+    with pytest.raises(ValueError, match="changes a class, which has no place"):
+        read_index(tmp_path / ".metadata")
+    assert not hasattr(Metadata, "name")
+    assert isinstance(PurePosixPath.name, property)
 
 
 def test_what_ranks_send_each_other_is_not_restricted(tmp_path):
