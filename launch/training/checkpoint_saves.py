@@ -46,6 +46,9 @@ class CheckpointSaves:
         interval, step = self.files.save_interval, self.trainer.iteration
         is_due = bool(self.files.save and interval and step % interval == 0)
         began = time.monotonic()
+        if is_due:
+            # By itself: where the one before fails and the run goes on, the one that is due is written all the same.
+            self._attempt(self.trainer.writer.finish)
         if not self._attempt(self.trainer.save if is_due else self.trainer.writer.look):
             self.saved = -1
         elif is_due:

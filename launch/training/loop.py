@@ -57,8 +57,8 @@ def train(config: RunConfig, task: Task) -> bool:
         Whether nothing is lost: all steps are made, or a checkpoint holds those that were before a signal came.
 
     Raises:
-        AgreedError: on every rank alike: an engine, a reward, a record or the loss failed.
-        ValueError: on every rank alike: unusable log-probs, or a checkpoint that does not fit.
+        AgreedError: on every rank alike: an engine, a reward, a record or the loss failed, or log-probs are unusable.
+        ValueError: on every rank alike: a checkpoint that does not fit.
     """
     check_data(config)
     groups = ParallelGroups.from_megatron()

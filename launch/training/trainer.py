@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
-from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
@@ -34,6 +35,15 @@ from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.schedule import masked_loss, wrap_finalize
+
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[None]:
+    """What a result of the correction finds, every rank finds: a checkpoint under way can still become whole."""
+    try:
+        yield
+    except ValueError as error:
+        raise AgreedError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ class Trainer:
         penalty makes one for log π_ref.
 
         Raises:
-            ValueError: on every rank alike, if a log-prob at a trained position is unusable on any.
+            AgreedError: on every rank, if a log-prob at a trained position is unusable on any.
         """
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
@@ -126,7 +136,8 @@ class Trainer:
             max_staleness=self.config.rollouts.rollout_staleness or 0,
             device=self.device,
         )
-        plan.check()
+        with _agreed():
+            plan.check()
         local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref)
         if isinstance(plan, CorrectionResult):
             if isinstance(plan.mask, list) or isinstance(plan.weights, list):
@@ -145,9 +156,8 @@ class Trainer:
             Metrics of the step, equal on all ranks.
 
         Raises:
-            AgreedError: on every rank, if the loss or the norm of the gradient is not finite; the weights are as before
-                the step.
-            ValueError: in bypass mode, on every rank alike, if a log-prob at a trained position is unusable on any.
+            AgreedError: on every rank, if the loss or the norm of the gradient is not finite, or in bypass mode a
+                log-prob at a trained position is unusable on any; the weights are as before the step.
         """
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
@@ -175,7 +185,7 @@ class Trainer:
             accepted: the step must not be made. The plan knows that before the schedule, bypass mode after it.
 
         Raises:
-            AgreedError, ValueError: see :meth:`update`.
+            AgreedError: see :meth:`update`.
         """
         if prepared.plan.skips(mini_batch):
             return None
@@ -192,7 +202,8 @@ class Trainer:
         )
         self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale))
         if self.correction.step is not None:
-            self.correction.step.check()
+            with _agreed():
+                self.correction.step.check()
             if self.correction.step.skips():
                 return None
         metrics = self.correction.loss_metrics()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_PARTIAL, _REMOVED = ".partial", ".removed"
+_PARTIAL, _REMOVED, _REPLACED = ".partial", ".removed", ".replaced"
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
@@ -50,8 +50,14 @@ def iterations(folder: str | Path) -> list[int]:
 
 
 def begin(folder: str | Path, iteration: int) -> None:
-    """An empty place for a new checkpoint; what killed runs left behind goes."""
-    for suffix in (_PARTIAL, _REMOVED):
+    """An empty place for a new checkpoint; what killed runs left behind goes.
+
+    But for a checkpoint that was to be replaced by another one that never got its name: it comes back.
+    """
+    for older in Path(folder).glob(f"iter_*{_REPLACED}"):
+        if not older.with_suffix("").exists():
+            older.rename(older.with_suffix(""))
+    for suffix in (_PARTIAL, _REMOVED, _REPLACED):
         for left in Path(folder).glob(f"iter_*{suffix}"):
             shutil.rmtree(left, ignore_errors=True)
     partial_folder(folder, iteration).mkdir(parents=True)
@@ -65,10 +71,15 @@ def discard(folder: str | Path, iteration: int) -> None:
 def complete(folder: str | Path, iteration: int) -> None:
     """Give a checkpoint its name, and point the tracker file at it; both have reached the disk afterwards."""
     final = iteration_folder(folder, iteration)
-    older = final.with_suffix(_REMOVED)
+    older = final.with_suffix(_REPLACED)
     if final.exists():
         final.rename(older)
-    partial_folder(folder, iteration).rename(final)
+    try:
+        partial_folder(folder, iteration).rename(final)
+    except OSError:
+        if older.exists():
+            older.rename(final)
+        raise
     _sync_folder(Path(folder))
     write_durably(Path(folder) / TRACKER, str(iteration))
     shutil.rmtree(older, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, 
 from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
+
+_log = logging.getLogger("megatron_rc")
 
 
 class SaveError(AgreedError):
@@ -140,8 +143,12 @@ def _finish(config: RunConfig, save: str, iteration: int, digests: dict[str, dic
     files = config.checkpoints
     manifest.write_manifest(folders.partial_folder(save, iteration), digests)
     folders.complete(save, iteration)
-    if files.keep_last or files.save_retain_interval:
+    if not (files.keep_last or files.save_retain_interval):
+        return
+    try:
         folders.prune(save, iteration, files.keep_last or 1, files.save_retain_interval)
+    except OSError as error:
+        _log.warning("--save %s: an older checkpoint could not be removed (%s)", save, reason_of(error))
 
 
 def _digests(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:

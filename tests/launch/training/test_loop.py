@@ -290,6 +290,8 @@ def test_a_step_without_accepted_tokens_is_skipped_bitwise(ranks, tmp_path, layo
 
 
 def train_on_bad_data(words):
+    from megatron_rc.launch.distributed import AgreedError
+
     trainer = make_trainer(words)
     batch = recorded_batch(0)
     log_probs = batch.rollout_log_probs.clone()
@@ -298,7 +300,7 @@ def train_on_bad_data(words):
     before = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
     try:
         trainer.update(trainer.prepare(replace(batch, rollout_log_probs=log_probs)), 0)
-    except ValueError as error:
+    except AgreedError as error:
         after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
         return str(error), row, position, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
