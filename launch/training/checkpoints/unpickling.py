@@ -37,17 +37,21 @@ _ALLOWED = {
 }
 
 
+# Python's own, in which each operation of a pickle is a method; the one in C has none to replace.
+_PythonUnpickler: Any = pickle._Unpickler
+
+
 class UnsafeFileError(ValueError):
     """A file of a checkpoint names what has no place in one, or is none."""
 
 
-class _IndexUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Knows the classes of PyTorch's index, and dtypes.
 
     Python's own unpickler and not the one in C, since a class must not be changed, which is one of its operations.
     """
 
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it belongs there."""
