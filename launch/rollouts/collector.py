@@ -99,12 +99,13 @@ class RolloutCollector:
             lap: is told where ``rollout`` ends, and handed on.
 
         Raises:
-            AgreedError: see :meth:`sync_weights` and :meth:`collect`.
+            AgreedError: see :meth:`sync_weights` and :meth:`collect`; or no response of the batch could be scored.
         """
         is_fresh = step not in self.prefetched
         if is_fresh:
             weight_sync(lap)
         batch = self.collect(step)
+        self._check_scored(step)
         lap("rollout")
         if not len(self.prefetched):
             following = [step + number * self.config.updates_per_rollout for number in range(1, self.window + 1)]
@@ -164,7 +165,8 @@ class RolloutCollector:
         shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
         if self.config.rollouts.load_rollouts is None:
             self.reward_metrics = gather_reward_metrics(rewards, self.broadcast, self.groups)
-            self._count_unscored(step)
+            self._unscored += int(self.reward_metrics["reward/errors"])
+            self._asked += self.config.rollouts.sequences
         if shared.routed_experts is not None and not self._has_named_experts:
             _log.warning("the rollouts name the experts of each token: they are carried to all ranks, and not used yet")
             self._has_named_experts = True
@@ -208,10 +210,9 @@ class RolloutCollector:
             return ""
         return f"{self._unscored} of {self._asked} responses could not be scored, see {errors_file(self.config)}"
 
-    def _count_unscored(self, step: int) -> None:
-        """Add a batch up; one without any score trains nothing, and ends the run on every rank alike."""
-        errors = int(self.reward_metrics["reward/errors"])
-        self._unscored, self._asked = self._unscored + errors, self._asked + self.config.rollouts.sequences
+    def _check_scored(self, step: int) -> None:
+        """A batch without any score trains nothing: it ends the run on every rank alike."""
+        errors = int(self.reward_metrics.get("reward/errors", 0))
         if errors == self.config.rollouts.sequences:
             raise AgreedError(
                 f"the rollout of step {step} failed: none of its {errors} responses could be scored by "

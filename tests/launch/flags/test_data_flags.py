@@ -158,7 +158,7 @@ def test_files_need_the_length_of_a_response(tmp_path, file):
 
 def test_labels_are_not_asked_of_rows_for_a_function(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a"}])
-    _, task = check(tmp_path, *DATA, "--prompt-data", path, "--reward=python:math:sqrt")
+    _, task = check(tmp_path, *DATA, "--prompt-data", path, "--reward=python:tests.support.user_rewards:length")
     assert task.problems(0, 1)[0].label is None
     with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 has no 'label'"):
         check(tmp_path, *DATA, "--prompt-data", path)
