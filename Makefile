@@ -29,7 +29,8 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 # A folder for each run, so that none takes the place of another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: run run-smollm2 test test-fast test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint format clean
+.PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint \
+	format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -53,7 +54,12 @@ test: $(INSTALLED)
 # Everything that one process can say, in about two minutes; no file's set-up is dear here, so tests go where there is time.
 test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
-	$(PYTEST) --dist worksteal -m "not ranks and not processes"
+	$(PYTEST) --dist worksteal -m "not ranks and not processes and not long"
+
+# What takes minutes each: thousands of steps, real kills, servers and disks that fail. No two at once: they count time.
+test-long: $(INSTALLED)
+	@echo "== the long tests"
+	$(VENV)/bin/python -m pytest -m long --timeout 3600 --durations 0 --log-cli-level INFO
 
 # Spoilt files and answers for every reader, for as many minutes as MINUTES says.
 fuzz: $(INSTALLED)
@@ -62,7 +68,7 @@ fuzz: $(INSTALLED)
 # Lines that the tests of one process run; those of ranks run in processes that nobody counts.
 coverage: $(INSTALLED)
 	$(PIP) install -c constraints.txt -e ".[coverage]"
-	$(VENV)/bin/python -m coverage run --source=megatron_rc,parallel,launch -m pytest -m "not ranks and not processes"
+	$(VENV)/bin/python -m coverage run --source=megatron_rc,parallel,launch -m pytest -m "not ranks and not processes and not long"
 	$(VENV)/bin/python -m coverage report --skip-covered
 
 # Python 3.12 with the newest Megatron-Core that constraints.txt names for it.

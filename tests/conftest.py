@@ -10,7 +10,9 @@ __all__ = ["ranks"]
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that take the pool of ranks are marked by themselves; ``make test-fast`` leaves them out."""
+    """Tests that take the pool of ranks, and all of ``tests/long``, are marked by themselves."""
     for item in items:
+        if item.nodeid.startswith("tests/long/"):
+            item.add_marker(pytest.mark.long)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)

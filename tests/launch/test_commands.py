@@ -1,57 +1,15 @@
 """The commands a user types, on real processes: a run, its files, its resumption, its end, its errors."""
 
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from tests.support.paths import ROOT
-
-SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
---grpo-iterations 1 --lr-decay-iters 6""".split()
-TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
-
-
-def start(command, **options):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
-    )
-
-
-def finish(process, timeout=150):
-    try:
-        output, errors = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, output, errors
-
-
-def launch(*words):
-    return ["-m", "megatron_rc.launch", *words]
-
-
-def torchrun(number, *words):
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
-
-
-def read(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from tests.support.runs import SMALL, TWO, children, finish, launch, read, start, torchrun, wait_for
 
 
 @pytest.mark.processes
@@ -122,20 +80,6 @@ def test_ranks_that_are_started_again_go_on_from_the_checkpoint(tmp_path):
     for one, again in zip(before, rows, strict=False):
         for name in ("reward/mean", "loss/total", "grad_norm", "rollout_corr/kl"):
             assert one[name] == again[name], "the same steps, to the last digit"
-
-
-def wait_for(condition, process):
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < 60
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-
-
-def children(pid):
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def test_flags_that_cannot_work_end_before_torchrun(tmp_path):

@@ -1,0 +1,61 @@
+"""The launcher's commands as processes: how tests start, watch and end them, and read what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from tests.support.paths import ROOT
+
+SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
+--grpo-iterations 1 --lr-decay-iters 6""".split()
+TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
+
+
+def start(command, **options):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )
+
+
+def finish(process, timeout=150):
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output, errors
+
+
+def launch(*words):
+    return ["-m", "megatron_rc.launch", *words]
+
+
+def torchrun(number, *words):
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number), *words]
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition, process, seconds=60):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+def children(pid):
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
