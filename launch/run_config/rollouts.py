@@ -15,7 +15,7 @@ class TaskSection:
     """
 
     task: str | None = option(
-        "what is learnt: count_up, sums, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, "
+        "what is learnt: count_up, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, "
         "or --prompt-data"
     )
     tokenizer_type: str = option(

@@ -80,18 +80,16 @@ def make_task(
     from megatron_rc.launch.tasks.count_up import CountUp
     from megatron_rc.launch.tasks.python_task import PythonTask
     from megatron_rc.launch.tasks.reasoning_gym_task import ReasoningGym
-    from megatron_rc.launch.tasks.sums import Sums
 
     tasks: dict[str, Callable[[str, int, Text | None], Task]] = {
         "count_up": CountUp,
         "reasoning_gym": partial(ReasoningGym, seq_length=seq_length, max_response_length=max_response_length),
-        "sums": Sums,
     }
     if is_python_spec(name):
         return PythonTask(name, seed, text, max_response_length)
     kind, _, variant = name.partition(":")
     if kind not in tasks:
         raise ConfigurationError(
-            f"--task {name} is unknown: use count_up, sums, reasoning_gym:<data set> or python:pkg.module:Class"
+            f"--task {name} is unknown: use count_up, reasoning_gym:<data set> or python:pkg.module:Class"
         )
     return tasks[kind](variant, seed, text)

@@ -86,9 +86,15 @@ def _draw_rewards(axis: Any, rows: list[Row]) -> None:
     most = max((int(name.removeprefix(_PASS)) for row in rows for name in row if name.startswith(_PASS)), default=1)
     if most > 1:
         names[f"{_PASS}{most}"] = f"right in {most} tries, held out"
-    names["eval/reward"] = "reward, held out"
+    if not all(_rewards_right_alone(row) for row in rows if "eval/reward" in row):
+        names["eval/reward"] = "reward, held out"
     _draw_curves(axis, rows, names, "reward")
     axis.set_ylim(reward_limits(row[name] for row in rows for name in names if name in row))
+
+
+def _rewards_right_alone(row: Row) -> bool:
+    """Whether this evaluation's mean reward is its share of right answers, whose curve would hide the other."""
+    return math.isclose(row["eval/reward"], row.get("eval/exact_match", math.nan), abs_tol=1e-9)
 
 
 def _draw_curves(axis: Any, rows: list[Row], names: dict[str, str], title: str) -> None:

@@ -1,4 +1,4 @@
-"""``make run-smollm2`` learns from files and a function: the sums and the rule of ``--task sums``."""
+"""``make run-smollm2`` learns from files and a function: every sum and its label, and what the rule rewards."""
 
 import json
 import re
@@ -11,7 +11,6 @@ import pytest
 import transformers
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.tasks import make_task
 from tests.launch.tasks.test_text import tokenizer_folder
 from tests.support.paths import ROOT
 
@@ -25,34 +24,46 @@ def rows(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_files_hold_the_tasks_sums_and_keep_the_same_ones_out(tmp_path, example):
+def conversation(question):
+    """What the model is shown: two sums that are worked out, and one that is not."""
+    shown = [
+        *("8 + 4 + 5 = ?", "8 + 4 = 12, 12 + 5 = 17. Answer: 17"),
+        *("3 + 9 + 7 = ?", "3 + 9 = 12, 12 + 7 = 19. Answer: 19"),
+    ]
+    roles = ["user", "assistant", "user", "assistant", "user"]
+    return [{"role": role, "content": text} for role, text in zip(roles, [*shown, question], strict=True)]
+
+
+def test_the_files_hold_every_sum_once(tmp_path, example):
     example["main"](str(tmp_path / "new" / "sums"))
     found = {name: rows(tmp_path / "new" / "sums" / f"{name}.jsonl") for name in ("train", "test")}
     assert {name: len(some) for name, some in found.items()} == {"train": 582, "test": 145}
-    asked = {name: [row["prompt"][-1]["content"] for row in some] for name, some in found.items()}
-    assert not set(asked["train"]) & set(asked["test"])
-    task = make_task("sums", 1234)
-    held_out = task.problems(0, 145, held_out=True)
-    assert asked["test"] == [problem.prompt.strip() for problem in held_out]
-    assert [row["label"] for row in found["test"]] == [problem.label for problem in held_out]
-    assert set(asked["train"]) == {problem.prompt.strip() for problem in task.problems(0, 582)}
+    assert found["test"][0] == {"prompt": conversation("1 + 4 + 4 = ?"), "label": 9}
+    assert found["train"][1] == {"prompt": conversation("5 + 6 + 9 = ?"), "label": 20}
+    every = [row for some in found.values() for row in some]
+    asked = [row["prompt"][-1]["content"] for row in every]
+    numbers = [[int(number) for number in re.fullmatch(r"(\d) \+ (\d) \+ (\d) = \?", text).groups()] for text in asked]
+    assert [row["label"] for row in every] == [sum(three) for three in numbers]
+    shown = [[8, 4, 5], [3, 9, 7]]
+    assert sorted([*numbers, *shown]) == [[a, b, c] for a in range(1, 10) for b in range(1, 10) for c in range(1, 10)]
 
 
 @pytest.mark.parametrize(
-    "response",
+    ("response", "reward"),
     [
-        "4 + 5 = 9, 9 + 6 = 15. Answer: 15",
-        " Answer: 15.\nmore",
-        "Answer: 16",
-        "15",
-        "",
-        "Answer: 15 or 16",
-        "Answer: 15",
+        ("4 + 5 = 9, 9 + 6 = 15. Answer: 15", 1),
+        (" Answer: 15.\n1 + 1 = ?", 1),
+        ("\nAnswer: 15", 1),
+        ("4 + 5 = 9, 9 + 6 = 15. Answer: 14", 0),
+        ("I think\nAnswer: 15", 0),
+        ("Answer: 15 or 16", 0),
+        ("Answer: 150", 0),
+        ("15", 0),
+        ("", 0),
     ],
 )
-def test_the_rule_is_the_tasks(example, response):
-    asked = {"prompt": "4 + 5 + 6 = ?", "response": response, "label": 15, "record": {}}
-    assert example["reward"](**asked) == make_task("sums", 1).reward(**asked)
+def test_the_rule_wants_the_answer_at_the_end_of_the_first_line(example, response, reward):
+    assert example["reward"](prompt="4 + 5 + 6 = ?", response=response, label=15, record={}) == reward
 
 
 def command(*words):
@@ -98,6 +109,5 @@ def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, place):
     assert config.rewards.reward == "python:examples.smollm2_sums:reward"
     assert config.task.task is None
     assert (config.rollouts.max_response_length, config.evaluation.eval_problems) == (32, 96)
-    sums = make_task("sums", 1234, task.text)
-    shown, known = (source.problems(0, 96, held_out=True) for source in (task, sums))
-    assert [task.text.encode(problem) for problem in shown] == [task.text.encode(problem) for problem in known]
+    first = task.problems(0, 1, held_out=True)[0]
+    assert (list(first.messages), first.label) == (conversation("1 + 4 + 4 = ?"), 9)

@@ -222,10 +222,21 @@ def take_over(self, path):
 VllmEngine._take_over = take_over
 """,
 }
+LONG_TASK = """
+from megatron_rc.launch.tasks import Problem
+
+class Long:  # prompts that begin alike, and are long enough for vLLM to keep
+    characters = "0123456789"
+    max_response_length = 8
+
+    def __init__(self, seed):
+        pass
+
+    def problems(self, start, count, held_out=False):
+        return [Problem("0123456789" * 42 + str(number), label="0") for number in range(start, start + count)]
+"""
 TRAIN = """
 import sys
-from megatron_rc.launch.tasks import sums
-sums.SHOWN = sums.SHOWN * 4  # long enough for vLLM to keep the prompt
 {broken}
 from megatron_rc.launch.train_ppo import main
 if __name__ == "__main__":
@@ -236,10 +247,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("broken", BREAK)
 def test_the_check_after_a_sync_finds_what_vllm_keeps(tmp_path, broken):
     """Real runs: three steps where nothing is broken, and none behind the sync that left something old."""
+    (tmp_path / "long_task.py").write_text(LONG_TASK)
     (tmp_path / "train.py").write_text(TRAIN.format(broken=BREAK[broken]))
     words = """--num-layers=2 --hidden-size=64 --num-attention-heads=2 --group-query-attention --num-query-groups=1
         --ffn-hidden-size=96 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear --cpu
-        --seq-length=448 --task=sums --max-response-length=8 --init-method-std=0.2 --lr=3e-3 --train-iters=3
+        --seq-length=448 --task=python:long_task:Long --reward=exact --init-method-std=0.2 --lr=3e-3 --train-iters=3
         --grpo-prompts-per-step=4 --grpo-group-size=4 --grpo-iterations=1 --global-batch-size=16 --micro-batch-size=8
         --grpo-entropy-term-weight=0.1 --rollout-engine=vllm --rollout-dtype=fp32 --rollout-is=token"""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]

@@ -20,6 +20,7 @@ from tests.support.recorded_training import COMMON, LLAMA, recorded_batch
 
 # Without the task, whose place the files take.
 BASE = [*LLAMA, *(word for word in COMMON if not word.startswith("--task"))]
+DOUBLES = "python:tests.support.user_rewards:Doubles"
 DATA = ["--reward=exact", "--seq-length=64", "--max-response-length=16", "--vocab-size=300"]
 
 
@@ -73,8 +74,8 @@ def test_a_launch_file_has_them_as_a_list(tmp_path, file, other):
 @pytest.mark.parametrize(
     ("text", "words", "task"),
     [
-        ("task: sums", ["--prompt-data", "FILE", "--reward=exact"], None),
-        ("prompt-data: FILE\neval-data: FILE\neval-interval: 2", ["--task=sums"], "sums"),
+        ("task: count_up", ["--prompt-data", "FILE", "--reward=exact"], None),
+        ("prompt-data: FILE\neval-data: FILE\neval-interval: 2", [f"--task={DOUBLES}", "--reward=exact"], DOUBLES),
     ],
 )
 def test_what_was_typed_takes_the_place_of_the_launch_files(tmp_path, file, text, words, task):
@@ -89,10 +90,10 @@ def test_what_was_typed_takes_the_place_of_the_launch_files(tmp_path, file, text
 
 @pytest.mark.parametrize("place", ["typed", "launch file"])
 def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
-    (tmp_path / "run.yaml").write_text(f"task: sums\nprompt-data: {file}\n")
-    typed = ["--task=sums", "--prompt-data", file]
+    (tmp_path / "run.yaml").write_text(f"task: count_up\nprompt-data: {file}\n")
+    typed = ["--task=count_up", "--prompt-data", file]
     words = typed if place == "typed" else [f"--config={tmp_path}/run.yaml"]
-    with pytest.raises(ConfigurationError, match=r"--task sums and --prompt-data .*a.jsonl each bring prompts"):
+    with pytest.raises(ConfigurationError, match=r"--task count_up and --prompt-data .*a.jsonl each bring prompts"):
         check(tmp_path, *DATA, *words)
 
 
@@ -147,7 +148,7 @@ def test_what_cannot_work_is_one_sentence(tmp_path, file, other, words, message)
 )
 def test_flags_that_would_do_nothing_are_refused(tmp_path, words, message):
     with pytest.raises(ConfigurationError, match=message):
-        check(tmp_path, "--task=sums", "--seq-length=256", "--vocab-size=300", *words)
+        check(tmp_path, f"--task={DOUBLES}", "--reward=exact", *words)
 
 
 def test_files_need_the_length_of_a_response(tmp_path, file):
@@ -191,9 +192,9 @@ def test_evaluations_try_all_of_their_data(tmp_path, file, other):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("task: sums", ["--prompt-data", "0.5", "A", "0.5", "B", "--eval-data", "B", "--eval-interval=2", *DATA]),
+        ("task: count_up", ["--prompt-data", "0.5", "A", "0.5", "B", "--eval-data", "B", "--eval-interval=2", *DATA]),
         ("prompt-data: [A, B]\nlabel-key: label", DATA),
-        ("prompt-data: A", ["--task=sums", "--seq-length=256", "--vocab-size=300", "--max-response-length=32"]),
+        ("prompt-data: A", ["--task=count_up"]),
     ],
     ids=["typed", "launch file", "given up"],
 )

@@ -348,9 +348,9 @@ def test_a_prefix_that_other_metrics_could_have_is_refused(tmp_path, prefix):
     ],
 )
 def test_the_unit_of_evaluations_is_explained(tmp_path, more, why):
-    sums = ["--task=sums", "--seq-length=256", "--max-response-length=32", "--vocab-size=300"]
+    held_out = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact"]
     with pytest.raises(ConfigurationError, match="--eval-interval 3 must be a multiple of the ") as caught:
-        check(tmp_path, *sums, "--eval-interval=3", *more)
+        check(tmp_path, *held_out, "--eval-interval=3", *more)
     assert why in str(caught.value)
 
 

@@ -33,9 +33,8 @@ MORE = {
     "files": "--save=save --load=save --save-interval=2 --no-save-optim --no-load-optim",
     "megatron": "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef=3",
     "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
-    "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2 --task=sums --seq-length=160 "
-    "--make-vocab-size-divisible-by=8",
-    "sums": "--task=sums --seq-length=160 --eval-interval=2 --make-vocab-size-divisible-by=8",
+    "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2",
+    "evaluations": "--task=python:tests.support.user_rewards:Doubles --reward=exact --eval-interval=2",
 }
 RUNS = {
     **{path.stem: [f"--config={path}"] for path in CONFIGS.glob("launch/*.yaml") if "smollm2" not in path.stem},

@@ -68,12 +68,11 @@ def test_math_verify_wants_an_expression_for_a_label(caplog):
 @pytest.mark.parametrize(
     ("reward", "task", "is_harmless"),
     [
-        ("exact", "sums", True),
+        ("exact", "python:a:B", True),
         (None, "count_up", True),
-        (None, "sums", True),
         (None, "reasoning_gym:chain_sum", False),
         (None, "python:a:B", False),
-        ("math-verify", "sums", False),
+        ("math-verify", "count_up", False),
         ("python:a:b", "count_up", False),
     ],
 )

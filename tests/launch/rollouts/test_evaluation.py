@@ -20,7 +20,7 @@ from megatron_rc.launch.rollouts.evaluation import (
 from megatron_rc.launch.tasks import Problem
 from tests.support.recorded_training import flags, run_config
 
-SUMS = ["--task=sums", "--vocab-size=300", "--seq-length=256", "--max-response-length=32"]
+HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact"]
 
 
 def graded(*rewards, problem=None):
@@ -69,13 +69,13 @@ def test_responses_that_could_not_be_scored_are_counted(tmp_path):
     broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], [Outcome(failure="raised ValueError: no"), Outcome(1.0)])
     sums = sums_of([broken, graded(1, 1)], 2)
     assert metrics_of(sums, 2)["eval/reward_errors"] == 1
-    write_answers([broken], run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine")), 6)
+    write_answers([broken], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine")), 6)
     (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
 
 
 def test_a_label_that_is_no_json_is_written_in_words(tmp_path):
-    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
     write_answers([graded(1.0, problem=Problem("a", {(1, 2): "b"}))], config, 6)
     (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     assert line["label"] == "{(1, 2): 'b'}"
@@ -97,7 +97,7 @@ def test_the_terminal_says_both():
     ],
 )
 def test_one_response_is_the_likeliest_and_several_are_sampled(tmp_path, more, top_k, temperature):
-    sampling = sampling_of(run_config(flags(tmp_path, *SUMS, "--eval-interval=2", *more)))
+    sampling = sampling_of(run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", *more)))
     assert (sampling.top_k, sampling.temperature) == (top_k, temperature)
 
 
@@ -106,7 +106,7 @@ def written(folder):
 
 
 def test_a_few_answers_are_written_down(tmp_path):
-    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--eval-answers=2", "--run-name=mine"))
+    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=2", "--run-name=mine"))
     said = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
     problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said)), graded(1.0, 1.0)]
     write_answers(problems, config, 6)
@@ -118,7 +118,7 @@ def test_a_few_answers_are_written_down(tmp_path):
 
 
 def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
-    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
     for step in (0, 2, 4):
         write_answers([graded(1.0)], config, step)
     write_answers([graded(0.0)], config, 0)
@@ -129,7 +129,7 @@ def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
 
 
 def test_two_older_runs_of_one_second_are_both_kept(tmp_path):
-    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
     for reward in (1.0, 0.5, 0.0):
         write_answers([graded(reward)], config, 0)
         os.utime(tmp_path / "mine" / "eval", (1e9, 1e9))
@@ -138,7 +138,7 @@ def test_two_older_runs_of_one_second_are_both_kept(tmp_path):
 
 
 def test_answers_that_cannot_be_written_are_one_sentence(tmp_path):
-    config = run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--run-name=mine"))
+    config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
     (tmp_path / "mine").mkdir(exist_ok=True)
     (tmp_path / "mine" / "eval").write_text("in the way")
     with pytest.raises(
@@ -150,5 +150,5 @@ def test_answers_that_cannot_be_written_are_one_sentence(tmp_path):
 
 
 def test_none_are_written_where_none_are_wanted(tmp_path):
-    write_answers([graded(1.0)], run_config(flags(tmp_path, *SUMS, "--eval-interval=2", "--eval-answers=0")), 0)
+    write_answers([graded(1.0)], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=0")), 0)
     assert not list(tmp_path.rglob("eval"))

@@ -42,7 +42,7 @@ def test_the_answers_count_up_to_nine(count_up):
         assert problem.prompt[-1] + problem.label == "0123456789"[-len(problem.label) - 1 :]
 
 
-@pytest.mark.parametrize("name", ["count_up", "sums", "reasoning_gym:chain_sum"])
+@pytest.mark.parametrize("name", ["count_up", "reasoning_gym:chain_sum"])
 def test_problems_are_numbered_and_repeatable(name):
     task, same, other = make_task(name, 1), make_task(name, 1), make_task(name, 2)
     prompts = [problem.prompt for problem in task.problems(0, 8)]
@@ -73,62 +73,21 @@ def test_reasoning_gym_scores_its_own_answers():
         assert scored(task, problem, "no idea") < 0.1
 
 
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
-        ("4 + 5 = 9, 9 + 6 = 15. Answer: 15", 1),
-        (" Answer: 15.\n1 + 1 = ?", 1),
-        ("4 + 5 = 9, 9 + 6 = 15. Answer: 14", 0),
-        ("Answer: 15 or so", 0),
-        ("15", 0),
-        ("\nAnswer: 15", 1),
-        ("I think\nAnswer: 15", 0),
-        ("Answer: 150", 0),
-        ("", 0),
-    ],
-)
-def test_sums_reward_the_answer_at_the_end_of_the_first_line(response, reward):
-    assert scored(make_task("sums", 1), Problem("4 + 5 + 6 = ?\n", 15), response) == reward
+def test_what_is_held_out_is_never_trained_on():
+    task, count = make_task("reasoning_gym:chain_sum", 1), 100
+    held_out = [problem.prompt for problem in task.problems(0, count, held_out=True)]
+    assert len(set(held_out)) > 90
+    assert not set(held_out) & {problem.prompt for problem in task.problems(0, 300)}
+    again = make_task("reasoning_gym:chain_sum", 1).problems(7, 3, held_out=True)
+    assert [problem.prompt for problem in again] == held_out[7:10]
 
 
-def test_the_examples_of_sums_would_be_rewarded():
-    task = make_task("sums", 1)
-    for problem in task.problems(0, 3):
-        for prompt, answer in problem.examples:
-            numbers = [int(word) for word in prompt.split() if word.isdigit()]
-            assert scored(task, Problem(prompt, sum(numbers)), answer) == 1
-            assert prompt != problem.prompt
+def test_count_up_holds_nothing_out(count_up):
+    with pytest.raises(ConfigurationError, match="count_up holds no problems out"):
+        count_up.problems(0, 1, held_out=True)
 
 
-@pytest.mark.parametrize(("name", "trained"), [("sums", 1200), ("reasoning_gym:chain_sum", 300)])
-def test_what_is_held_out_is_never_trained_on(name, trained):
-    task, count = make_task(name, 1), 100
-    held_out = {problem.prompt for problem in task.problems(0, count, held_out=True)}
-    assert len(held_out) > 90
-    assert not held_out & {problem.prompt for problem in task.problems(0, trained)}
-    assert [p.prompt for p in make_task(name, 1).problems(7, 3, held_out=True)] == [
-        p.prompt for p in task.problems(0, 10, held_out=True)
-    ][7:]
-
-
-def test_every_training_problem_comes_once_a_round():
-    task = make_task("sums", 1)
-    trained = [problem.prompt for problem in task.problems(0, 582)]
-    assert len(set(trained)) == 582
-    assert set(trained) == {problem.prompt for problem in task.problems(582, 582)}
-    assert trained != [problem.prompt for problem in task.problems(582, 582)]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("count_up", "count_up holds no problems out"), ("sums", "holds 145 problems out, 146 were asked for")],
-)
-def test_more_than_is_held_out_is_refused(name, message):
-    with pytest.raises(ConfigurationError, match=message):
-        make_task(name, 1).problems(0, 146, held_out=True)
-
-
-@pytest.mark.parametrize("name", ["chess", "count_up:9", "sums:4", "reasoning_gym", "reasoning_gym:none"])
+@pytest.mark.parametrize("name", ["chess", "count_up:9", "reasoning_gym", "reasoning_gym:none"])
 def test_unknown_tasks_are_named(name):
     with pytest.raises(ConfigurationError, match="--task"):
         make_task(name, 1)

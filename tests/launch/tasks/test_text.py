@@ -110,7 +110,7 @@ def test_folders_without_a_readable_tokenizer_are_named(tmp_path):
 
 
 def check(tmp_path, *words):
-    return configure(flags(tmp_path / "runs", "--vocab-size=300", "--task=sums", "--seq-length=256", *words), 1)
+    return configure(flags(tmp_path / "runs", "--vocab-size=300", "--seq-length=256", *words), 1)
 
 
 def test_the_flags_choose_the_tokenizer(tmp_path):
@@ -149,7 +149,7 @@ def test_a_model_directory_brings_its_tokenizer(tmp_path):
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=300
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    words = ["--seq-length=256", "--task=sums", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
+    words = ["--seq-length=256", "--task=count_up", "--train-iters=1", "--global-batch-size=64", "--lr=1e-3", "--cpu"]
     words += [f"--load-hf={tmp_path}", f"--runs-dir={tmp_path}/runs"]
     with pytest.raises(ConfigurationError, match="holds no tokenizer"):
         configure(words, 1)
@@ -157,4 +157,4 @@ def test_a_model_directory_brings_its_tokenizer(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 300
     _, task = configure(words, 1)
     assert isinstance(task.text, HuggingFaceText)
-    assert make_task("sums", 1).text.size < 30
+    assert make_task("count_up", 1).text.size < 30

@@ -85,6 +85,17 @@ def test_what_each_part_shows():
     assert list(reward.lines[1].get_xdata()) == [10, 20, 30, 40, 50, 60]
 
 
+@pytest.mark.parametrize(("rewards", "curves"), [([0.25, 0.5], 0), ([0.25, 0.5 + 1e-12], 0), ([0.25, 0.625], 1)])
+def test_a_held_out_reward_that_is_the_share_of_right_answers_is_drawn_once(rewards, curves):
+    rows = [
+        {"step": step, "eval/reward": reward, "eval/exact_match": right}
+        for step, (reward, right) in enumerate(zip(rewards, [0.25, 0.5], strict=True))
+    ]
+    drawn = labels(figure_of([*rows, {"step": 3, "reward/mean": 0.5}], "sums").axes[0])
+    assert drawn.count("right answers, held out") == 1
+    assert drawn.count("reward, held out") == curves
+
+
 def test_runs_without_weights_show_the_ratios():
     weights = figure_of(RUNS["without-weights"], "sums").axes[3]
     assert weights.get_title() == "ratios ρ = π_trainer / π_rollout of tokens"
