@@ -51,10 +51,18 @@ def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
 def first_text(text: str | None, group: Group | None) -> str | None:
     """The text of the first rank that has one, on every rank of the group: for the message of an error.
 
+    Collectives: see :func:`every_text`.
+    """
+    return next((one for one in every_text(text, group) if one is not None), None)
+
+
+def every_text(text: str | None, group: Group | None) -> list[str | None]:
+    """The texts of all ranks, in their order, on every rank of the group.
+
     Collectives: one gather of objects, of any size.
     """
     if group is None or group_size(group) == 1:
-        return text
+        return [text]
     found: list[str | None] = [None] * group_size(group)
     dist.all_gather_object(found, text, group=group)
-    return next((one for one in found if one is not None), None)
+    return found

@@ -14,7 +14,7 @@ from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
-from megatron_rc.launch.rollouts.evaluation import Graded, metrics_of, sums_of, write_answers
+from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
@@ -23,7 +23,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.weights.converter import export_model
-from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.collectives import all_reduce_sum, every_text
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
@@ -190,18 +190,21 @@ class RolloutCollector:
     def evaluate(self, step: int) -> dict[str, float]:
         """Mean reward, share of right answers and pass@k of responses to ``--eval-problems`` that are held out.
 
-        The engine answers, with its own rounded weights. Equal on all ranks. A few answers are written down.
-        Collectives: one broadcast in the replica, one SUM over DP.
+        The engine answers, with its own rounded weights. Equal on all ranks. The first answers are written down.
+        Collectives: one broadcast in the replica, one SUM over DP; between the engines' ranks one gather of texts.
 
         Args:
             step: optimizer steps that lie behind.
 
         Raises:
-            AgreedError: on every rank, if sampling or scoring failed on any.
+            AgreedError: on every rank, if sampling or scoring failed on any, or the answers could not be written.
         """
-        graded = self._on_engine_rank(lambda: self._graded(step), "the evaluation")
+        graded, answers = self._on_engine_rank(self._graded, "the evaluation") or ([], "")
+        # The engines' ranks are one group together.
+        written = every_text(answers, self.groups.dp) if self.is_engine_rank else []
+        self._on_engine_rank(lambda: self._write(written, step), "the evaluation")
         samples = self.config.evaluation.eval_samples
-        sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded or [], samples)), self.groups.dp)
+        sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded, samples)), self.groups.dp)
         return metrics_of(sums, samples)
 
     def unscored_in_words(self) -> str:
@@ -219,12 +222,15 @@ class RolloutCollector:
                 f"{source_of(self.config).name}, see {errors_file(self.config)}: mend the rule"
             )
 
-    def _graded(self, step: int) -> list[Graded]:
-        """This replica's part of an evaluation; the first replica writes some of its answers down."""
+    def _graded(self) -> tuple[list[Graded], str]:
+        """This replica's part of an evaluation, and what of it is written down."""
         graded = self._required_sampler().evaluate()
+        return graded, answers_of(graded, self.config, self.replica)
+
+    def _write(self, answers: Sequence[str | None], step: int) -> None:
+        """The first replica writes down what all have answered."""
         if self.replica == 0:
-            write_answers(graded, self.config, step)
-        return graded
+            write_answers("".join(lines or "" for lines in answers), self.config, step)
 
     def data_metrics(self, step: int) -> dict[str, float]:
         """How much of the prompt data is used, the batch that starts at a step included; of a task there is nothing."""

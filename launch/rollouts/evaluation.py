@@ -87,8 +87,24 @@ def in_words(metrics: Mapping[str, float]) -> str:
     return f"held out: {metrics['eval/exact_match']:.1%} right{more}"
 
 
-def write_answers(graded: Sequence[Graded], config: RunConfig, step: int) -> None:
-    """The first response to each of the first problems, as JSON lines in the run's folder: ``eval/step-0000006.jsonl``.
+def share_of(config: RunConfig, replica: int) -> range:
+    """The numbers of the held-out problems that a data-parallel replica asks."""
+    number, replicas = config.evaluation.eval_problems, config.data_parallel_size
+    return range(number * replica // replicas, number * (replica + 1) // replicas)
+
+
+def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str:
+    """The first response to each of this replica's problems, as far as they are among the first ``--eval-answers``.
+
+    Returns:
+        JSON lines; those of all replicas, one after the other, are in the order of the problems.
+    """
+    wanted = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
+    return "".join(json.dumps(_line(one), default=str) + "\n" for one in graded[:wanted])
+
+
+def write_answers(lines: str, config: RunConfig, step: int) -> None:
+    """Put the answers of all replicas into the run's folder: ``eval/step-0000006.jsonl``.
 
     The evaluation before step 0 begins a folder of its own; an older run's keeps its answers under another name.
 
@@ -99,12 +115,11 @@ def write_answers(graded: Sequence[Graded], config: RunConfig, step: int) -> Non
         return
     folder = Path(config.launch.runs_dir) / config.launch.run_name / FOLDER
     path = folder / f"step-{step:07d}.jsonl"
-    lines = [json.dumps(_line(one), default=str) + "\n" for one in graded[: config.evaluation.eval_answers]]
     try:
         if step == 0 and folder.exists():
             set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(lines), encoding="utf-8")
+        path.write_text(lines, encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"{path} cannot be written ({error.strerror}): make room, choose another --runs-dir, or give "

@@ -10,7 +10,7 @@ import torch
 from megatron_rc.launch.engines import RolloutEngine, Sample
 from megatron_rc.launch.rewards.overlong import penalised
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards
-from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of
+from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
@@ -71,9 +71,8 @@ class RolloutSampler:
 
     def evaluate(self) -> list[Graded]:
         """``--eval-samples`` responses to each of this replica's share of the problems that are held out, graded."""
-        number, replicas = self.config.evaluation.eval_problems, self.config.data_parallel_size
-        first, end = (number * rank // replicas for rank in (self.replica, self.replica + 1))
-        problems = self.task.problems(first, end - first, held_out=True)
+        share = share_of(self.config, self.replica)
+        problems = self.task.problems(share.start, len(share), held_out=True)
         at_once = max(1, _MOST_AT_ONCE // self.config.evaluation.eval_samples)
         parts = [problems[begin : begin + at_once] for begin in range(0, len(problems), at_once)]
         return [graded for number, part in enumerate(parts) for graded in self._graded(part, number)]

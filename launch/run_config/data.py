@@ -56,7 +56,7 @@ class EvaluationSection:
         positive=True,
     )
     eval_answers: int = option(
-        "the first problems of an evaluation whose graded answers are written to eval/ in the run's folder, as far as "
-        f"the first data-parallel rank has them; default: {EVAL_ANSWERS}",
+        "the first problems of an evaluation whose graded answers are written to eval/ in the run's folder; "
+        f"default: {EVAL_ANSWERS}",
         not_negative=True,
     )

@@ -9,6 +9,7 @@ import pytest
 from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rollouts.evaluation import (
     Graded,
+    answers_of,
     in_words,
     metrics_of,
     pass_at_k,
@@ -21,6 +22,11 @@ from megatron_rc.launch.tasks import Problem
 from tests.support.recorded_training import flags, run_config
 
 HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact"]
+
+
+def write(problems, config, step):
+    """Of a run of one replica."""
+    write_answers(answers_of(problems, config, 0), config, step)
 
 
 def graded(*rewards, problem=None):
@@ -69,14 +75,14 @@ def test_responses_that_could_not_be_scored_are_counted(tmp_path):
     broken = Graded(Problem("a"), ["b", "c"], [0.0, 1.0], [Outcome(failure="raised ValueError: no"), Outcome(1.0)])
     sums = sums_of([broken, graded(1, 1)], 2)
     assert metrics_of(sums, 2)["eval/reward_errors"] == 1
-    write_answers([broken], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine")), 6)
+    write([broken], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine")), 6)
     (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     assert (line["reward"], line["error"]) == (0.0, "raised ValueError: no")
 
 
 def test_a_label_that_is_no_json_is_written_in_words(tmp_path):
     config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
-    write_answers([graded(1.0, problem=Problem("a", {(1, 2): "b"}))], config, 6)
+    write([graded(1.0, problem=Problem("a", {(1, 2): "b"}))], config, 6)
     (line,) = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     assert line["label"] == "{(1, 2): 'b'}"
 
@@ -109,7 +115,7 @@ def test_a_few_answers_are_written_down(tmp_path):
     config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=2", "--run-name=mine"))
     said = ({"role": "system", "content": "add"}, {"role": "user", "content": "4 + 5 | é\n"})
     problems = [graded(1.0, 0.0), graded(0.0, 1.0, problem=Problem("", {"value": 3}, messages=said)), graded(1.0, 1.0)]
-    write_answers(problems, config, 6)
+    write(problems, config, 6)
     first, second = written(tmp_path / "mine" / "eval" / "step-0000006.jsonl")
     scored = {"components": {"format": 0.5}, "error": None}
     assert first == {"prompt": "4 + 5 = ", "response": "answer 0", "label": 9, "reward": 1.0, **scored}
@@ -120,8 +126,8 @@ def test_a_few_answers_are_written_down(tmp_path):
 def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
     config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
     for step in (0, 2, 4):
-        write_answers([graded(1.0)], config, step)
-    write_answers([graded(0.0)], config, 0)
+        write([graded(1.0)], config, step)
+    write([graded(0.0)], config, 0)
     folders = sorted((tmp_path / "mine").iterdir())
     assert [len(list(folder.iterdir())) for folder in folders] == [1, 3]
     assert folders[0].name == "eval"
@@ -131,7 +137,7 @@ def test_a_new_run_begins_a_folder_of_its_own(tmp_path):
 def test_two_older_runs_of_one_second_are_both_kept(tmp_path):
     config = run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--run-name=mine"))
     for reward in (1.0, 0.5, 0.0):
-        write_answers([graded(reward)], config, 0)
+        write([graded(reward)], config, 0)
         os.utime(tmp_path / "mine" / "eval", (1e9, 1e9))
     found = [written(folder / "step-0000000.jsonl")[0]["reward"] for folder in sorted((tmp_path / "mine").iterdir())]
     assert found == [0.0, 1.0, 0.5]
@@ -144,11 +150,11 @@ def test_answers_that_cannot_be_written_are_one_sentence(tmp_path):
     with pytest.raises(
         ValueError, match=r"eval/step-0000002.jsonl cannot be written \(File exists\): make room, choose"
     ):
-        write_answers([graded(1.0)], config, 2)
-    write_answers([graded(1.0)], config, 0)
+        write([graded(1.0)], config, 2)
+    write([graded(1.0)], config, 0)
     assert len(list((tmp_path / "mine").iterdir())) == 2
 
 
 def test_none_are_written_where_none_are_wanted(tmp_path):
-    write_answers([graded(1.0)], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=0")), 0)
+    write([graded(1.0)], run_config(flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-answers=0")), 0)
     assert not list(tmp_path.rglob("eval"))

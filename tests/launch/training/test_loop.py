@@ -475,8 +475,7 @@ def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp
     )
     written = sorted((tmp_path / "run" / "eval").iterdir())
     assert [path.name for path in written] == [f"step-{step:07d}.jsonl" for step in steps]
-    # The first replica writes what it has answered.
-    assert len(written[0].read_text().splitlines()) == 5 // layout.dp
+    assert len(written[0].read_text().splitlines()) == 5
     assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
 
 
@@ -607,6 +606,15 @@ def evaluate_pupil(words, known, guessed=()):
     return metrics, pupil.asked, set(pupil.sampling)
 
 
+def failed_evaluation(words):
+    from megatron_rc.launch.distributed import AgreedError
+
+    try:
+        return evaluate_pupil(words, {})
+    except AgreedError as error:
+        return str(error)
+
+
 def first_problems(count):
     """The problems, and their prompts as the engine sees them."""
     task = make_task("python:tests.support.user_rewards:Doubles", 1234)
@@ -626,12 +634,12 @@ def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks
     assert {how for *_, sampling in found for how in sampling} == {(1, 1.0)}
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
-def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_path, layout):
+@pytest.mark.parametrize(("layout", "written"), [(Layout(), 2), (Layout(dp=2), 2), (Layout(dp=2, pp=2), 4)], ids=str)
+def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_path, layout, written):
     """Of 4 tries 2 are right for a problem that is guessed: one of two tries is right with 1 - 1/6."""
     problems, prompts = first_problems(5)
     known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True) if prompt != prompts[4]}
-    more = ["--eval-samples=4", "--eval-temperature=0.7", "--eval-answers=2"]
+    more = ["--eval-samples=4", "--eval-temperature=0.7", f"--eval-answers={written}"]
     words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
     found = ranks.run(evaluate_pupil, layout, words, known, prompts[:2])
     expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
@@ -642,7 +650,17 @@ def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_pat
     assert {how for *_, sampling in found for how in sampling} == {(0, 0.7)}
     lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
     answers = [json.loads(line) for line in lines]
-    assert [(answer["label"], answer["reward"]) for answer in answers] == [(p.label, 1.0) for p in problems[:2]]
+    # Of two replicas the first has the first two problems.
+    assert [(answer["label"], answer["reward"]) for answer in answers] == [(p.label, 1.0) for p in problems[:written]]
+
+
+def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval").write_text("in the way")
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
+    first, second = ranks.run(failed_evaluation, Layout(dp=2), words)
+    assert first == second
+    assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in first
 
 
 @pytest.mark.parametrize(
