@@ -58,6 +58,10 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         build_parser().print_help()
         sys.exit(0)
     _check(mine)
+    if mine.dry_run:
+        from megatron_rc.launch.dry_run.command import dry_run
+
+        sys.exit(dry_run(flags, mine.nproc_per_node * mine.nnodes, as_json=mine.json))
     config, _ = configure(flags, mine.nproc_per_node * mine.nnodes, folders=not mine.print_config)
     _check_restarts(mine.max_restarts, config.checkpoints)
     if mine.print_config:
@@ -79,6 +83,8 @@ def _check(mine: argparse.Namespace) -> None:
     for name in ("nproc_per_node", "nnodes"):
         if getattr(mine, name) < 1:
             raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} must be positive")
+    if mine.json and not mine.dry_run:
+        raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")
     for name in ("node_rank", "master_addr", "master_port"):
         if mine.nnodes == 1 and getattr(mine, name) is not None:
             raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} does nothing without --nnodes above 1")
@@ -104,6 +110,9 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
     text = "check the flags, print all of them as a launch file, and start nothing"
     group.add_argument("--print-config", action="store_true", help=text)
+    text = "check the flags, say what the run would need on its ranks, and start nothing; no GPU is needed"
+    group.add_argument("--dry-run", action="store_true", help=text)
+    group.add_argument("--json", action="store_true", help="the dry run as one JSON object")
     group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")
     text = "start all ranks again, from the newest checkpoint, when one has failed; at most this often"
     group.add_argument("--max-restarts", type=int, default=0, help=text)

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+# Packages that the settings alone can be checked without.
+_OF_TRAINING_MACHINES = ("transformer_engine", "vllm", "wandb", "mbridge", "math_verify")
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
 class ConfigurationError(ValueError):
     """Flags, files or an environment that cannot work; the message is one sentence that names the remedy."""
+
+
+@contextmanager
+def missing_packages_noted() -> Iterator[list[str]]:
+    """Inside this block a package that only the machines of a run need is noted where it is missing, not refused.
+
+    Yields:
+        what is missing, each in the words of its error; filled inside the block.
+    """
+    notes: list[str] = []
+    token = _noted.set(notes)
+    try:
+        yield notes
+    finally:
+        _noted.reset(token)
 
 
 def require(module: str, user: str, extra: str) -> None:
@@ -24,8 +46,14 @@ def require(module: str, user: str, extra: str) -> None:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         found = False
-    if not found:
-        raise ConfigurationError(f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'")
+    if found:
+        return
+    words = f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'"
+    notes = _noted.get()
+    if notes is None or module not in _OF_TRAINING_MACHINES:
+        raise ConfigurationError(words)
+    if words not in notes:
+        notes.append(words)
 
 
 def flag(name: str) -> str:

@@ -25,6 +25,7 @@ LAUNCH = (
     {"rollouts"},
     {"flags"},
     {"training"},
+    {"dry_run"},
     {"__main__", "train_ppo"},
     {"check_engine", "export"},
 )

@@ -20,7 +20,7 @@ from megatron_rc.launch.tasks import Task
 
 
 def configure(
-    argv: Sequence[str], world_size: int, *, engine: bool = True, folders: bool = True
+    argv: Sequence[str], world_size: int, *, engine: bool = True, folders: bool = True, elsewhere: bool = False
 ) -> tuple[RunConfig, Task]:
     """The settings that these words describe, complete and checked, and the task.
 
@@ -29,6 +29,7 @@ def configure(
         world_size: number of processes.
         engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
         folders: make those that are written to.
+        elsewhere: the run is for other machines, which have GPUs unless ``--cpu`` says otherwise.
 
     Raises:
         ConfigurationError: one sentence: the flag or key, its value and the remedy.
@@ -36,6 +37,7 @@ def configure(
     args = parse_args(argv)
     for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
         require(module, "training", "launch")
+    args.elsewhere = elsewhere
     config, task = resolve(args, world_size, engine=engine)
     config = choose_bridge(config, samples=engine and not config.rollouts.load_rollouts)
     check(config, task, engine=engine)

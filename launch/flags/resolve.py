@@ -91,10 +91,12 @@ def _check_values(args: argparse.Namespace) -> None:
 
 
 def _resolve_launch(args: argparse.Namespace) -> None:
-    args.on_cpu = args.cpu or not torch.cuda.is_available()
+    args.on_cpu = args.cpu or not (args.elsewhere or torch.cuda.is_available())
     args.run_name = args.run_name or (Path(args.config).stem if args.config else "ppo")
-    has_engine = importlib.util.find_spec("transformer_engine") is not None and not args.on_cpu
-    args.transformer_impl = args.transformer_impl or ("transformer_engine" if has_engine else "local")
+    has_engine = args.elsewhere or importlib.util.find_spec("transformer_engine") is not None
+    args.transformer_impl = args.transformer_impl or (
+        "transformer_engine" if has_engine and not args.on_cpu else "local"
+    )
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
 
 

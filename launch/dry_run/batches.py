@@ -1,0 +1,71 @@
+"""The arithmetic of rollout batches, optimizer steps and micro-batches, and of the vocabulary."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.run_config import RunConfig
+
+
+def batch_numbers(config: RunConfig) -> dict[str, int]:
+    """How a rollout batch is split; with packing a micro-batch is one row of as many tokens as a bin has."""
+    training, rollouts, dp = config.training, config.rollouts, config.data_parallel_size
+    packed = training.rl_use_sequence_packing
+    rows = 1 if packed else training.micro_batch_size
+    length = training.rl_sequence_packing_bin_size if packed else training.seq_length
+    return {
+        "prompts": rollouts.grpo_prompts_per_step,
+        "responses_of_a_prompt": rollouts.grpo_group_size,
+        "sequences": rollouts.sequences,
+        "sequences_of_a_replica": rollouts.sequences // dp,
+        "optimizer_steps": config.updates_per_rollout,
+        "mini_batches": rollouts.sequences // training.global_batch_size,
+        "sequences_of_a_step": training.global_batch_size,
+        "micro_batches": -(-training.global_batch_size // (dp * sequences_of_micro_batch(config))),
+        "rows_of_a_micro_batch": rows,
+        "tokens_of_a_row": length,
+        "tokens_of_a_rank": rows * length // config.parallel.context_parallel_size,
+    }
+
+
+def sequences_of_micro_batch(config: RunConfig) -> int:
+    """Sequences of one forward-backward; where they are packed, as many as fit if all are of full length."""
+    training = config.training
+    if training.rl_use_sequence_packing:
+        return training.rl_sequence_packing_bin_size // training.seq_length
+    return training.micro_batch_size
+
+
+def vocabulary_numbers(config: RunConfig) -> dict[str, int]:
+    """Tokens, and rows of the embedding with what pads it."""
+    padded = config.model.padded_vocab_size
+    return {
+        "tokens": config.model.vocab_size,
+        "padded": padded,
+        "rows_of_a_rank": padded // config.parallel.tensor_model_parallel_size,
+    }
+
+
+def numbers_in_words(config: RunConfig) -> list[str]:
+    """The same as lines."""
+    batch, vocabulary, parallel = batch_numbers(config), vocabulary_numbers(config), config.parallel
+    at_most = "at most " if config.training.rl_use_sequence_packing else ""
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    experts = config.experts
+    lines = [
+        f"{config.launch.world_size} ranks = TP {parallel.tensor_model_parallel_size} × CP "
+        f"{parallel.context_parallel_size} × PP {parallel.pipeline_model_parallel_size} × DP "
+        f"{config.data_parallel_size}" + (f", {virtual} virtual stages a rank" if virtual else ""),
+        f"rollout batch: {batch['prompts']} prompts × {batch['responses_of_a_prompt']} responses = "
+        f"{batch['sequences']} sequences, {batch['sequences_of_a_replica']} on each data-parallel rank",
+        f"{batch['optimizer_steps']} optimizer steps of {batch['sequences_of_a_step']} sequences: each "
+        f"{at_most}{batch['micro_batches']} micro-batches a data-parallel rank, of {batch['rows_of_a_micro_batch']} × "
+        f"{batch['tokens_of_a_row']} tokens",
+        f"vocabulary: {vocabulary['tokens']} tokens, padded to {vocabulary['padded']} rows, "
+        f"{vocabulary['rows_of_a_rank']} on each tensor-parallel rank",
+    ]
+    if experts is not None:
+        ep = parallel.expert_model_parallel_size
+        lines.append(
+            f"experts: {experts.num_moe_experts} on EP {ep} = {experts.num_moe_experts // ep} on each rank, "
+            f"{experts.moe_router_topk} for each token"
+        )
+    return lines

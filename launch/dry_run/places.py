@@ -1,0 +1,89 @@
+"""Which rank holds which part of the model, and which ranks sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+from megatron_rc.launch.run_config import RunConfig
+
+# Rows of the table before some of them are left out.
+_MOST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank stands; ``engine``: what samples on it, empty: nothing."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    engine: str
+
+
+def places(config: RunConfig) -> list[Place]:
+    """The place of every rank, in Megatron's order: TP varies fastest, then CP, DP and PP.
+
+    Experts are spread anew over the ranks of a stage: TP varies fastest, then EP.
+    """
+    parallel, dp = config.parallel, config.data_parallel_size
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    stage = tp * cp * dp
+    engine = "" if config.rollouts.load_rollouts else config.engine.rollout_engine
+    found = []
+    for rank in range(config.launch.world_size):
+        inside = rank % stage
+        is_first = inside % (tp * cp) == 0 and rank < stage
+        found.append(
+            Place(
+                rank,
+                tp=inside % tp,
+                cp=inside // tp % cp,
+                dp=inside // (tp * cp),
+                pp=rank // stage,
+                ep=inside // tp % parallel.expert_model_parallel_size,
+                engine=engine if is_first else "",
+            )
+        )
+    return found
+
+
+def places_in_words(ranks: Sequence[Place]) -> list[str]:
+    """A table: a row for the ranks of one stage and replica, some rows left out where there are many."""
+    blocks = [list(block) for _, block in groupby(ranks, key=lambda place: (place.pp, place.dp))]
+    rows = [_row(block) for block in blocks]
+    if len(rows) > _MOST_ROWS:
+        left_out = len(rows) - _MOST_ROWS
+        half = _MOST_ROWS // 2
+        rows = [*rows[:half], [f"… {left_out} more"], *rows[-half:]]
+    return aligned([["ranks", "pp", "dp", "cp", "tp", "ep", "engine"], *rows])
+
+
+def as_mappings(ranks: Sequence[Place]) -> list[dict[str, int | str]]:
+    """Plain values."""
+    return [asdict(place) for place in ranks]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, its columns as wide as they must be; a row of one cell is a remark."""
+    widths = [max(len(cell) for cell in column) for column in zip(*(row for row in rows if len(row) > 1), strict=True)]
+    lines = []
+    for row in rows:
+        cells = row if len(row) == 1 else [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _row(block: list[Place]) -> list[str]:
+    engine = next((f"{place.engine} on {place.rank}" for place in block if place.engine), "")
+    numbers = [_span([getattr(place, name) for place in block]) for name in ("rank", "pp", "dp", "cp", "tp", "ep")]
+    return [*numbers, engine]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,116 @@
+"""The dry run says what the run would be, or what the run would say; it starts nothing and leaves nothing."""
+
+import json
+
+import pytest
+
+from megatron_rc.launch.__main__ import main
+from megatron_rc.launch.dry_run.places import Place, places, places_in_words
+from megatron_rc.launch.flags.configure import configure
+
+
+def dry_run(capsys, words, ranks=8, nodes=1):
+    """(exit code, standard output, standard error)."""
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), "--dry-run", f"--nproc-per-node={ranks}", f"--nnodes={nodes}"])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_words(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, output, errors = dry_run(capsys, "--config count_up --vocab-size 13", ranks=8)
+    assert (code, errors) == (0, "")
+    assert "8 ranks = TP 2 × CP 1 × PP 2 × DP 2\n" in output
+    assert "32 prompts × 8 responses = 256 sequences, 128 on each data-parallel rank" in output
+    assert "2 optimizer steps of 256 sequences: each 1 micro-batches a data-parallel rank, of 128 × 16 tokens" in output
+    assert "13 tokens, padded to 16 rows, 8 on each tensor-parallel rank" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_json(capsys):
+    code, output, _ = dry_run(capsys, "--config count_up --json --micro-batch-size 8", ranks=8, nodes=2)
+    found = json.loads(output)
+    assert code == 0
+    assert found["layout"] == {"tp": 2, "cp": 1, "pp": 2, "dp": 4, "ep": 1}
+    assert found["batch"]["sequences_of_a_replica"] == 64
+    assert len(found["ranks"]) == found["world_size"] == 16
+
+
+# What a run refuses, a dry run refuses in the same words; each names the flag that mends it.
+REFUSED = {
+    "--config count_up --tensor-model-parallel-size 3": "--tensor-model-parallel-size 3",
+    "--config count_up --global-batch-size 96": "--global-batch-size 96",
+    "--config count_up --grpo-prompts-per-step 7": "--grpo-prompts-per-step 7",
+    "--config count_up --padded-vocab-size 15": "--padded-vocab-size 15",
+    "--config count_up --num-experts 5 --expert-model-parallel-size 2": "--num-experts 5",
+    "--config count_up --pipeline-model-parallel-size 1 --context-parallel-size 4 --seq-length 20": "--seq-length 20",
+    "--config count_up --rollout-engine vllm-server --rollout-weights-dir w --rollout-url a,b,c": "--rollout-url",
+    "--config count_up --num-layer 3": "did you mean --num-layers?",
+    "--config nowhere": "--config nowhere",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=list(REFUSED.values()))
+def test_what_would_not_run_ends_with_2_and_the_runs_own_sentence(capsys, words):
+    code, output, errors = dry_run(capsys, words)
+    assert (code, output) == (2, "")
+    assert REFUSED[words] in errors
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), "--nproc-per-node=8"])
+    assert (end.value.code, capsys.readouterr().err) == (2, errors)
+
+
+def test_an_error_as_json(capsys):
+    code, output, errors = dry_run(capsys, "--config count_up --json --lr -1")
+    assert (code, errors) == (2, "error: --lr -1.0 must be positive\n")
+    assert json.loads(output) == {"error": "--lr -1.0 must be positive"}
+
+
+def test_json_alone_does_nothing(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--config", "count_up", "--json"])
+    assert end.value.code == 2
+    assert "--json does nothing without --dry-run" in capsys.readouterr().err
+
+
+def test_packages_of_the_training_machines_are_noted(capsys):
+    code, output, _ = dry_run(capsys, "--config count_up --rollout-engine vllm --json", ranks=4)
+    assert code == 0
+    notes = json.loads(output)["notes"]
+    assert [note for note in notes if "vllm, which is not installed" in note]
+    assert [note for note in notes if "transformer_engine, which is not installed" in note]
+    assert json.loads(dry_run(capsys, "--config count_up --cpu --json", ranks=4)[1])["notes"] == []
+
+
+def test_what_the_settings_cannot_be_read_without_is_refused(capsys, tmp_path):
+    code, _, errors = dry_run(capsys, f"--config count_up --load-hf {tmp_path}", ranks=4)
+    assert code == 2
+    assert "--load-hf" in errors
+
+
+def made(words, world):
+    return configure(
+        ["--config=count_up", "--cpu", "--micro-batch-size=2", *words.split()], world, folders=False, elsewhere=True
+    )[0]
+
+
+def test_places_of_experts_and_engines():
+    config = made(
+        "--context-parallel-size 2 --num-experts 4 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall",
+        16,
+    )
+    found = places(config)
+    assert found[0] == Place(0, tp=0, cp=0, dp=0, pp=0, ep=0, engine="transformers")
+    assert found[3] == Place(3, tp=1, cp=1, dp=0, pp=0, ep=1, engine="")
+    assert found[4] == Place(4, tp=0, cp=0, dp=1, pp=0, ep=2, engine="transformers")
+    assert found[15] == Place(15, tp=1, cp=1, dp=1, pp=1, ep=3, engine="")
+
+
+def test_a_long_table_is_cut_in_the_middle():
+    rows = places_in_words(places(made("--grpo-prompts-per-step 128", 512)))
+    assert rows[0].split() == ["ranks", "pp", "dp", "cp", "tp", "ep", "engine"]
+    assert rows[9] == "… 240 more"
+    assert rows[-1].split() == ["510-511", "1", "127", "0", "0-1", "0"]
+    assert len(places_in_words(places(made("", 32)))) == 17
