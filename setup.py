@@ -45,6 +45,7 @@ setup(
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20", "numpy"],
         "launch": [
+            "httpx2",  # comes with transformers 5.19; earlier ones have httpx
             "megatron-core>=0.16,<0.20",
             "matplotlib",
             "numpy",

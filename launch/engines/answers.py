@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.launch.engines.requests import MOST_BYTES
 from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.records.rollout import SamplingParams
 
@@ -34,6 +35,11 @@ class Ask:
     max_new_tokens: int
     eos_token_id: int
     seed: int
+
+    @property
+    def most_bytes(self) -> int:
+        """More than any answer to it has: no engine writes a kilobyte about a token."""
+        return MOST_BYTES + 1024 * (len(self.prompt) + self.max_new_tokens)
 
 
 def make_asks(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.engines import RolloutEngine
+from megatron_rc.launch.engines.requests import API_KEY, Retries
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
 from megatron_rc.launch.weights.families import find_family
 
-API_KEY = "ROLLOUT_API_KEY"
 _MEMORY = "/dev/shm"
 _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
 
@@ -141,7 +141,7 @@ ENGINES = {
 
 
 def _client(inputs: EngineInputs) -> Any:
-    from megatron_rc.launch.engines.http_client import HttpClient, Retries
+    from megatron_rc.launch.engines.http_client import HttpClient
 
     engine = inputs.config.engine
     if engine.rollout_url is None:

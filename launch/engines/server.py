@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +13,15 @@ from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_asks
 from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.requests import Request
 from megatron_rc.records.rollout import SamplingParams
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+TRIES = 3  # of a batch, or of a hand-over of weights, in which a server is restarted
+_log = logging.getLogger("megatron_rc")
+
+
+class RestartedError(EngineError):
+    """A server lost the weights that it was given: it was started again."""
 
 
 class ServerEngine(ABC):
@@ -66,13 +71,15 @@ class ServerEngine(ABC):
             self.client.wait_until_ready("/health", self.start_timeout)
             self._meet()
             self._met = True
-        self._swap(path, version)
+        self._hand_over(path, version)
         self.version = version
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
         """One response for each prompt, in their order; see :class:`RolloutEngine`.
+
+        A server that is restarted meanwhile gets its weights again, and samples all of them anew.
 
         Raises:
             ValueError: prompts or parameters that no engine takes.
@@ -82,9 +89,40 @@ class ServerEngine(ABC):
             raise EngineError(f"{self.client.url} holds no weights of this trainer: call load_weights first")
         asks = make_asks(prompts, params, max_new_tokens, seed, self.eos)
         self._check_params(asks)
-        samples = run_all(self._sample_one, asks, self.concurrency)
-        self._check_version()
-        return samples
+        for left in reversed(range(TRIES)):
+            absences = self.client.absences
+            try:
+                samples = self._sample(asks)
+                self._check_version(was_away=self.client.absences > absences)
+                return samples
+            except RestartedError as error:
+                if not left:
+                    raise
+                _log.warning("%s: it gets them again, and the batch is sampled again", error)
+                self._meet()
+                self._hand_over(str(self.directory.path), self.version)
+        raise AssertionError("the last try returns or raises")
+
+    def _sample(self, asks: Sequence[Ask]) -> list[Sample]:
+        requests = [self._request(ask) for ask in asks]
+        return self.client.read_all(requests, lambda index, answer: self._read(asks[index], answer), self.concurrency)
+
+    def _hand_over(self, path: str, version: int) -> None:
+        """Have the server take the weights over; again from the beginning where it was away meanwhile."""
+        for _ in range(TRIES):
+            absences = self.client.absences
+            self._swap(path, version)
+            if self.client.absences == absences:
+                return
+        raise EngineError(f"{self.client.url} went away in each of {TRIES} hand-overs of weights: see its log")
+
+    def _check_held(self, held: Any, where: str) -> None:
+        """Whether the weights that a server says it holds are those that it was given."""
+        if held == str(self.version):
+            return
+        if isinstance(held, str) and held.isdecimal():
+            raise EngineError(f"{where} holds weights {held}, expected {self.version}: who else updates it?")
+        raise RestartedError(f"{where} lost the weights of step {self.version}, as a server does that is restarted")
 
     @abstractmethod
     def _meet(self) -> None:
@@ -99,12 +137,24 @@ class ServerEngine(ABC):
         """Refuse what the server cannot sample with the log-probs of the sampled distribution."""
 
     @abstractmethod
-    def _check_version(self) -> None:
-        """Refuse samples of a server that does not hold the weights of ``version`` any more."""
+    def _check_version(self, was_away: bool) -> None:
+        """Refuse samples of a server that does not hold the weights of ``version`` any more.
+
+        Args:
+            was_away: it could not be reached for a moment, while the batch was sampled.
+
+        Raises:
+            RestartedError: it was started again.
+            EngineError: it holds others.
+        """
 
     @abstractmethod
-    def _sample_one(self, ask: Ask) -> Sample:
-        """Ask the server for one response, and check it."""
+    def _request(self, ask: Ask) -> Request:
+        """What asks the server for one response."""
+
+    @abstractmethod
+    def _read(self, ask: Ask, answer: Any) -> Sample:
+        """The response in an answer, checked."""
 
     def _field(self, answer: Any, *keys: str | int) -> Any:
         """``answer[keys[0]][keys[1]]...``, or an error that says which of them is absent."""
@@ -118,18 +168,3 @@ class ServerEngine(ABC):
                     f"{self.client.url} answered without {path}: is this the server, and the version, that was meant?"
                 ) from error
         return value
-
-
-def run_all(function: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """``function`` of every item, in their order, on at most so many threads; the first error ends it."""
-    if not items:
-        return []
-    with ThreadPoolExecutor(min(workers, len(items))) as pool:
-        futures = [pool.submit(function, item) for item in items]
-        done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-        for future in futures:
-            if future in done:
-                future.result()
-        return [future.result() for future in futures]

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
+from megatron_rc.launch.engines.requests import Request
 from megatron_rc.launch.engines.server import ServerEngine
 from megatron_rc.records.rollout import SamplingParams
 
@@ -22,9 +23,10 @@ PROBED_PROMPTS = 4
 class SglangServerEngine(ServerEngine):
     """Samples from ``/generate``; see :class:`ServerEngine`."""
 
-    _log_probs_are_processed = False
+    _log_probs_are_processed = _names_versions = False
 
     def _meet(self) -> None:
+        self._log_probs_are_processed = False
         if not isinstance(self.client.json("GET", "/get_model_info"), dict):
             raise EngineError(f"{self.client.url}/get_model_info answered no object: is this an SGLang server?")
 
@@ -58,8 +60,10 @@ class SglangServerEngine(ServerEngine):
                     "SGLANG_RETURN_ORIGINAL_LOGPROB"
                 )
 
-    def _check_version(self) -> None:
-        """Nothing is asked: every answer names the version of its weights, and is checked by itself."""
+    def _check_version(self, was_away: bool) -> None:
+        """Every answer names the version of its weights and is checked by itself, unless the server keeps none."""
+        if was_away and not self._names_versions:
+            self._check_held(None, self.client.url)
 
     def _likeliest(self, ask: Ask, temperature: float) -> float:
         """Log-prob of the likeliest first token, in nats: the same token at every temperature."""
@@ -68,8 +72,10 @@ class SglangServerEngine(ServerEngine):
         answer = self.client.json("POST", "/generate", body)
         return float(self._field(answer, "meta_info", "output_top_logprobs", 0, 0, 0))
 
-    def _sample_one(self, ask: Ask) -> Sample:
-        answer = self.client.json("POST", "/generate", _body(ask))
+    def _request(self, ask: Ask) -> Request:
+        return Request("POST", "/generate", _body(ask), ask.most_bytes)
+
+    def _read(self, ask: Ask, answer: Any) -> Sample:
         if isinstance(answer, list):
             raise EngineError(f"{self.client.url}, prompt {ask.index}: {len(answer)} answers came, expected 1")
         meta = self._field(answer, "meta_info")
@@ -77,10 +83,11 @@ class SglangServerEngine(ServerEngine):
         where = f"{self.client.url}, prompt {ask.index}:"
         if read != len(ask.prompt):
             raise EngineError(f"{where} the server read {read} prompt tokens, {len(ask.prompt)} were sent")
-        # "default" where the server does not keep versions.
+        # "default" where the server does not keep versions, and where it was not given any since it was started.
         held = meta.get("weight_version", "default")
-        if held not in ("default", str(self.version)):
-            raise EngineError(f"{where} sampled from weights {held}, expected {self.version}: who else updates it?")
+        self._names_versions |= held == str(self.version)
+        if self._names_versions or held != "default":
+            self._check_held(held, self.client.url)
         pairs = self._field(meta, "output_token_logprobs")
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
             raise EngineError(f"{where} output_token_logprobs is no list of [log-prob, token id, text]")

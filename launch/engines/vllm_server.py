@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import Ask, make_sample
-from megatron_rc.launch.engines.http_client import HttpClient, HttpStatusError
+from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.requests import HttpStatusError, Request
 from megatron_rc.launch.engines.server import ServerEngine
 
 PROCESSED = "processed_logprobs"
@@ -84,21 +85,20 @@ class VllmServerEngine(ServerEngine):
             return False
         return True
 
-    def _check_version(self) -> None:
-        if not self._keeps_version:
-            return
-        held = self._field(self.client.json("GET", "/weight_info"), "weight_version")
-        if held != str(self.version):
-            raise EngineError(
-                f"{self.client.url} holds weights {held}, expected {self.version}: was it restarted, or does another "
-                "trainer update it?"
-            )
+    def _check_version(self, was_away: bool) -> None:
+        if self._keeps_version:
+            held = self._field(self.client.json("GET", "/weight_info"), "weight_version")
+            self._check_held(held, self.client.url)
+        elif was_away:
+            self._check_held(None, self.client.url)
 
     def _check_params(self, asks: Sequence[Ask]) -> None:
         """Processed log-probs are those of the sampled distribution for all parameters."""
 
-    def _sample_one(self, ask: Ask) -> Sample:
-        answer = self.client.json("POST", "/v1/completions", {"model": self.model, **_body(ask)})
+    def _request(self, ask: Ask) -> Request:
+        return Request("POST", "/v1/completions", {"model": self.model, **_body(ask)}, ask.most_bytes)
+
+    def _read(self, ask: Ask, answer: Any) -> Sample:
         source = self.client.url
         if self._field(answer, "model") != self.model:
             raise EngineError(f"{source}, prompt {ask.index}: model {answer['model']} answered, not {self.model}")

@@ -70,8 +70,14 @@ class EngineSection:
         "where servers find new weights; vllm's default: a folder in memory", metavar="DIR"
     )
     rollout_concurrency: int = option("requests that a server gets at once", default=64, positive=True)
-    rollout_timeout: float = option("seconds for one answer, and for the start", default=600.0, positive=True)
-    rollout_attempts: int = option("tries of a request before the run ends", default=6, positive=True)
+    rollout_timeout: float = option(
+        "seconds for one answer, for a server to start, and for one that is gone to come back",
+        default=600.0,
+        positive=True,
+    )
+    rollout_attempts: int = option(
+        "tries of a request that a server fails on (status 500) before the run ends", default=6, positive=True
+    )
     rollout_dtype: str = option(
         "the rollout engine's weights are rounded to this at every sync (servers: as they were started)",
         default="bf16",

@@ -161,10 +161,11 @@ class AnswerFrom(HttpClient):
 
 def asked(server: type[Any], content: bytes) -> object:
     """One sample of a server with this answer."""
-    engine = server(AnswerFrom(content), None, 12)
+    client = AnswerFrom(content)
+    engine = server(client, None, 12)
     engine.model, engine.version = "m", 0
     (ask,) = make_asks([[1, 2]], SamplingParams(), 2, 0, 12)
-    return engine._sample_one(ask)
+    return engine._read(ask, client.json("POST", "/"))
 
 
 def rollouts_file(rng: random.Random) -> bytes:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from megatron_rc.launch.engines.registry import ENGINES
+from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.launch.run_config import RunConfig
@@ -75,9 +78,17 @@ def check_engine(config: RunConfig) -> None:
     for field in engine.needs:
         if getattr(config.engine, field) is None:
             raise ConfigurationError(f"--rollout-engine {name} needs {flag(field)}")
-    urls = config.engine.rollout_url
-    if urls is not None and "rollout_url" in engine.needs and len(urls.split(",")) != dp:
+    if "rollout_url" not in engine.needs:
+        return
+    urls = (config.engine.rollout_url or "").split(",")
+    try:
+        for url in urls:
+            check_url(url)
+        check_key(os.environ.get(API_KEY))
+    except ValueError as problem:
+        raise ConfigurationError(f"--rollout-url: {problem}") from None
+    if len(urls) != dp:
         raise ConfigurationError(
-            f"--rollout-url names {len(urls.split(','))} servers for {dp} data-parallel ranks: each needs one of its "
-            "own, which gets its weights"
+            f"--rollout-url names {len(urls)} servers for {dp} data-parallel ranks: each needs one of its own, which "
+            "gets its weights"
         )

@@ -5,10 +5,14 @@ import importlib.util
 import pytest
 
 from megatron_rc.launch.engines.registry import EngineKind, make_engine
+from megatron_rc.launch.engines.requests import API_KEY
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.environment import environment
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.resolved import as_launch_file, as_mapping
+from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 
 TWO = "--rollout-url=http://one:8000,http://two:8000"
@@ -50,6 +54,11 @@ def test_each_replica_has_its_own(tmp_path, words, kind, url):
             2,
             "--rollout-model m does nothing with --rollout-engine sglang-server: drop it, or use vllm-server",
         ),
+        (
+            ["--rollout-engine=vllm-server", "--rollout-url=http://a:1/v1", "--rollout-weights-dir=w"],
+            1,
+            "--rollout-url: the rollout server's address is 'http://a:1/v1': expected http://host:port, without a path",
+        ),
         (["--rollout-concurrency=0"], 1, "--rollout-concurrency 0 must be positive"),
         (["--rollout-timeout=0"], 1, r"--rollout-timeout 0\.0 must be positive"),
         (["--rollout-engine=triton"], 1, "invalid choice: 'triton'"),
@@ -59,6 +68,27 @@ def test_engines_that_cannot_work_are_refused(tmp_path, monkeypatch, words, worl
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=message):
         parse(tmp_path, *words, world=world)
+
+
+SERVER = ["--rollout-engine=vllm-server", "--rollout-url=http://a:1", "--rollout-weights-dir=w"]
+
+
+def test_the_servers_key_is_in_no_file_and_no_error(tmp_path, monkeypatch):
+    """It comes from the environment; docs/rollouts.md names the variable."""
+    monkeypatch.chdir(tmp_path)
+    assert f"`{API_KEY}`" in (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    monkeypatch.setenv(API_KEY, "secret")
+    config = parse(tmp_path, *SERVER)
+    assert make_engine(config, 1, 0, 0).client._headers["Authorization"] == "Bearer secret"
+    for text in (repr(config), as_launch_file(config.flags), str(as_mapping(config.flags)), str(environment())):
+        assert "secret" not in text
+    monkeypatch.setenv(API_KEY, "secret\n")
+    with pytest.raises(ConfigurationError, match=f"variable {API_KEY} has characters other than") as caught:
+        parse(tmp_path, *SERVER)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="address has a user or a password in it") as caught:
+        parse(tmp_path, *SERVER, "--rollout-url=http://me:secret@a:1")
+    assert "secret" not in str(caught.value)
 
 
 def test_vllm_is_named_where_it_is_missing(tmp_path, monkeypatch):

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import logging
 import os
 import socket
 import threading
 import time
-from contextlib import contextmanager
+import traceback
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -16,8 +18,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed
-from megatron_rc.launch.engines.http_client import HttpClient, Retries
+from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, VllmEngine, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
@@ -45,18 +48,20 @@ class Server(ThreadingHTTPServer):
         faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
         always: a function that changes every answer of a path.
         most: requests that were under way at once.
+        connections: that were made.
         hold: seconds that a response takes.
+        breaks: connections end without an answer.
     """
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
         self.lock = threading.Lock()
         self.seen, self.faults, self.always = [], {}, {}
-        self.most = self.now = 0
-        self.hold, self.version = 0.0, "default"
+        self.most = self.now = self.connections = 0
+        self.hold, self.version, self.breaks = 0.0, "default", False
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def paths(self):
@@ -67,6 +72,8 @@ class Server(ThreadingHTTPServer):
 
     def respond(self, path, body):
         """(status, answer) for one request."""
+        if self.breaks:
+            raise ConnectionResetError
         with self.lock:
             self.seen.append((path, body))
             fault = self.faults[path].pop(0) if self.faults.get(path) else None
@@ -109,6 +116,13 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self):
+        super().setup()
+        self.server.connections += 1
+
     def do_GET(self):
         self.do_POST()
 
@@ -157,8 +171,8 @@ def server():
 
 
 @contextmanager
-def running():
-    started = Server()
+def running(port=0):
+    started = Server(port)
     thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield started
@@ -205,6 +219,14 @@ def test_samples_are_the_servers_in_the_order_of_the_prompts(engine, server):
     for index, (prompt, got) in enumerate(zip(prompts, samples, strict=True)):
         assert got == Sample(*draw(prompt, derive_seed(9, index), TOKENS), "length")
     assert 8 <= server.most <= engine.concurrency == 64
+
+
+def test_connections_are_kept_for_the_next_request(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
+    engine.load_weights(weights().items(), 0)
+    before = server.connections
+    sample(engine, [[2]] * 30)
+    assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
 
 
 def test_requests_under_way_are_bounded(server, tmp_path):
@@ -266,6 +288,16 @@ def test_the_first_error_ends_the_batch(server, tmp_path):
     assert server.paths().count("/v1/completions") < 100
 
 
+def test_the_first_error_ends_those_under_way(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [3.0, 3.0, (400, b"no")]
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match="status 400"):
+        sample(engine, [[2]] * 3)
+    assert time.monotonic() - begun < 2
+
+
 def test_waits_double_are_bounded_and_heed_the_server():
     retries = Retries(first_wait=1.0, longest_wait=8.0)
     for failures, longest in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0)):
@@ -275,15 +307,77 @@ def test_waits_double_are_bounded_and_heed_the_server():
     assert retries.wait(1, 500) == 8
 
 
+LATE = r"/v1/completions gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
+
+
 def test_a_silent_server_is_an_error_in_time(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.2)
+    engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
     engine.load_weights(weights().items(), 0)
-    server.faults["/v1/completions"] = [5.0]
+    server.faults["/v1/completions"] = [1.5]
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"was silent for 0.2 s: raise the time-out"):
+    with pytest.raises(EngineError, match=LATE):
         sample(engine)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 1.4
     assert server.paths().count("/v1/completions") == 1
+
+
+@contextmanager
+def raw_server(begin, part, pause):
+    """Answers whatever it is sent with ``begin`` and then, without an end, with ``part``; yields url and bytes sent."""
+    sent = [0]
+
+    def answer(connection):
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(begin)
+            while True:
+                connection.sendall(part)
+                sent[0] += len(part)
+                time.sleep(pause)
+
+    def accept():
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", sent
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "],
+    ids=["body", "known-length", "headers"],
+)
+def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
+    client = HttpClient("http://localhost", timeout=0.3, retries=QUICK)
+    with raw_server(begin, b"1", 0.02) as (client.url, _):
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=LATE):
+            client.call("POST", "/v1/completions", {})
+        assert time.monotonic() - start < 1
+
+
+def test_an_answer_has_a_limit_of_size(server, tmp_path):
+    """It is the answer to a long request, and no more of it is held."""
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    with raw_server(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (1 << 16), 0) as (engine.client.url, sent):
+        with pytest.raises(EngineError, match=r"answered with more than 1155072 bytes: is this the rollout server's"):
+            sample(engine, tokens=102)
+        assert sent[0] < 8 << 20, "sockets hold some of what was sent"
+    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
+    engine.client.url = server.url
+    assert sample(engine), "a large answer that may be one is read"
+
+
+def test_a_refusal_without_an_end_is_a_refusal():
+    client = HttpClient("http://localhost", retries=QUICK)
+    answer = raw_server(b"HTTP/1.1 403 No\r\n\r\n", b"no " * 10000, 0)
+    with answer as (client.url, _), pytest.raises(EngineError, match="refused the request with status 403: no no no"):
+        client.call("GET", "/health")
 
 
 def nowhere():
@@ -295,7 +389,9 @@ def nowhere():
 @pytest.mark.parametrize("kind", GENERATE)
 def test_a_server_that_is_not_there(kind, tmp_path):
     engine = make_engine(kind, nowhere(), tmp_path)
-    with pytest.raises(EngineError, match=r"there is no rollout server at http.*refused.*: start it, or name its"):
+    with pytest.raises(
+        EngineError, match=r"there is no rollout server at http.*ConnectionRefused.*: start it, or name its"
+    ):
         engine.load_weights(weights().items(), 0)
     assert (tmp_path / "weights" / "config.json").is_file(), "a server can be started on the directory"
     with pytest.raises(EngineError, match="holds no weights of this trainer: call load_weights first"):
@@ -304,16 +400,56 @@ def test_a_server_that_is_not_there(kind, tmp_path):
 
 def test_a_server_that_dies_is_retried_then_named(tmp_path):
     with running() as server:
-        engine = make_engine(VllmServerEngine, server, tmp_path)
+        engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
         engine.load_weights(weights().items(), 0)
-    with pytest.raises(EngineError, match=r"failed 4 times, at last with ConnectionRefusedError"):
+    begun = time.monotonic()
+    with pytest.raises(
+        EngineError, match=r"failed \d+ times, at last with ConnectionRefusedError.*: check that the ser"
+    ):
         sample(engine)
+    assert 0.3 < time.monotonic() - begun < 1.5
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host/v1"])
+@pytest.mark.parametrize("kind", GENERATE)
+def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog):
+    """It was killed within a batch, and starts with weights of its own, which are not those of the trainer."""
+    with running() as server:
+        engine = make_engine(kind, server, tmp_path, concurrency=2)
+        engine.load_weights(weights().items(), 5)
+        sample(engine)
+        server.hold = 0.05
+        whole = []
+        thread = threading.Thread(target=lambda: whole.extend(sample(engine, [[2, index] for index in range(12)])))
+        thread.start()
+        while len(server.paths()) < 12:
+            time.sleep(0.01)
+        server.breaks = True
+    time.sleep(0.3)
+    assert not whole
+    with running(server.server_address[1]) as server:
+        thread.join()
+        assert [got.token_ids for got in whole] == [
+            draw([2, index], derive_seed(9, index), TOKENS)[0] for index in range(12)
+        ]
+        assert server.version == "5"
+        swapped = "/collective_rpc" if kind is VllmServerEngine else "/update_weights_from_disk"
+        after = server.paths()[server.paths().index(swapped) :]
+        assert after.count(GENERATE[kind]) == 12, "what the server sampled before it had the weights is not used"
+    assert "lost the weights of step 5, as a server does that is restarted: it gets them again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host/v1", "http://host?a=b", "http://host:99999"]
+)
 def test_wrong_addresses(url):
     with pytest.raises(ValueError, match="expected http://host:port, without a path"):
         HttpClient(url)
+
+
+def test_an_address_with_a_password_is_not_repeated():
+    with pytest.raises(ValueError, match=r"user or a password in it: .* variable ROLLOUT_API_KEY$") as caught:
+        HttpClient("http://me:secret@host:8000")
+    assert "secret" not in str(caught.value)
 
 
 def in_choice(**fields):
@@ -414,7 +550,7 @@ WRONG_GENERATIONS = {
     "cut": (pairs((-1, 5)), "cut after 1 of 4 tokens"),
     "too-long": (pairs(*[(-1, 5)] * 5), "5 tokens came, 4 were asked for"),
     "aborted": (in_meta(finish_reason={"type": "abort", "message": "no"}), "ended with 'abort'"),
-    "weights": (in_meta(weight_version="2"), "sampled from weights 2, expected 0"),
+    "weights": (in_meta(weight_version="2"), "holds weights 2, expected 0: who else"),
 }
 
 
@@ -530,13 +666,47 @@ def test_a_named_model_is_chosen(server, tmp_path):
     assert dict(server.seen)["/v1/completions"]["model"] == "b"
 
 
-def test_a_vllm_server_that_was_restarted_is_found_out(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
+@pytest.mark.parametrize(
+    ("holds", "message"),
+    [("7", "holds weights 7, expected 5: who else updates it"), ("default", "lost the weights of step 5, as a server")],
+)
+def test_a_server_with_other_weights_is_found_out(engine, server, holds, message):
+    """Whether another trainer gives it some, or it never keeps them."""
     engine.load_weights(weights().items(), 5)
     sample(engine)
-    server.version = "default"
-    with pytest.raises(EngineError, match="holds weights default, expected 5: was it restarted"):
+    give = "/update_weight_version" if type(engine) is VllmServerEngine else "/update_weights_from_disk"
+    server.always[give] = lambda answer: setattr(server, "version", holds) or answer
+    server.version = holds
+    with pytest.raises(EngineError, match=message):
         sample(engine)
+    assert server.paths().count(give) == (1 if holds == "7" else 3), "it gets them twice more"
+
+
+def test_a_server_without_versions_that_was_away_gets_its_weights_again(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    server.faults["/update_weight_version"] = [(404, b"")] * 3
+    engine.load_weights(weights().items(), 5)
+    server.faults["/v1/completions"] = [(503, b"")]
+    server.seen.clear()
+    assert sample(engine)
+    assert server.paths().count("/collective_rpc") == 1
+    server.seen.clear()
+    assert sample(engine)
+    assert server.paths() == ["/v1/completions"]
+
+
+def test_a_server_that_goes_away_while_it_takes_weights_gets_them_from_the_beginning(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    server.faults["/reset_prefix_cache"] = [(502, b"")]
+    engine.load_weights(weights().items(), 5)
+    swap = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    assert server.paths()[-11:] == [*swap[:3], *swap[2:], *swap]
+    server.faults["/reset_prefix_cache"] = [(502, b"")]
+    server.always["/reset_prefix_cache"] = lambda answer: (
+        server.faults["/reset_prefix_cache"].append((502, b"")) or answer
+    )
+    with pytest.raises(EngineError, match="went away in each of 3 hand-overs of weights"):
+        engine.load_weights(weights().items(), 6)
 
 
 def test_a_vllm_server_that_keeps_no_versions_is_not_asked(server, tmp_path):
@@ -640,6 +810,25 @@ def test_the_key_is_sent(server):
     )
     HttpClient(server.url, api_key="secret").call("GET", "/health")
     assert keys == ["Bearer secret"]
+
+
+def test_the_key_is_never_shown(server, caplog):
+    caplog.set_level(logging.DEBUG)
+    client = HttpClient(server.url, api_key="secret-7", retries=QUICK)
+    for status in (401, 200, 500):
+        server.faults["/x"] = [(status, b"no such key: secret-7")] * 4
+        with pytest.raises(EngineError, match="no such key: ROLLOUT_API_KEY") as caught:
+            client.json("GET", "/x")
+        assert "secret" not in "".join(traceback.format_exception(caught.value))
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["secret\n", "se cret", "sécret", "\x00secret"])
+def test_a_key_that_no_header_can_carry(key):
+    with pytest.raises(
+        ValueError, match="variable ROLLOUT_API_KEY has characters other than printable ASCII without spaces"
+    ):
+        HttpClient("http://host", api_key=key)
 
 
 def test_vllm_in_process_needs_vllm(tmp_path, monkeypatch):
