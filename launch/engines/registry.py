@@ -158,6 +158,7 @@ def _directory(inputs: EngineInputs, dtype: str | None = None) -> Any:
     given = inputs.config.engine.rollout_weights_dir
     if given is not None:
         parent = Path(given)
+        parent.mkdir(parents=True, exist_ok=True)
     else:
         # In memory if possible.
         parent = Path(tempfile.mkdtemp(prefix="rollout-weights-", dir=_MEMORY if os.path.isdir(_MEMORY) else None))

@@ -28,7 +28,7 @@ def configure(
         argv: flags; ``--config FILE`` is their base, and under that what ``--load-hf DIR`` says of the model.
         world_size: number of processes.
         engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
-        folders: make those that are written to.
+        folders: check that those that are written to can be.
         elsewhere: the run is for other machines, which have GPUs unless ``--cpu`` says otherwise.
 
     Raises:

@@ -24,6 +24,7 @@ def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: 
     Raises:
         OSError: the folder cannot be written to.
     """
+    Path(folder).mkdir(parents=True, exist_ok=True)
     save_rollouts(batch, Path(folder) / f"step-{step:07d}-replica-{replica:04d}.safetensors")
 
 

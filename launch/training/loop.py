@@ -20,7 +20,7 @@ from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
-from megatron_rc.launch.training.report import Reporter
+from megatron_rc.launch.training.report import Reporter, begin_report
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.sync_check import SyncCheck
 from megatron_rc.launch.training.trainer import Trainer
@@ -67,7 +67,9 @@ def train(config: RunConfig, task: Task) -> bool:
     # A run that is refused leaves the settings of the one before it.
     agree(config, write_settings(config) if dist.get_rank() == 0 else None)
     with ExitStack() as stack:
-        reporter = stack.enter_context(Reporter(config, trainer.iteration)) if dist.get_rank() == 0 else None
+        reporter = begin_report(config, trainer.iteration)
+        if reporter is not None:
+            stack.enter_context(reporter)
         collector = RolloutCollector(config, task, groups)
         if reporter is not None and trainer.iteration:
             reporter.say(f"goes on from checkpoint {trainer.iteration} of {config.checkpoints.load}")

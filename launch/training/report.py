@@ -8,8 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.resolved import as_mapping
 from megatron_rc.launch.rewards.rewarder import errors_file
@@ -19,6 +21,33 @@ from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.shown import AVERAGED, bar_words, table, usual_names
+
+
+def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
+    """The reporter of a run, on rank 0 alone.
+
+    Raises:
+        AgreedError: on every rank, if it cannot begin.
+    """
+    reporter, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            reporter = Reporter(config, iteration)
+        except OSError as problem:
+            error = _of_files(Path(config.launch.runs_dir) / config.launch.run_name, problem)
+        except ValueError as problem:
+            error = str(problem)
+    agree(config, error)
+    return reporter
+
+
+def _of_files(folder: Path, error: OSError) -> str:
+    return f"the metrics in {folder} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
+
+
+def _of_wandb(project: str | None, error: Exception) -> str:
+    why = " ".join(str(error).split())
+    return f"--wandb-project {project} failed ({type(error).__name__}: {why}): mend that, or leave the flag out"
 
 
 class Reporter:
@@ -97,10 +126,12 @@ class Reporter:
                 for name, value in metrics.items():
                     self.board.add_scalar(name, value, step)
         except OSError as error:
-            why = f"cannot be written ({error.strerror}): make room, or choose another --runs-dir"
-            self.error = f"the metrics in {self.folder} {why}"
+            self.error = _of_files(self.folder, error)
         if is_logged and self.wandb is not None:
-            self.wandb.log(metrics, step=step)
+            try:
+                self.wandb.log(metrics, step=step)
+            except Exception as error:  # whatever the library raises, the other ranks must hear of it
+                self.error = _of_wandb(self.logging.wandb_project, error)
 
     def _start_wandb(self) -> Any:
         if not self.logging.wandb_project:
@@ -108,7 +139,10 @@ class Reporter:
         wandb = importlib.import_module("wandb")
         name = self.logging.wandb_exp_name or self.run_name
         known = as_mapping(self.flags) | environment()
-        return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder), config=known)
+        try:
+            return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder), config=known)
+        except Exception as error:
+            raise ValueError(_of_wandb(self.logging.wandb_project, error)) from error
 
     def _picture(self) -> str:
         """Draw it; its path, or why there is none."""

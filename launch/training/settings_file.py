@@ -32,6 +32,7 @@ def write_settings(config: RunConfig) -> str | None:
     path = Path(config.launch.runs_dir) / config.launch.run_name / SETTINGS_FILE
     text, partial = settings_text(config, path), path.with_name(f"{SETTINGS_FILE}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
             set_aside(path)
         partial.write_text(text, encoding="utf-8")

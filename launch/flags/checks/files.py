@@ -77,7 +77,7 @@ def _check_begun_anew(files: CheckpointSection) -> None:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Make the folders that are written to; the last check, since it leaves something behind."""
+    """Whether the folders that are written to can be; they are made when something is, and not by a refused run."""
     launch, files = config.launch, config.checkpoints
     folders = [(f"--runs-dir {launch.runs_dir}", Path(launch.runs_dir) / launch.run_name)]
     written = {
@@ -93,8 +93,8 @@ def check_folders(config: RunConfig) -> None:
     _check_begun_anew(files)
     for given, folder in folders:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
             raise ConfigurationError(

@@ -87,9 +87,9 @@ class BackgroundWrite:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         return f"the process that wrote for rank {dist.get_rank()} ended {how}"
 
-    def start_digests(self) -> None:
-        """Of this rank's share of the files."""
-        self.thread = threading.Thread(target=self._digest, daemon=True)
+    def start_digests(self, names: list[str]) -> None:
+        """Of this rank's share of these files."""
+        self.thread = threading.Thread(target=self._digest, args=(names,), daemon=True)
         self.thread.start()
 
     def abandon(self) -> None:
@@ -98,9 +98,9 @@ class BackgroundWrite:
             self.process.kill()
             self.process.join()
 
-    def _digest(self) -> None:
+    def _digest(self, names: list[str]) -> None:
         try:
-            self.digests = manifest.digests_of_share(self.folder, manifest.files_of(self.folder))
+            self.digests = manifest.digests_of_share(self.folder, names)
         except OSError as error:
             self.error = error
 

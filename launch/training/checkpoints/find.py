@@ -66,7 +66,7 @@ def find_checkpoint(load: str, config: RunConfig) -> int | None:
     if damage is None:
         return found
     # Later ones than the newest are another run's.
-    others = [number for number in reversed(_agreed_iterations(load)) if found is None or number < found]
+    others = [number for number in reversed(_agreed_iterations(load, config)) if found is None or number < found]
     whole = next((number for number in others if _agreed_damage(load, number, config) is None), None)
     if whole is None:
         older = "no other checkpoint there" if found is None else "no older checkpoint there"
@@ -106,8 +106,16 @@ def _agreed_damage(load: str, iteration: int, config: RunConfig) -> str | None:
     return problem
 
 
-def _agreed_iterations(load: str) -> list[int]:
-    found: list[Any] = [iterations(load) if dist.get_rank() == 0 else None]
+def _agreed_iterations(load: str, config: RunConfig) -> list[int]:
+    """As rank 0 finds them."""
+    found: list[Any] = [None]
+    error = None
+    if dist.get_rank() == 0:
+        try:
+            found = [iterations(load)]
+        except OSError as problem:
+            error = f"--load {load} cannot be read ({problem.strerror})"
+    agree(config, error)
     dist.broadcast_object_list(found, src=0)
     return list(found[0])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
@@ -15,7 +18,7 @@ from megatron_rc.launch.training.checkpoints.fitting import differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
-from megatron_rc.launch.training.checkpoints.unpickling import read_index, safe_loading
+from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (
@@ -49,13 +52,17 @@ def load_checkpoint(
     if with_reference:
         state |= model_state(reference, "reference")
     asked = {name: set(part) for name, part in state.items() if name != "optimizer"}
-    index = read_index(folder / ".metadata")
     wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference}
-    agree(config, misfit(where, folder, index, config, **wanted))
-    try:
-        with safe_loading():
-            loaded = dist_checkpointing.load(state, str(folder))
-        agree(config, _unasked(where, asked, loaded))
+    with _failing_together(where, folder, config):
+        index = read_index(folder / ".metadata")
+        # Megatron does the same, where the other ranks already wait for each other.
+        dist_checkpointing.load_common_state_dict(str(folder))
+        problem = misfit(where, folder, index, config, **wanted)
+    agree(config, problem)
+    with _failing_together(where, folder, config):
+        loaded = dist_checkpointing.load(state, str(folder))
+    agree(config, _unasked(where, asked, loaded))
+    with _failing_together(where, folder, config):
         load_model(model, loaded)
         load_model(reference, loaded, "reference" if with_reference else "model")
         if with_optimizer:
@@ -63,12 +70,26 @@ def load_checkpoint(
             load_optimizer_and_schedule(config, optimizer, scheduler, loaded)
         elif optimizer is not None:
             optimizer.reload_model_params()
-        return 0 if files.finetune else int(loaded["iteration"])
+        iteration = 0 if files.finetune else int(loaded["iteration"])
+        if not with_optimizer:
+            scheduler.step(increment=iteration)
+    return iteration
+
+
+@contextmanager
+def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[None]:
+    """What cannot be read, or put into the model, on one rank is one error on all."""
+    error = None
+    try:
+        with safe_loading():
+            yield
     except AgreedError:
         raise
-    except _UNREADABLE as error:
-        why = differences(config, folder) or _reason(error)
-        raise ValueError(f"{where} does not fit this model and its flags ({why})") from error
+    except UnsafeFileError as problem:
+        error = f"{where}: {problem}"
+    except _UNREADABLE as problem:
+        error = f"{where} does not fit this model and its flags ({differences(config, folder) or _reason(problem)})"
+    agree(config, error)
 
 
 def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> str | None:

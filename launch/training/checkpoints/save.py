@@ -113,7 +113,7 @@ class CheckpointWriter:
             with agreed_failures(self.config):
                 for end in pending.request.finalize_fns:
                     end()
-            pending.start_digests()
+            pending.start_digests(_names(self.config, pending.folder))
             return
         agree(self.config, None if pending.error is None else reason_of(pending.error))
         self._name(pending.iteration, _gathered(pending.digests))
@@ -140,8 +140,11 @@ class CheckpointWriter:
 
 
 def _finish(config: RunConfig, save: str, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
-    files = config.checkpoints
-    manifest.write_manifest(folders.partial_folder(save, iteration), digests)
+    files, folder = config.checkpoints, folders.partial_folder(save, iteration)
+    other = sorted(digests.keys() ^ set(manifest.files_of(folder)))
+    if other:
+        raise OSError(f"{other[0]} came or went while the checksums were made")
+    manifest.write_manifest(folder, digests)
     folders.complete(save, iteration)
     if not (files.keep_last or files.save_retain_interval):
         return
@@ -153,13 +156,26 @@ def _finish(config: RunConfig, save: str, iteration: int, digests: dict[str, dic
 
 def _digests(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
     """Of every file, each read by one rank."""
+    names = _names(config, folder)
     error, own = None, {}
     try:
-        own = manifest.digests_of_share(folder, manifest.files_of(folder))
+        own = manifest.digests_of_share(folder, names)
     except OSError as problem:
         error = reason_of(problem)
     agree(config, error)
     return _gathered(own)
+
+
+def _names(config: RunConfig, folder: Path) -> list[str]:
+    """The files as rank 0 sees them: on a network's file system others may not see the same ones yet."""
+    names: list[Any] = [None]
+
+    def look() -> None:
+        names[0] = manifest.files_of(folder)
+
+    _on_rank_0(config, look)
+    dist.broadcast_object_list(names, src=0)
+    return list(names[0])
 
 
 def _gathered(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

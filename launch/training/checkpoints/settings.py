@@ -21,12 +21,12 @@ def settings_text(config: RunConfig) -> str:
 
 
 def settings_beside(folder: Path) -> dict[str, Any]:
-    """The same of one checkpoint's folder; empty where there are none."""
+    """The sections of one checkpoint's folder; empty where there are none that can be read."""
     try:
         found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if _are_sections(found) else {}
 
 
 def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
@@ -50,6 +50,10 @@ def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[
         raise ValueError(f"{path} is missing: checkpoint {iteration} says nothing of its model") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
-    if not isinstance(found, dict) or not all(value is None or isinstance(value, dict) for value in found.values()):
+    if not _are_sections(found):
         raise ValueError(f"{path} cannot be read (expected one object for each section)")
-    return found
+    return dict(found)
+
+
+def _are_sections(found: Any) -> bool:
+    return isinstance(found, dict) and all(value is None or isinstance(value, dict) for value in found.values())

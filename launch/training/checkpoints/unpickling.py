@@ -121,8 +121,8 @@ def _load_index(file: IO[bytes], **_: Any) -> Metadata:
 
 def _checked_index(index: Any) -> Metadata:
     """The index, unless its entries are no such, or lie outside the checkpoint's folder."""
-    entries = getattr(index, "storage_data", None)
-    if not isinstance(index, Metadata) or not isinstance(entries, dict) or not _is_mapping(index.state_dict_metadata):
+    entries, names = (getattr(index, name, None) for name in ("storage_data", "state_dict_metadata"))
+    if not isinstance(index, Metadata) or not isinstance(entries, dict) or not _is_mapping(names):
         raise UnsafeFileError("is no index of a checkpoint")
     for entry in entries.values():
         name = getattr(entry, "relative_path", None)

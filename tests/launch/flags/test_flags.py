@@ -190,6 +190,13 @@ def test_combinations_that_cannot_work_are_one_sentence(tmp_path, more, world_si
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    words = [f"--save={tmp_path}/save", f"--save-rollouts={tmp_path}/a/b", "--save-hf=/dev/null/x"]
+    with pytest.raises(ConfigurationError, match="--save-hf /dev/null/x cannot be written to"):
+        check(tmp_path / "runs", *words)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_follows_from_experts(tmp_path):
     config = check(tmp_path, "--num-experts=4", "--expert-model-parallel-size=2", world_size=2, engine=False)
     experts = config.experts

@@ -114,9 +114,10 @@ def test_another_file_of_the_run_is_kept(tmp_path):
     assert "\nlr: 2.0\n" in (tmp_path / "run" / "config.yaml").read_text()
 
 
-def test_a_folder_that_is_gone_is_one_sentence(tmp_path):
+def test_a_folder_that_is_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "run").write_text("")
     error = write_settings(resolved(flags(tmp_path, "--run-name=run")))
-    assert error.startswith(f"{tmp_path}/run/config.yaml cannot be written (No such file or directory)")
+    assert error.startswith(f"{tmp_path}/run/config.yaml cannot be written (File exists)")
 
 
 def shell(command, folder):

@@ -61,6 +61,16 @@ def test_a_checkpoint_is_whole_though_an_older_one_stays(tmp_path, caplog):
     assert "an older checkpoint could not be removed (iter_0000001: Permission denied)" in caplog.text
 
 
+@pytest.mark.parametrize("digests", [{}, {"a": 1, "b": 2}], ids=["came", "went"])
+def test_a_file_without_a_checksum_is_an_error(tmp_path, digests):
+    """As on a network's file system, where ranks need not see the same files yet."""
+    folders.begin(tmp_path, 3)
+    (folders.partial_folder(tmp_path, 3) / "a").write_text("")
+    with pytest.raises(OSError, match="came or went while the checksums were made"):
+        saving._finish(SimpleNamespace(checkpoints=None), str(tmp_path), 3, digests)
+    assert folders.iterations(tmp_path) == []
+
+
 def test_what_is_due_is_written_although_the_one_before_failed(caplog):
     """The writer ends the one before itself, and raises for it."""
     begun, failures = [], [saving.SaveError("checkpoint 1 could not be written")]

@@ -1,7 +1,11 @@
 """Checkpoints on the ranks of the pool: what is written, what damage is found, and that reading one runs nothing."""
 
+import contextlib
 import dataclasses
+import errno
+import importlib
 import io
+import json
 import os
 import pickle
 import shutil
@@ -11,13 +15,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint, find_checkpoint
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
-from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
-from megatron_rc.launch.training.checkpoints.unpickling import read_index, safe_loading
+from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings, settings_beside
+from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
 
@@ -36,6 +42,7 @@ def train(words, steps=0):
         return f"{type(error).__name__}: {error}", None, None
     if trainer.config.checkpoints.save and not steps:
         trainer.save()
+        trainer.writer.finish()
     return None, trainer.iteration, [weight.detach().clone() for c in trainer.chunks for weight in c.parameters()]
 
 
@@ -154,6 +161,48 @@ def test_a_flipped_bit_is_trained_on_only_by_flag(ranks, saved, copy):
     assert [found[:2] for found in ranks.run(train, TWO, [*words, "--load-last-valid"])] == [(None, 1)] * 2
 
 
+def load_with_a_failure(words, module, name, error, where):
+    """Loads where a function fails on one rank alone."""
+    module = importlib.import_module(f"megatron_rc.launch.training.checkpoints.{module}")
+    failing = mock.patch.object(module, name, side_effect=error)
+    with failing if dist.get_rank() == where else contextlib.nullcontext():
+        return train(words)[0]
+
+
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
+        (("load", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
+        (("load", "load_model", RuntimeError("size mismatch"), 1), "does not fit this model and its flags (size mis"),
+    ],
+    ids=["folder", "index", "weights"],
+)
+def test_what_fails_on_one_rank_alone_is_one_error(ranks, saved, copy, place, message):
+    if place[0] == "find":
+        cut(iteration_folder(copy, 2) / "common.pt")
+    first, second = ranks.run(load_with_a_failure, TWO, [*saved[1], f"--load={copy}"], *place)
+    assert first == second
+    assert message in first
+
+
+def list_backwards(words):
+    """Saves where rank 1 sees the files in another order than rank 0."""
+    files_of = manifest.files_of
+    with mock.patch.object(manifest, "files_of", lambda folder: files_of(folder)[:: 1 - 2 * dist.get_rank()]):
+        return train(words)[0]
+
+
+@pytest.mark.parametrize("more", [[], ["--save-interval=2", "--async-save"]], ids=["at-once", "async"])
+def test_every_file_has_a_checksum_whatever_ranks_see(ranks, saved, tmp_path, more):
+    words = [*saved[1], f"--save={tmp_path}/save", *more]
+    assert ranks.run(list_backwards, TWO, words) == [None, None]
+    assert checked_checkpoint(tmp_path / "save")[0] == 0
+
+
 def test_where_none_is_whole_the_error_says_so(ranks, saved, copy):
     for number in (1, 2):
         cut(iteration_folder(copy, number) / "common.pt")
@@ -179,6 +228,13 @@ def test_a_checkpoint_of_before_loads(ranks, saved, copy):
     ((said, *_), _) = ranks.run(train, TWO, [*saved[1], f"--load={copy}"])
     assert f"{path.name} has" in said
     assert "it is cut off" in said
+
+
+@pytest.mark.parametrize("section", ["parallel", "data", "transformer"])
+def test_settings_of_another_kind_count_for_nothing(copy, section):
+    """What reads them on the way asks sections by name."""
+    (iteration_folder(copy, 2) / SETTINGS).write_text(json.dumps({section: [1]}))
+    assert settings_beside(iteration_folder(copy, 2)) == {}
 
 
 @pytest.mark.parametrize("text", ["", "x", "1" * 500, "²", "-1", "\0"])
@@ -283,6 +339,32 @@ def test_a_state_that_no_layer_asked_for_is_not_unpickled(ranks, saved, copy, tm
     assert f"checkpoint 2 holds model0.{keys[0]}, which has no place" in first
 
 
+PIPELINE = Layout(pp=2)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"model0": {"decoder.final_layernorm.weight": torch.ones(1)}},
+        {"model0": [1]},
+        {"optimizer": {"param_groups": [1, 2]}},
+        {"opt_param_scheduler": {"max_lr": "x"}},
+        {"iteration": "x"},
+    ],
+    ids=["of-the-last-stage", "list", "groups", "schedule", "step"],
+)
+def test_what_the_common_file_says_otherwise_is_one_error_on_all_stages(ranks, saved, copy, entry):
+    """Stages ask for different entries: what one of them finds twice, another one does not know."""
+    folder = iteration_folder(copy, 2)
+    torch.save(torch.load(folder / "common.pt", weights_only=False) | entry, folder / "common.pt")
+    seal(folder)
+    words = [word for word in saved[1] if word not in TWO.flags()]
+    first, second = ranks.run(train, PIPELINE, [*words, *PIPELINE.flags(), f"--load={copy}"])
+    assert first[0] is not None
+    assert first[0] == second[0]
+    assert "AgreedError: --load" in first[0]
+
+
 def test_the_hostile_files_are_hostile(saved, copy, tmp_path):
     """PyTorch and Megatron alone run what is in them."""
     folder = iteration_folder(copy, 2)
@@ -313,6 +395,12 @@ def test_an_index_stays_inside_its_folder(saved, copy, name):
 def test_an_index_that_is_none_is_one_error(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is no index)"):
+        read_index(tmp_path / ".metadata")
+
+
+def test_an_index_without_its_parts_is_none(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata.__new__(Metadata)))
+    with pytest.raises(ValueError, match="is no index of a checkpoint"):
         read_index(tmp_path / ".metadata")
 
 

@@ -4,11 +4,14 @@ import importlib.machinery
 import resource
 import sys
 import types
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rc.launch.training.report import Reporter
+from tests.launch.training.test_loop import LIVE, run_training
+from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01}
@@ -52,6 +55,38 @@ def test_weights_and_biases_get_the_flags_and_the_versions(tmp_path, wandb):
     assert {"commit", "has_changes", "folder"} == config["repositories"][0].keys()
     assert logged == [("log", (METRICS,), {"step": 2})], "by --log-interval"
     assert end == ("finish", (), {"exit_code": 0})
+
+
+def run_where_it_fails(words, call):
+    """A run whose account of itself fails on rank 0, which alone has one."""
+
+    def fail(*_, **__):
+        raise ConnectionError("no route")
+
+    nothing = types.SimpleNamespace(log=fail, finish=lambda **_: None)
+    module = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    module.init = fail if call == "init" else lambda **_: nothing
+    with mock.patch.dict(sys.modules, wandb=module):
+        return run_training(words)
+
+
+@pytest.mark.parametrize("call", ["init", "log"])
+def test_weights_and_biases_out_of_reach_is_one_error_on_all_ranks(ranks, tmp_path, call):
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--wandb-project=sums", "--train-iters=2")
+    said = "--wandb-project sums failed (ConnectionError: no route): mend that, or leave the flag out"
+    assert ranks.run(run_where_it_fails, layout, words, call) == [f"AgreedError: {said}"] * 2
+
+
+def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
+    """A file lies where TensorBoard's folder is to be."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").write_text("")
+    layout = Layout(tp=2)
+    first, second = ranks.run(run_training, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2"))
+    assert first == second
+    assert first.startswith(f"AgreedError: the metrics in {tmp_path}/run cannot be written (")
 
 
 def test_weights_and_biases_hear_of_a_failure(tmp_path, wandb, capsys):

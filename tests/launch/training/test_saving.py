@@ -99,9 +99,7 @@ def test_a_folder_that_became_a_file_is_named(ranks, tmp_path):
 
 
 def steps_in_a_file(words, path):
-    """The folder is there when the flags are checked and a file when the checkpoint is written."""
-    import os
-
+    """Nothing is there when the flags are checked, and a file when the checkpoint is written."""
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         os.unlink(path)
@@ -109,7 +107,6 @@ def steps_in_a_file(words, path):
     trainer = make_trainer(words)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        os.rmdir(path)
         open(path, "w").close()
     torch.distributed.barrier()
     trainer.update(trainer.prepare(recorded_batch(0, group_rank(trainer.groups.dp), 2)), 0)
@@ -191,6 +188,17 @@ def test_another_schedule_is_refused_overridden_or_left_alone(ranks, stopped, ot
     assert mine != before
     if other == "--lr=2e-3":
         assert mine[0] == pytest.approx(2e-3 - 3 / 10 * (2e-3 - 1e-4))
+
+
+def test_the_schedule_goes_on_without_the_optimizer(ranks, stopped):
+    folder, words = stopped
+    words = [*words, f"--load={folder}"]
+    with_optimizer, without = (
+        ranks.run(steps, Layout(), [*words, *more], 1, False) for more in ([], ["--no-load-optim"])
+    )
+    assert with_optimizer == without
+    ((_, (lr, *_)),) = ranks.run(steps, Layout(), [*words, "--finetune"], 1, False)
+    assert lr == pytest.approx(1e-3 - 1 / 10 * (1e-3 - 1e-4))
 
 
 def test_the_default_of_the_decay_is_the_run(ranks, tmp_path):
