@@ -27,7 +27,8 @@ def read_architecture(folder: str | Path) -> Flags:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigurationError(
-            f"--load-hf {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}"
+            f"--load-hf {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}, whichever "
+            "bridge is installed: take a model of these, or add a family (docs/models.md)"
         )
     try:
         return FAMILIES[kind].read(config)
