@@ -8,10 +8,10 @@ import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, read_endings
+from megatron_rc.launch.own_folders import own_folder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -54,8 +54,8 @@ def run_ranks(words: Sequence[str]) -> Outcome:
     elastic.propagate = False
     elastic.addHandler(logging.NullHandler())
     args = torchrun.parse_args(list(words))
-    with tempfile.TemporaryDirectory(prefix="megatron-rc-") as name:
-        os.environ[FOLDER], folder = name, Path(name)
+    with own_folder(tempfile.gettempdir(), "megatron-rc-endings-") as folder:
+        os.environ[FOLDER] = str(folder)
         try:
             torchrun.run(args)
             return finished(read_endings(folder))

@@ -15,7 +15,7 @@ from tests.support.paths import LINKED, ROOT
 LIBRARY = ("numerics", "parallel", "loss", "settings", "correction", "schedule", "public")
 # What stands in one row does not know of each other.
 LAUNCH = (
-    {"errors", "ending", "resolved", "environment", "set_aside"},
+    {"errors", "ending", "resolved", "environment", "own_folders", "set_aside"},
     {"ranks", "python_specs"},
     {"run_config"},
     {"distributed"},

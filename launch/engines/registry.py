@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from typing import Any
 
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.requests import API_KEY, Retries
+from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.rollouts import EngineSection
 from megatron_rc.launch.weights.families import find_family
 
-_MEMORY = "/dev/shm"
+_PREFIX = "rollout-weights-"
 _FIELDS = {field.name for field in dataclasses.fields(EngineSection)}
 
 
@@ -81,6 +82,8 @@ def make_engine(config: RunConfig, eos_token_id: int, pad_token_id: int, replica
     family = find_family(config)
     if family is None:
         raise RuntimeError("an engine needs a model of a Hugging Face architecture")
+    # A whole model in memory each, whichever engine needed it.
+    remove_left_behind(_memory(), _PREFIX)
     model = family.hugging_face_config(config)
     return ENGINES[config.engine.rollout_engine].make(EngineInputs(config, model, eos_token_id, pad_token_id, replica))
 
@@ -140,6 +143,11 @@ ENGINES = {
 }
 
 
+def _memory() -> str:
+    """A folder in memory, if there is one."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+
+
 def _client(inputs: EngineInputs) -> Any:
     from megatron_rc.launch.engines.http_client import HttpClient
 
@@ -160,7 +168,7 @@ def _directory(inputs: EngineInputs, dtype: str | None = None) -> Any:
         parent = Path(given)
         parent.mkdir(parents=True, exist_ok=True)
     else:
-        # In memory if possible.
-        parent = Path(tempfile.mkdtemp(prefix="rollout-weights-", dir=_MEMORY if os.path.isdir(_MEMORY) else None))
-        atexit.register(shutil.rmtree, parent, ignore_errors=True)
+        folders = contextlib.ExitStack()
+        parent = folders.enter_context(own_folder(_memory(), _PREFIX))
+        atexit.register(folders.close)
     return ModelDirectory(parent / f"replica-{inputs.replica}", inputs.model, inputs.eos_token_id, dtype)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Text
 from megatron_rc.launch.tasks.text import HuggingFaceText
@@ -45,25 +44,20 @@ def write_directory(
     Raises:
         ValueError: a file cannot be read or written, or the weights are not the model's.
     """
-    own = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A folder that nobody else has: whatever stands beside the target is the user's.
-        own = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-        part = own / "new"
-        part.mkdir()
-        model = empty_model(_describe(part, config, text))
-        size = write_tensors(part, checked(weights, checkpoint_tensors(model)), shard_bytes)
-        _put_in_place(part, target, own / "old")
+        # A folder that nobody else has: whatever stands beside the target is the user's. So is what the target takes
+        # the place of and could not be put back.
+        with own_folder(target.parent, ".megatron-rc-", spare="old") as own:
+            part = own / "new"
+            part.mkdir()
+            model = empty_model(_describe(part, config, text))
+            size = write_tensors(part, checked(weights, checkpoint_tensors(model)), shard_bytes)
+            _put_in_place(part, target, own / "old")
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"--save-hf: the model cannot be written to {target} ({error}): make room there, or name another directory"
         ) from error
-    finally:
-        if own is not None:
-            shutil.rmtree(own / "new", ignore_errors=True)
-            with suppress(OSError):  # what could not be put back stays in it
-                own.rmdir()
     return size
 
 
@@ -77,7 +71,8 @@ def _put_in_place(part: Path, target: Path, old: Path) -> None:
         if old.exists():
             old.rename(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        old.rename(old.with_name("replaced"))  # to be removed, if need be by a later run
 
 
 def hugging_face_folder(save_hf: str, step: int) -> Path:

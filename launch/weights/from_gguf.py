@@ -8,12 +8,12 @@ The weights are the file's, dequantised to float32; nothing is downloaded.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.own_folders import own_folder
 
 
 def unpack(file: Path, folder: Path) -> None:
@@ -68,9 +68,9 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     tokenizer.save_pretrained(folder)
     # The config comes last: it says that the folder is whole.
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as part:
+    with own_folder(folder.parent, f".{folder.name}-") as part:
         model.save_pretrained(part)
-        for path in sorted(Path(part).iterdir(), key=lambda path: path.name == "config.json"):
+        for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(folder / path.name)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from megatron_rc.launch.engines import registry
 from megatron_rc.launch.engines.registry import EngineKind, make_engine
 from megatron_rc.launch.engines.requests import API_KEY
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
@@ -89,6 +90,20 @@ def test_the_servers_key_is_in_no_file_and_no_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="address has a user or a password in it") as caught:
         parse(tmp_path, *SERVER, "--rollout-url=http://me:secret@a:1")
     assert "secret" not in str(caught.value)
+
+
+def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch):
+    """Whatever engine that start asks for; those of vLLM in a live run, here this one, stay."""
+    right = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object() if name == "vllm" else right(name, *a))
+    monkeypatch.setattr(registry, "_memory", lambda: str(tmp_path / "memory"))
+    (tmp_path / "memory" / "rollout-weights-killed" / "replica-0").mkdir(parents=True)
+    engine = make_engine(parse(tmp_path, "--rollout-engine=vllm"), 1, 0, 0)
+    assert engine.directory.path.parent.is_dir()
+    assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
+    (tmp_path / "memory" / "rollout-weights-killed").mkdir()
+    make_engine(parse(tmp_path), 1, 0, 0)
+    assert list((tmp_path / "memory").iterdir()) == [engine.directory.path.parent]
 
 
 def test_vllm_is_named_where_it_is_missing(tmp_path, monkeypatch):

@@ -49,8 +49,11 @@ def test_the_models_of_some_steps_and_of_the_end(ranks, tmp_path, layout, model)
 def test_a_resumed_run_writes_beside_the_earlier_steps(ranks, tmp_path):
     words = words_of(tmp_path, Layout(), f"--save={tmp_path}/checkpoints", f"--load={tmp_path}/checkpoints")
     assert ranks.run(run_training, Layout(), [*words, "--train-iters=1"]) == [None]
+    # What a run that was killed while it wrote leaves; the second one held what is not ours to remove.
+    (tmp_path / "hf" / ".megatron-rc-1" / "new").mkdir(parents=True)
+    (tmp_path / "hf" / ".megatron-rc-2" / "old").mkdir(parents=True)
     assert ranks.run(run_training, Layout(), [*words, "--train-iters=2"]) == [None]
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["step-1", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [".megatron-rc-2", "step-1", "step-2"]
 
 
 def stop_while_writing(words):

@@ -1,0 +1,71 @@
+"""Folders that belong to one process and go with it: those of killed processes are removed by the next one.
+
+A folder is locked for as long as its process lives. The system gives the lock up when the process ends in whatever way,
+so one that nobody holds marks a folder that was left behind. Where folders cannot be locked (NFS), none is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def own_folder(parent: str | Path, prefix: str, spare: str = "") -> Iterator[Path]:
+    """A new folder, removed at the end of the block; before it, those that killed processes left behind.
+
+    Args:
+        parent: where; it must exist.
+        prefix: of the folder's name, the same for all folders of its kind and of no others.
+        spare: a name in the folder that is never removed, nor is then the folder.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    remove_left_behind(parent, prefix, spare)
+    folder, lock = _locked_folder(parent, prefix)
+    try:
+        yield folder
+    finally:
+        _remove(folder, spare)
+        os.close(lock)
+
+
+def remove_left_behind(parent: str | Path, prefix: str, spare: str = "") -> None:
+    """Remove the folders of this user whose processes are gone; see :func:`own_folder`."""
+    for folder in Path(parent).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is in use, or goes at this moment
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(folder, spare)
+            finally:
+                os.close(lock)
+
+
+def _locked_folder(parent: str | Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and its lock; again where another process took it for one left behind before it was locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _remove(folder: Path, spare: str) -> None:
+    if not spare or not (folder / spare).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for entry in folder.iterdir():
+        if entry.name != spare:
+            shutil.rmtree(entry, ignore_errors=True)
