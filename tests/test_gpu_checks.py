@@ -53,6 +53,7 @@ def test_without_a_gpu_a_target_says_so(target):
     assert not done.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(machine.count_gpus() > 0, reason="there is a GPU")
 def test_a_gpu_that_pytorch_cannot_use(monkeypatch, capsys):
     from tests.gpu import __main__ as program
@@ -148,6 +149,7 @@ def table(tmp_path_factory):
     return status, output, json.loads((folder / "out" / "found.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.processes
 def test_every_check_has_its_row(table):
     status, output, content = table
     assert status == 1
@@ -179,6 +181,7 @@ def test_every_check_has_its_row(table):
     assert "3 passed, 3 failed, 2 crashed, 2 skipped" in output
 
 
+@pytest.mark.processes
 def test_when_time_is_up_the_rest_is_not_reached(tmp_path):
     code = "import time\n\ndef test_one():\n    time.sleep(60)\n\ndef test_two():\n    pass\n"
     checks, found = write_checks(tmp_path, code), tmp_path / "found.json"
@@ -193,6 +196,7 @@ def test_when_time_is_up_the_rest_is_not_reached(tmp_path):
     assert status == 1
 
 
+@pytest.mark.processes
 def test_where_no_name_fits_the_exit_status_says_so(tmp_path):
     checks = write_checks(tmp_path, "def test_one():\n    pass\n")
     words = ("-m", "tests.gpu", "--device=cpu", f"--json={tmp_path / 'found.json'}", "--only=no_such_check")
@@ -224,6 +228,7 @@ def test_three():
 """
 
 
+@pytest.mark.processes
 def test_processes_that_die_between_checks_have_rows_and_so_have_the_checks_that_are_left(tmp_path, monkeypatch):
     from tests.gpu import __main__ as program
 
@@ -367,6 +372,7 @@ def wheel(folder, name, version):
     return path
 
 
+@pytest.mark.processes
 def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, monkeypatch, capsys):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -429,6 +435,7 @@ print("megatron_rc.launch.training.loop" in sys.modules, "megatron_rc.launch.tra
 """
 
 
+@pytest.mark.processes
 def test_a_run_on_a_gpu_never_loads_the_cpu_switch(tmp_path):
     """The launcher's own way to the training loop, as it is taken where PyTorch finds a GPU."""
     words = [word for word in recorded_training.flags(tmp_path) if word != "--cpu"]

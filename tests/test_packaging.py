@@ -17,6 +17,7 @@ from tests.support.paths import LINKED, ROOT, SOURCES
 HEAVY = ("megatron.core", "transformers", "numpy.testing", "yaml", "tokenizers", "matplotlib", "tensorboard", "tqdm")
 
 
+@pytest.mark.processes
 def test_import_needs_torch_alone():
     code = (
         "import sys, torch; before = set(sys.modules)\n"
@@ -95,6 +96,7 @@ def test_every_folder_of_modules_is_a_package():
     assert not lacking
 
 
+@pytest.mark.processes
 def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.endswith((".py", ".yaml", "py.typed"))}
@@ -111,6 +113,7 @@ def test_the_version_is_said_once(distribution):
     assert distribution(ROOT).get_version() == megatron_rc.__version__
 
 
+@pytest.mark.processes
 def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     """Torch and the launcher's libraries are lent by this environment; the package comes from the wheel alone."""
     run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"))
@@ -130,6 +133,7 @@ def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
     assert all(path.startswith(site) for path in output)
 
 
+@pytest.mark.processes
 def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
     """Flags are read with the standard library; the first package that is missing is named with its extra."""
     code = (
@@ -147,6 +151,7 @@ def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
     assert done.stderr == f"error: {needs}\n"
 
 
+@pytest.mark.processes
 def test_torch_is_the_only_hard_dependency(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

@@ -104,6 +104,7 @@ def budget(name):
     return {PLAN: [("SUM", "cp"), *maximum, *prompts, *header], MICRO: in_loss, STEP: header}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_collectives_are_those_of_the_design(traces, name):
     for key, calls in traces.items():
@@ -119,6 +120,7 @@ def test_the_collectives_are_those_of_the_design(traces, name):
         assert [call[:3] for call in calls] == wanted, key
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_ranks_change_nothing(traces, name):
     base = traces[Traced(LARGE.world, LAST, name, 0)]
@@ -130,6 +132,7 @@ def test_tokens_and_ranks_change_nothing(traces, name):
         assert traces[Traced(LARGE.world, FIRST_STAGE, name, index)] == [call for call in base if call.group == "pp"]
 
 
+@pytest.mark.processes
 def test_gathered_tokens_would_be_seen(traces):
     """The deliberate mistake: calls that grow with the tokens."""
     found = []
@@ -141,6 +144,7 @@ def test_gathered_tokens_would_be_seen(traces):
     assert found[1] == [8 * elements for elements in found[0]]
 
 
+@pytest.mark.processes
 def test_the_document_has_the_formulas_of_every_trace(traces, document):
     formulas = scaling.read_formulas(document)
     assert list(formulas) == list(CASES)

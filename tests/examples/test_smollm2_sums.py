@@ -81,20 +81,19 @@ def commands_of_readme():
     return made[1:], [word.replace("DIR", "smollm2") for word in trained[5:]]
 
 
-def answers(*words):
-    """An exported directory answers, with random weights whatever they say."""
-    shown = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout.splitlines()
-    assert sum("= ?  " in line for line in shown) == 16
-    assert re.fullmatch(r"\d+ of 16 right", shown[-1])
+def run(monkeypatch, *words):
+    """What ``python words`` does, in this process."""
+    monkeypatch.setattr(sys, "argv", list(words))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("place", ["make", "readme"])
-def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, place):
+def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys, place):
     """What the Makefile and README start, from a folder with the example, the sums and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     written, words = commands_of_readme()
-    subprocess.run([sys.executable, *written], check=True)
+    run(monkeypatch, *written)
     if place == "make":
         words = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")
     model = transformers.LlamaConfig(
@@ -102,7 +101,12 @@ def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, place):
     )
     transformers.AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path / "smollm2")
     tokenizer_folder(tmp_path / "smollm2")
-    answers(*written, "smollm2")
+    capsys.readouterr()
+    run(monkeypatch, *written, "smollm2")
+    # The weights are random, whatever they say.
+    shown = capsys.readouterr().out.splitlines()
+    assert sum("= ?  " in line for line in shown) == 16
+    assert re.fullmatch(r"\d+ of 16 right", shown[-1])
     # One byte is one token here, several are one in the real tokenizer.
     config, task = configure([*words, "--seq-length=512"], 2)
     assert config.launch.run_name == "smollm2_sums"

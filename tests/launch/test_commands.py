@@ -82,6 +82,7 @@ def test_ranks_that_are_started_again_go_on_from_the_checkpoint(tmp_path):
             assert one[name] == again[name], "the same steps, to the last digit"
 
 
+@pytest.mark.processes
 def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
     code, output, errors = finish(start(launch("--nproc-per-node=3", *SMALL, f"--runs-dir={tmp_path}")))
     assert (code, output) == (2, "")
@@ -103,6 +104,7 @@ def test_under_torchrun_rank_0_speaks_alone(tmp_path):
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.processes
 def test_without_torchrun_the_remedy_is_named():
     code, _, errors = finish(start(["launch/train_ppo.py"]))
     assert code == 2

@@ -128,6 +128,7 @@ def shell(command, folder):
     )
 
 
+@pytest.mark.processes
 def test_print_config_prints_and_starts_nothing(tmp_path):
     """The command of docs/runs.md."""
     text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")

@@ -39,6 +39,7 @@ def test_the_cpu_switch_is_reversible(caplog):
         torch.zeros(2, device="cuda")
 
 
+@pytest.mark.processes
 def test_a_rank_on_the_cpu_starts_without_a_compiler():
     """Loaded with everything that Megatron-Core compiles where it stands; ``torch.compile`` itself is back after."""
     program = """
