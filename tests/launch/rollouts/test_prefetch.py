@@ -12,7 +12,7 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
-from tests.launch.training.test_loop import LIVE, SUMS, rows, run_training, without_times
+from tests.launch.training.test_loop import HELD_OUT, LIVE, rows, run_training, without_times
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch, run_config
 from tests.support.records import identical
@@ -294,7 +294,7 @@ def test_a_thread_samples_what_the_trainer_would(ranks, tmp_path):
 
 def test_evaluations_are_made_where_weights_are_new(ranks, tmp_path):
     """With two batches ahead that is every other step, and the end."""
-    words = [*SUMS, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
+    words = [*HELD_OUT, "--rollout-staleness=2", "--eval-problems=4", "--train-iters=5"]
     assert ranks.run(run_training, Layout(), flags(tmp_path, *words, "--eval-interval=2")) == [None]
     assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 4, 5]
     trained = [row for row in rows(tmp_path) if "loss/total" in row]
