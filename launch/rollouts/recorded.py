@@ -8,13 +8,14 @@ A run may read them with another number of data-parallel ranks than the one that
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
 
+_log = logging.getLogger("megatron_rc")
 _NAME = re.compile(r"step-(\d{7})-replica-(\d{4})\.safetensors")
 
 
@@ -25,29 +26,43 @@ def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: 
         OSError: the folder cannot be written to.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_rollouts(batch, Path(folder) / f"step-{step:07d}-replica-{replica:04d}.safetensors")
+    name = f"replica-{replica:04d}.safetensors"
+    for left in Path(folder).glob(f".step-*-{name}.*"):  # by a run that was killed while it wrote
+        left.unlink(missing_ok=True)
+    save_rollouts(batch, Path(folder) / f"step-{step:07d}-{name}")
 
 
 def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
-    """The files of each rollout batch, in the order of steps and replicas.
+    """The files of each rollout batch that all replicas wrote, in the order of steps and replicas.
 
     Raises:
-        ValueError: no such folder, none in it, or a batch lacks a replica that another one has.
+        ValueError: no such folder, none in it, or no batch of all replicas.
     """
+    found = _found(folder)
+    replicas = range(1 + max(replica for files in found.values() for replica in files))
+    whole = {step: [files[one] for one in replicas] for step, files in found.items() if len(files) == len(replicas)}
+    if not whole:
+        raise ValueError(f"{folder} has no rollout batch of all {len(replicas)} replicas that wrote to it")
+    return whole
+
+
+def incomplete_steps(folder: str | Path) -> list[int]:
+    """Steps whose batch some replica did not write: the run that wrote them failed or was killed there."""
+    return sorted(_found(folder).keys() - find_rollouts(folder).keys())
+
+
+def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
+    """What is there, by step and replica, in the order of steps."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder")
-    found: Mapping[int, dict[int, Path]] = defaultdict(dict)
+    found: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in sorted(Path(folder).glob("*.safetensors")):
         match = _NAME.fullmatch(path.name)
         if match:
             found[int(match[1])][int(match[2])] = path
     if not found:
         raise ValueError(f"{folder} holds no rollouts (step-<step>-replica-<replica>.safetensors)")
-    replicas = range(max(map(len, found.values())))
-    for step, files in found.items():
-        if sorted(files) != list(replicas):
-            raise ValueError(f"{folder}: step {step} has the replicas {sorted(files)}, expected 0 to {replicas[-1]}")
-    return {step: [files[replica] for replica in replicas] for step, files in sorted(found.items())}
+    return found
 
 
 class RecordedRollouts:
@@ -62,6 +77,14 @@ class RecordedRollouts:
 
     def __init__(self, folder: str | Path, length: int, sequences: int, prompts: int) -> None:
         self.files = list(find_rollouts(folder).values())
+        missing = incomplete_steps(folder)
+        if missing:
+            _log.warning(
+                "--load-rollouts %s: skipped step%s %s, which not all replicas wrote",
+                folder,
+                "s" * (len(missing) > 1),
+                ", ".join(map(str, missing)),
+            )
         self.length, self.sequences, self.prompts = length, sequences, prompts
 
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:

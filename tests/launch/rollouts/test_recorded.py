@@ -1,0 +1,46 @@
+"""Rollouts on disk: which steps of a folder can be trained on again."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_rc.launch.rollouts.recorded import RecordedRollouts, find_rollouts, write_rollouts
+from tests.fuzz.targets import example
+
+
+def written(folder, *files):
+    for step, replica in files:
+        batch = example()
+        rows = batch.num_sequences
+        batch = dataclasses.replace(
+            batch, group_ids=torch.arange(rows) + rows * replica, rewards=torch.ones(rows) * step
+        )
+        write_rollouts(batch, folder, step, replica)
+    return batch
+
+
+def test_steps_that_a_replica_did_not_write_are_skipped(tmp_path, caplog):
+    """A replica failed at step 1; of step 2, where the run was killed, a file is half written."""
+    batch = written(tmp_path, (0, 0), (0, 1), (1, 1), (3, 0), (3, 1), (2, 0))
+    (tmp_path / ".step-0000002-replica-0001.safetensors.0f").write_bytes(b"half")
+    assert list(find_rollouts(tmp_path)) == [0, 3]
+    rows, length = batch.tokens.shape
+    recorded = RecordedRollouts(tmp_path, length, 2 * rows, 2 * rows)
+    assert caplog.messages == [f"--load-rollouts {tmp_path}: skipped steps 1, 2, which not all replicas wrote"]
+    assert [float(recorded.read(index, 0, 1).rewards[0]) for index in range(2)] == [0, 3]
+    written(tmp_path, (2, 1), (1, 0))
+    assert list(find_rollouts(tmp_path)) == [0, 1, 2, 3]
+    assert len(list(tmp_path.iterdir())) == 8, "the half of a file is gone"
+
+
+def test_a_folder_with_all_steps_says_nothing(tmp_path, caplog):
+    batch = written(tmp_path, (0, 0), (4, 0))
+    RecordedRollouts(tmp_path, batch.tokens.shape[1], batch.num_sequences, batch.num_sequences)
+    assert not caplog.messages
+
+
+def test_a_folder_without_a_whole_step_is_refused(tmp_path):
+    written(tmp_path, (0, 1), (1, 0))
+    with pytest.raises(ValueError, match="has no rollout batch of all 2 replicas that wrote to it"):
+        find_rollouts(tmp_path)
