@@ -16,6 +16,12 @@ from megatron_rc.launch.ending import ATTEMPT
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
+# Fields of Megatron's configs that its groups are made by too.
+_OF_GROUPS = (
+    "expert_tensor_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "pipeline_model_parallel_comm_backend",
+)
 
 
 class AgreedError(RuntimeError):
@@ -39,10 +45,12 @@ def initialize(config: RunConfig) -> None:
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
         expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+        **{name: value for name, value in config.megatron.given.items() if name in _OF_GROUPS},
         distributed_timeout_minutes=config.launch.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed)
+    te_rng_tracker = config.megatron.given.get("use_te_rng_tracker", False)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed, te_rng_tracker)
 
 
 @contextmanager

@@ -107,8 +107,9 @@ def _parameters(config: RunConfig, folder: Path) -> Mapping[str, Tensor]:
     """Of the checkpoint, by the names of a model that has no memory."""
     import torch
 
+    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
-    from megatron_rc.launch.training.model import build_chunks, build_transformer_config
+    from megatron_rc.launch.training.model import build_chunks
 
     with torch.device("meta"):
         (model,) = build_chunks(config, build_transformer_config(config))

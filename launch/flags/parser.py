@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
+from megatron_rc.launch.run_config.megatron_fields import MegatronField
 from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.aggregation import AGGREGATIONS
@@ -83,6 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
             _add(groups[name], option, is_optional)
     _add_loss_args(parser)
     add_rollout_correction_args(parser)
+    added: dict[str, argparse._ArgumentGroup] = {}
+    for field in passed_through().values():
+        if field.title not in added:
+            added[field.title] = parser.add_argument_group(field.title)
+        _add_megatron_field(added[field.title], field)
     return parser
 
 
@@ -116,6 +123,31 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
     else:
         # --no-<name> takes back what the launch file said.
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
+
+
+class _Switch(argparse.Action):
+    """A switch with names that turn it on and names that turn it off."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, off: Sequence[str], **how: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **how)
+        self.off = off
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Take note of it."""
+        setattr(namespace, self.dest, option_string not in self.off)
+
+
+def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) -> None:
+    """The flag of a field that Megatron has a default for: None where it is not given."""
+    on, off = [f"--{name}" for name in field.on], [f"--{name}" for name in field.off]
+    shown = "" if field.default in (None, "") else f"; default: {field.default}"
+    help = (field.help.rstrip(".") + shown).replace("%", "%%")
+    if field.kind is bool:
+        group.add_argument(*on, *off, dest=field.name, action=_Switch, off=off, help=help)
+        return
+    more: dict[str, Any] = {"nargs": "+"} if field.many else {}
+    more |= {"choices": field.choices} if field.choices else {"metavar": field.on[0].rpartition("-")[2].upper()}
+    group.add_argument(*on, dest=field.name, type=field.kind, help=help, **more)
 
 
 def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:

@@ -21,7 +21,7 @@ from megatron_rc.launch.flags.idle import check_idle
 from megatron_rc.launch.flags.parser import PENALTIES
 from megatron_rc.launch.flags.resolve_data import choose_prompts
 from megatron_rc.launch.flags.resolve_task import resolve_task
-from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.launch.tasks import Task
@@ -52,6 +52,7 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     _resolve_stages(args)
     _resolve_experts(args)
     _resolve_packing(args)
+    args.given = {name: _single(args, name) for name in passed_through() if getattr(args, name) is not None}
     experts = None if args.num_experts is None else _section(ExpertSection, args)
     correction, loss = _resolve_correction(args, experts)
     check_idle(args, loss)
@@ -139,6 +140,12 @@ def _resolve_experts(args: argparse.Namespace) -> None:
             setattr(args, option.flag, option.default)
     if args.num_experts is not None:
         args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
+
+
+def _single(args: argparse.Namespace, name: str) -> Any:
+    """A given value; of some flags a list of one word stands for the word."""
+    value = getattr(args, name)
+    return value[0] if passed_through()[name].single and len(value) == 1 else value
 
 
 def _resolve_packing(args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from megatron_rc.launch.flags.idle import idle_names
 from megatron_rc.launch.flags.own_objects import as_given
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.resolved import ResolvedFlag
-from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.settings.fields import DEFAULTS
 from megatron_rc.settings.flags import LOSS_FLAGS, is_correction_flag
 
@@ -23,11 +23,14 @@ _ALWAYS = "run_name"
 def resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[ResolvedFlag]:
     """All flags in the order of ``--help``, without those that do nothing beside the others.
 
+    Of what goes unchanged to Megatron only what was given: the rest are its own defaults.
+
     Args:
         args: as ``resolve`` left them.
         config: the settings that followed.
     """
-    given, idle = {*args.typed, *args.in_launch_file, _ALWAYS}, idle_names(args, config.loss)
+    absent = set(passed_through()) - set(config.megatron.given)
+    given, idle = {*args.typed, *args.in_launch_file, _ALWAYS}, idle_names(args, config.loss) | absent
     values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}
     values |= {name: value for name, value in vars(args).items() if value is not None or name not in values}
     for group in build_parser()._action_groups:

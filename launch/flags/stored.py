@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.run_config import RunConfig, sections_of
+from megatron_rc.launch.run_config.megatron import MegatronSection
 from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -32,7 +33,9 @@ def stored_config(sections: Sections, where: str) -> RunConfig:
     found: dict[str, Any] = {}
     for name, kind, is_optional in sections_of(RunConfig):
         values = sections.get(name)
-        if values is not None:
+        if kind is MegatronSection:
+            found[name] = MegatronSection(given=dict((values or {}).get("given") or {}))
+        elif values is not None:
             found[name] = _section(kind, values, f"{where}: {name}", strict=name in _OF_THE_MODEL)
         elif is_optional:
             found[name] = None
@@ -46,6 +49,7 @@ def _alone(config: RunConfig) -> RunConfig:
     change = dataclasses.replace
     return change(
         config,
+        megatron=MegatronSection(given={}),
         launch=change(config.launch, on_cpu=True, world_size=1),
         parallel=change(
             config.parallel,

@@ -18,10 +18,12 @@ from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
+    MegatronSection,
     OptimizerSection,
     ParallelSection,
     TransformerSection,
 )
+from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
 from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.run_config.rewards import RewardSection
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
@@ -53,6 +55,7 @@ class RunConfig:
     transformer: TransformerSection
     experts: ExpertSection | None
     compute: ComputeSection
+    megatron: MegatronSection
     model: ModelSection
     training: TrainingSection
     optimizer: OptimizerSection
@@ -120,4 +123,14 @@ def flag_options() -> dict[str, tuple[str, Option]]:
         option.flag.replace("_", "-"): (name, option)
         for name, section, _ in sections_of(RunConfig)
         for option in options_of(section)
+    }
+
+
+@functools.cache
+def passed_through() -> dict[str, MegatronField]:
+    """The fields of Megatron's configs that are no fields here: their flags go unchanged into those configs."""
+    taken = {option.field for _, option in flag_options().values()}
+    flags = set(flag_options())
+    return {
+        name: field for name, field in megatron_fields().items() if name not in taken and flags.isdisjoint(field.on)
     }

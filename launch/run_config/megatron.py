@@ -6,9 +6,10 @@ Megatron's config, with no other line.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rc.launch.run_config.options import option
 
@@ -90,8 +91,8 @@ class ExpertSection:
     )
     moe_aux_loss_coeff: float = option("weight of that loss", default=0.0, not_negative=True)
     moe_z_loss_coeff: float | None = option("weight of the router's z-loss; default: none", not_negative=True)
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = option(
-        "how tokens reach experts of other ranks", default="allgather"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = option(
+        "how tokens reach experts of other ranks; flex: by DeepEP, on GPUs", default="allgather"
     )
 
     @property
@@ -127,3 +128,20 @@ class OptimizerSection:
     sgd_momentum: float = option("momentum of SGD", default=0.9, not_negative=True)
     clip_grad: float = option("largest gradient norm; 0 turns clipping off", default=1.0, not_negative=True)
     use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSection:
+    """Fields of Megatron's configs that no other section has: those that were given, by their names."""
+
+    given: dict[str, Any]
+
+    @property
+    def expert_tensor_parallel_size(self) -> int | None:
+        """Ranks that share an expert's matrices; None: as many as share the others'."""
+        return self.given.get("expert_tensor_parallel_size")
+
+    def values_for(self, config: type) -> dict[str, Any]:
+        """Those that a dataclass of Megatron's has: arguments for it."""
+        names = {field.name for field in dataclasses.fields(config)}
+        return {name: value for name, value in self.given.items() if name in names}

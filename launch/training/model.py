@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -22,26 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.options import values_of
-
-
-def build_transformer_config(config: RunConfig) -> TransformerConfig:
-    """Megatron's config of the layers and of how they are split; its derived fields follow from the settings."""
-    interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
-    on_cpu, layers = config.launch.on_cpu, config.transformer
-    return TransformerConfig(
-        **values_of(config.parallel),
-        **values_of(layers),
-        **values_of(config.compute),
-        **(values_of(config.experts) if config.experts else {}),
-        activation_func=_activation(config),
-        use_cpu_initialization=on_cpu,
-        params_dtype=config.dtype,
-        pipeline_dtype=config.dtype,
-        batch_p2p_comm=not on_cpu and not interleaved,
-        overlap_p2p_comm=interleaved,
-        gradient_accumulation_fusion=not on_cpu and _has("fused_weight_gradient_mlp_cuda"),
-    )
+from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config, has_module
 
 
 def build_chunks(config: RunConfig, transformer: TransformerConfig) -> list[GPTModel]:
@@ -81,26 +60,29 @@ def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDa
     """The chunks under Megatron's DDP."""
     transformer = chunks[0].config
     modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.compute.bf16 else chunks
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.use_distributed_optimizer
-    )
+    ddp_config = build_ddp_config(config)
     model = [
         DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
     for chunk in model:
         chunk.broadcast_params()
+    if ddp_config.overlap_grad_reduce:
+        # The schedule tells which micro-batch is the last, whose gradients travel while others are computed.
+        _set_one_or_all(transformer, "no_sync_func", [chunk.no_sync for chunk in model])
+        _set_one_or_all(transformer, "grad_sync_func", [chunk.start_grad_sync for chunk in model])
     return model
+
+
+def _set_one_or_all(transformer: TransformerConfig, name: str, functions: list[Any]) -> None:
+    """As Megatron's schedules want it: a function for one chunk, a list for several."""
+    setattr(transformer, name, functions if len(functions) > 1 else functions[0])
 
 
 def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:
     """Megatron's optimizer and its schedule, which counts optimizer steps."""
     settings, schedule = config.optimizer, config.schedule
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(**values_of(settings), bf16=config.compute.bf16, params_dtype=config.dtype),
-        model,
-        use_gloo_process_groups=False,
-    )
+    optimizer = get_megatron_optimizer(build_optimizer_config(config), model, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _make_state(part.optimizer)
         part.init_state_fn = part.init_state_fn or (lambda optimizer, config=None: None)
@@ -147,42 +129,30 @@ def _make_state(optimizer: Any) -> None:
 
     Megatron's checkpoints want the state to exist, before the first step and before loading too.
     """
-    names = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
+    moments = ("exp_avg", "exp_avg_sq")
+    names = {torch.optim.AdamW: moments, torch.optim.Adam: moments, torch.optim.SGD: ("momentum_buffer",)}
     for group in optimizer.param_groups if type(optimizer) in names else ():
         for parameter in group["params"]:
             state = {name: torch.zeros_like(parameter) for name in names[type(optimizer)]}
-            if isinstance(optimizer, torch.optim.AdamW):
+            if "exp_avg" in state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
             optimizer.state[parameter].update(state)
-
-
-def _activation(config: RunConfig) -> Callable[[Tensor], Tensor]:
-    if config.transformer.gated_linear_unit:
-        return torch.nn.functional.silu
-    return _gelu_by_tanh if config.model.openai_gelu else torch.nn.functional.gelu
-
-
-def _gelu_by_tanh(hidden: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(hidden, approximate="tanh")
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
-        return False
 
 
 def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
     """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
     if config.model.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=transformer.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=transformer.qk_layernorm
+            num_experts=transformer.num_moe_experts,
+            moe_grouped_gemm=transformer.moe_grouped_gemm,
+            qk_layernorm=transformer.qk_layernorm,
+            qk_l2_norm=transformer.qk_l2_norm,
+            use_te_activation_func=transformer.use_te_activation_func,
         )
     from megatron_rc.launch.training.local_layers import LocalAttention, LocalNorm
 
     norm: Any = LocalNorm
-    if not config.launch.on_cpu and transformer.normalization == "LayerNorm" and _has("apex.normalization"):
+    if not config.launch.on_cpu and transformer.normalization == "LayerNorm" and has_module("apex.normalization"):
         from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
         norm = FusedLayerNorm
@@ -190,6 +160,7 @@ def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int
         num_experts=transformer.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=transformer.qk_layernorm,
+        qk_l2_norm=transformer.qk_l2_norm,
         normalization=transformer.normalization,
     )
     spec.submodules.input_layernorm = norm

@@ -18,13 +18,13 @@ from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
     build_optimizer,
-    build_transformer_config,
     unwrap,
     wrap_chunks,
 )
@@ -68,7 +68,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config, self.groups, self._gathers_late = config, groups, False
         self.passes = ModelPasses(config, groups)
         transformer = build_transformer_config(config)
         chunks = build_chunks(config, transformer)
@@ -98,11 +98,13 @@ class Trainer:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """This rank's GPTModels, unwrapped."""
+        """This rank's GPTModels, unwrapped, with whole weights: all data-parallel ranks ask for them together."""
+        self._gather_weights()
         return [unwrap(chunk) for chunk in self.model]
 
     def save(self) -> None:
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
+        self._gather_weights()
         self.writer.save(self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
@@ -110,6 +112,7 @@ class Trainer:
 
         ``temperature``: of the distribution; default: the one that rollouts are sampled at.
         """
+        self._gather_weights()
         return self.passes.score(self.model, batch, temperature)
 
     def prepare(self, batch: RolloutBatch) -> PreparedBatch:
@@ -169,6 +172,7 @@ class Trainer:
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         learning_rate = self._learning_rate()
         _, grad_norm, _ = self.optimizer.step()
+        self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
         self.scheduler.step(increment=1)
         self.iteration += 1
         return metrics | {
@@ -219,6 +223,13 @@ class Trainer:
     def _steps(self) -> int:
         """Number of steps that changed the weights."""
         return self.iteration - self.skipped
+
+    def _gather_weights(self) -> None:
+        """With --overlap-param-gather the shares of a step's weights come together in the next training pass alone."""
+        if self._gathers_late:
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+        self._gathers_late = False
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

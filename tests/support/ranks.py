@@ -28,7 +28,10 @@ RENEWED = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks split each dimension; the experts are split over ``ep`` of the data and context ranks."""
+    """How many ranks split each dimension; the experts are split over ``ep`` of the data and context ranks.
+
+    ``etp``: ranks that share one expert's matrices; 0: those that share the others'.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -37,6 +40,7 @@ class Layout:
     vpp: bool = False
     sp: bool = False
     ep: int = 1
+    etp: int = 0
 
     @property
     def world(self) -> int:
@@ -46,10 +50,13 @@ class Layout:
         """The launcher's flags for it."""
         flags = [f"--tensor-model-parallel-size={self.tp}", f"--pipeline-model-parallel-size={self.pp}"]
         flags += [f"--context-parallel-size={self.cp}", f"--expert-model-parallel-size={self.ep}"]
+        flags += [f"--expert-tensor-parallel-size={self.etp}"] * bool(self.etp)
         return flags + ["--sequence-parallel"] * self.sp + ["--num-layers-per-virtual-pipeline-stage=1"] * self.vpp
 
     def __str__(self) -> str:
-        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "pp", "dp", "ep") if getattr(self, name) > 1]
+        names = ("tp", "cp", "pp", "dp", "ep")
+        sizes = [f"{name}{getattr(self, name)}" for name in names if getattr(self, name) > 1]
+        sizes += [f"etp{self.etp}"] * bool(self.etp)
         return "-".join([*sizes, *["vpp"] * self.vpp, *["sp"] * self.sp]) or "single"
 
 
@@ -212,6 +219,7 @@ def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
         virtual_pipeline_model_parallel_size=2 if layout.vpp else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or None,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_rc.launch.flags.checks.batches import check_batches
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
+from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
 from megatron_rc.launch.flags.checks.parallel import check_parallelism
 from megatron_rc.launch.flags.checks.rewards import check_rewards
@@ -34,6 +35,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_parallelism(config)
     check_model(config)
     check_experts(config)
+    check_megatron(config)
     check_architecture(config, samples)
     check_batches(config)
     check_recorded(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rc.launch.errors import ConfigurationError, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
+from megatron_rc.launch.run_config.megatron_configs import has_module
 
 
 def check_experts(config: RunConfig) -> None:
@@ -22,18 +23,27 @@ def check_experts(config: RunConfig) -> None:
     if not config.launch.on_cpu:
         # On a GPU Megatron's router multiplies with Transformer Engine's products.
         require("transformer_engine", f"--num-experts {experts.num_moe_experts} on a GPU", "gpu")
+    if experts.moe_token_dispatcher_type == "flex":
+        _check_flex(config)
 
 
 def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
     """Megatron splits every expert over the TP ranks, and spreads the experts over data and CP ranks."""
     parallel, number = config.parallel, experts.num_moe_experts
     ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    etp = config.megatron.expert_tensor_parallel_size
     require_multiple("num_experts", number, "expert_model_parallel_size", ep)
-    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, "tensor_model_parallel_size", tp)
+    width = "tensor_model_parallel_size" if etp is None else "expert_tensor_parallel_size"
+    require_multiple("moe_ffn_hidden_size", experts.moe_ffn_hidden_size, width, tp if etp is None else max(etp, 1))
     ranks = config.data_parallel_size * parallel.context_parallel_size
-    if ranks % ep:
+    if etp is None and ranks % ep:
         raise ConfigurationError(
             f"--expert-model-parallel-size {ep} must divide the {ranks} data · context parallel ranks of each stage"
+        )
+    if etp is not None and (etp < 1 or ranks * tp % (ep * etp)):
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {etp} · --expert-model-parallel-size {ep} must divide the {ranks * tp} "
+            "tensor · data · context parallel ranks of each stage"
         )
     if tp > 1 and not parallel.sequence_parallel:
         raise ConfigurationError(
@@ -49,6 +59,16 @@ def _check_parallelism(config: RunConfig, experts: ExpertSection) -> None:
         raise ConfigurationError(
             "--moe-token-dispatcher-type allgather needs equally many tokens on all data-parallel ranks, which "
             "--rl-use-sequence-packing does not give: use alltoall"
+        )
+
+
+def _check_flex(config: RunConfig) -> None:
+    if config.launch.on_cpu:
+        raise ConfigurationError("--moe-token-dispatcher-type flex needs a CUDA device: use alltoall on the CPU")
+    if not has_module("deep_ep"):
+        raise ConfigurationError(
+            "--moe-token-dispatcher-type flex needs deep_ep, which is not installed: see DeepEP's pages, or use "
+            "alltoall"
         )
 
 

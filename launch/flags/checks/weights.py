@@ -6,6 +6,7 @@ import dataclasses
 import logging
 
 from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.bridge import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
@@ -21,7 +22,16 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
         fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
         remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
         raise ConfigurationError(f"--hf-model-type {named} is not what the flags of this model describe: {remedy}")
-    if find_family(config) or not _converts(config, samples):
+    if not _converts(config, samples):
+        return
+    unknown = model_flags(config)
+    if unknown:
+        raise ConfigurationError(
+            f"{unknown[0]} is in no Hugging Face architecture here, so no engine can have this model: drop it, or "
+            "train from --load-rollouts without --load-hf and --save-hf"
+        )
+    _check_experts_of_their_own(config)
+    if find_family(config):
         return
     raise ConfigurationError(
         "no Hugging Face architecture has this combination of --normalization, --swiglu, "
@@ -30,6 +40,21 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
         "with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts Mixtral, with both of the latter "
         "Qwen3-MoE), or Megatron's defaults (GPT-2)"
     )
+
+
+def _check_experts_of_their_own(config: RunConfig) -> None:
+    """Where experts lie in another way than the rest, or all in one parameter, no table says so."""
+    etp, tp = config.megatron.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
+    if etp not in (None, tp):
+        raise ConfigurationError(
+            f"--expert-tensor-parallel-size {etp} other than --tensor-model-parallel-size {tp} cannot go to engines "
+            "nor to Hugging Face's files: drop it, or train from --load-rollouts without --load-hf and --save-hf"
+        )
+    if config.megatron.given.get("moe_grouped_gemm"):
+        raise ConfigurationError(
+            "--moe-grouped-gemm keeps all experts in one parameter, which cannot go to engines nor to Hugging Face's "
+            "files: drop it, or train from --load-rollouts without --load-hf and --save-hf"
+        )
 
 
 def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:

@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.run_config import passed_through
 from megatron_rc.settings.flags import add_rollout_correction_args
 from tests.support.paths import ROOT
 
@@ -96,7 +97,8 @@ def test_a_flag_of_megatron_is_megatrons(name):
 
 def test_every_flag_is_megatrons_or_ours():
     correction = options(add_rollout_correction_args(argparse.ArgumentParser()))
-    ours = set(options(build_parser())) - set(SHARED) - set(correction)
+    passed = {name for field in passed_through().values() for name in field.on}
+    ours = set(options(build_parser())) - set(SHARED) - set(correction) - passed
     assert ours == set(OURS)
 
 

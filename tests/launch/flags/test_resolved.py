@@ -35,6 +35,8 @@ MORE = {
     "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
     "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2",
     "evaluations": "--task=python:tests.support.user_rewards:Doubles --reward=exact --eval-interval=2",
+    "passed-through": "--overlap-grad-reduce --no-rope-fusion --recompute-granularity=selective "
+    "--recompute-modules core_attn mlp --decoupled-lr=1e-4 --use-cpu-initialization",
 }
 RUNS = {
     **{path.stem: [f"--config={path}"] for path in CONFIGS.glob("launch/*.yaml") if "smollm2" not in path.stem},

@@ -42,7 +42,7 @@ def test_what_is_called_megatrons_is_there():
 
 
 def test_settings_reach_megatron_unchanged(tmp_path):
-    from megatron_rc.launch.training.model import build_transformer_config
+    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 
     words = ("--num-experts=4", "--moe-z-loss-coeff=0.1", "--norm-epsilon=1e-6", "--recompute-granularity=selective")
     config = run_config(flags(tmp_path, *words, model=LLAMA), engine=False)

@@ -101,12 +101,13 @@ def test_logits_and_round_trip(ranks, folders, name, layout):
 
 
 def logits_of(words, tokens, change):
-    """The model's logits of one sequence on one rank, with some functions of ``model.py`` replaced."""
+    """The model's logits of one sequence on one rank, with some of what makes the model replaced."""
+    from megatron_rc.launch.run_config import megatron_configs
     from megatron_rc.launch.training import model
 
     with pytest.MonkeyPatch.context() as patch:
         for function, stand_in in change.items():
-            patch.setattr(model, function, stand_in)
+            patch.setattr(model if hasattr(model, function) else megatron_configs, function, stand_in)
         (chunk,) = make_trainer(words).chunks
     with torch.no_grad():
         return chunk(tokens, torch.arange(tokens.shape[1]).unsqueeze(0), None)[..., :30]

@@ -1,0 +1,82 @@
+"""Megatron's own configs of a run: what the sections say, what the launcher sets, and the fields that were given."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.options import values_of
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def build_transformer_config(config: RunConfig) -> TransformerConfig:
+    """Megatron's config of the layers and of how they are split; its derived fields follow from the settings."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
+
+    given = config.megatron.values_for(TransformerConfig)
+    if "attention_backend" in given:
+        given["attention_backend"] = AttnBackend[given["attention_backend"]]
+    on_cpu = config.launch.on_cpu
+    interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
+    overlaps = interleaved and given.get("overlap_p2p_comm", True)
+    own = {
+        "activation_func": _activation(config),
+        "use_cpu_initialization": on_cpu,
+        "params_dtype": config.dtype,
+        "pipeline_dtype": config.dtype,
+        "overlap_p2p_comm": overlaps,
+        "batch_p2p_comm": not on_cpu and not overlaps,
+        "gradient_accumulation_fusion": not on_cpu and has_module("fused_weight_gradient_mlp_cuda"),
+    }
+    sections = values_of(config.parallel) | values_of(config.transformer) | values_of(config.compute)
+    experts = values_of(config.experts) if config.experts else {}
+    return TransformerConfig(**(sections | experts | own | given))
+
+
+def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    """Megatron's config of data parallelism. Gradients are summed in float32 unless the flags say otherwise."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    own = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": config.optimizer.use_distributed_optimizer}
+    return DistributedDataParallelConfig(**(own | config.megatron.values_for(DistributedDataParallelConfig)))
+
+
+def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
+    """Megatron's config of the optimizer."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    given = config.megatron.values_for(OptimizerConfig)
+    given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
+    # Megatron-LM's parser: all of the optimizer, where nothing else is said.
+    own = {"bf16": config.compute.bf16, "params_dtype": config.dtype, "optimizer_offload_fraction": 1.0}
+    return OptimizerConfig(**(values_of(config.optimizer) | own | given))
+
+
+def has_module(module: str) -> bool:
+    """Whether a module could be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
+def _activation(config: RunConfig) -> Callable[[Tensor], Tensor]:
+    if config.transformer.gated_linear_unit:
+        return torch.nn.functional.silu
+    return _gelu_by_tanh if config.model.openai_gelu else torch.nn.functional.gelu
+
+
+def _gelu_by_tanh(hidden: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(hidden, approximate="tanh")

@@ -1,0 +1,296 @@
+"""The fields of the installed Megatron-Core's configs as flags: names, types, defaults and help.
+
+They are read from the source, since importing Megatron takes seconds that ``--help`` does not have. What the sections
+of the launcher declare themselves is not among them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# File below megatron/core, class; a base class first. The title is that of the group in --help.
+_CONFIGS = (
+    ("Megatron-Core's transformer", "model_parallel_config.py", "ModelParallelConfig"),
+    ("Megatron-Core's transformer", "transformer/transformer_config.py", "TransformerConfig"),
+    (
+        "Megatron-Core's data parallelism",
+        "distributed/distributed_data_parallel_config.py",
+        "DistributedDataParallelConfig",
+    ),
+    ("Megatron-Core's optimizer", "optimizer/optimizer_config.py", "OptimizerConfig"),
+)
+# Fields that are no flags, with the reason.
+_BY_LAUNCHER = "the launcher sets it"
+_NO_FLAG = "Megatron-LM has no flag for it"
+_TIMERS = "belongs to timers and logs that this program keeps in its own way"
+_KITCHEN = "belongs to a library that is not published"
+NOT_FLAGS: dict[str, str] = {
+    **dict.fromkeys(
+        "virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm batch_p2p_sync "
+        "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads fp16 bf16".split(),
+        _BY_LAUNCHER,
+    ),
+    **dict.fromkeys(
+        "enable_autocast num_microbatches_with_partial_activation_checkpoints tp_comm_overlap_disable_qkv "
+        "tp_comm_overlap_disable_fc1 tp_comm_atomic_ag tp_comm_atomic_rs cpu_offloading cpu_offloading_activations "
+        "cpu_offloading_weights cpu_offloading_double_buffering softmax_scale activation_func_fp8_input_store "
+        "test_mode memory_efficient_layer_norm fused_single_qkv_rope fp8_dot_product_attention "
+        "fp8_multi_head_attention tp_only_amax_red moe_token_dropping moe_router_topk_limited_devices "
+        "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph disable_parameter_transpose_cache "
+        "inference_sampling_seed use_inference_optimized_layers heterogeneous_block_specs "
+        "hetereogenous_dist_checkpoint gtp_weight_remat_size expert_gtp_weight_remat_size is_hybrid_model "
+        "preserve_fp32_weights fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad "
+        "megatron_fsdp_cuda_graph_mode".split(),
+        _NO_FLAG,
+    ),
+    **dict.fromkeys("barrier_with_L1_time log_num_zeros_in_grad log_max_attention_logit".split(), _TIMERS),
+    **dict.fromkeys(
+        "fp8_param_gather fp4_param_gather".split(), "a field of another config has its flag, and is refused"
+    ),
+    **dict.fromkeys("use_kitchen use_kitchen_attention kitchen_attention_backend".split(), _KITCHEN),
+}
+# Names that do not follow from the field: those that set it, or turn it on; and those that turn it off.
+_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "overlap_p2p_comm": (("overlap-p2p-communication",), ("no-overlap-p2p-communication",)),
+    "bias_activation_fusion": (
+        ("bias-activation-fusion",),
+        ("no-bias-activation-fusion", "no-bias-swiglu-fusion", "no-bias-gelu-fusion"),
+    ),
+    "apply_rope_fusion": (("apply-rope-fusion",), ("no-apply-rope-fusion", "no-rope-fusion")),
+    "num_layers_in_first_pipeline_stage": (("decoder-first-pipeline-num-layers",), ()),
+    "num_layers_in_last_pipeline_stage": (("decoder-last-pipeline-num-layers",), ()),
+    "fp8_param": (("fp8-param-gather",), ("no-fp8-param-gather",)),
+    "fp4_param": (("fp4-param-gather",), ("no-fp4-param-gather",)),
+    "grad_reduce_in_fp32": (("accumulate-allreduce-grads-in-fp32",), ("grad-reduce-in-bf16",)),
+    "bucket_size": (("ddp-bucket-size",), ()),
+    "num_buckets": (("ddp-num-buckets",), ()),
+    "pad_buckets_for_high_nccl_busbw": (
+        ("ddp-pad-buckets-for-high-nccl-busbw",),
+        ("no-ddp-pad-buckets-for-high-nccl-busbw",),
+    ),
+    "reduce_scatter_with_fp32_accumulation": (
+        ("ddp-reduce-scatter-with-fp32-accumulation",),
+        ("no-ddp-reduce-scatter-with-fp32-accumulation",),
+    ),
+    "average_in_collective": (("ddp-average-in-collective",), ("no-ddp-average-in-collective",)),
+    "nccl_ub": (("use-nccl-ub",), ("no-use-nccl-ub",)),
+    "muon_split_qkv": (("muon-split-qkv",), ("muon-no-split-qkv",)),
+    "muon_use_nesterov": (("muon-nesterov",), ("no-muon-nesterov",)),
+}
+# Fields of type torch.dtype, by the values of their flags.
+_DTYPES = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
+}
+# Where Megatron-LM's parser has another default than the dataclass, and the other one is wanted here.
+_DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "optimizer_offload_fraction": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronField:
+    """A field of Megatron's configs, and its flag.
+
+    Attributes:
+        title: of its group in ``--help``.
+        name: of the field; one flag serves all configs that have it.
+        kind: what makes a value of a word; bool: a switch.
+        choices: all values, where there are few.
+        many: the flag takes one value or more.
+        single: of many values a single one stands for itself, not for a list.
+        default: what it is where it is not given; None too where the source computes it.
+        help: Megatron's own text.
+        on: names without dashes that set it, or turn it on; the first one is its key in a launch file.
+        off: names that turn it off.
+    """
+
+    title: str
+    name: str
+    kind: Callable[[str], Any]
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    single: bool = False
+    default: Any = None
+    help: str = ""
+    on: tuple[str, ...]
+    off: tuple[str, ...] = ()
+
+    def as_flag(self, value: Any) -> str:
+        """The flag with this value, as it would be typed."""
+        if self.kind is bool:
+            return f"--{(self.on if value else self.off)[0]}"
+        words = " ".join(map(str, value)) if self.many and isinstance(value, list) else str(value)
+        return f"--{self.on[0]} {words}"
+
+
+@functools.cache
+def megatron_fields() -> dict[str, MegatronField]:
+    """Every plain field of the installed Megatron-Core by its name; none where it is not installed."""
+    core = _core_folder()
+    found: dict[str, MegatronField] = {}
+    for title, file, name in _CONFIGS if core else ():
+        body = _class_body((core or Path()) / file, name)
+        for field, text in _fields(body):
+            made = _made(title, field, text, core or Path())
+            if made is not None:
+                found.setdefault(made.name, made)
+    return found
+
+
+def _core_folder() -> Path | None:
+    try:
+        spec = importlib.util.find_spec("megatron")
+    except (ImportError, ValueError):
+        return None
+    folders = [Path(folder) / "core" for folder in (spec.submodule_search_locations if spec else None) or ()]
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _class_body(path: Path, name: str) -> list[ast.stmt]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
+
+
+def _fields(body: list[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
+    """Each field with the text below it."""
+    for number, node in enumerate(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            below = body[number + 1] if number + 1 < len(body) else None
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            yield node, " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore[union-attr]
+
+
+def _made(title: str, field: ast.AnnAssign, text: str, core: Path) -> MegatronField | None:
+    """The flag of a field; None where it has none."""
+    name = field.target.id  # type: ignore[union-attr]
+    kind = {"kind": str, "choices": _DTYPES[name]} if name in _DTYPES else _kind_of(field.annotation, core)
+    if kind is None or name in NOT_FLAGS or name.startswith("_"):
+        return None
+    default, names = _default_and_names(field.value)
+    default = _DEFAULTS.get(name, "fp32" if name in _DTYPES else default)
+    on, off = _names_of(name, kind["kind"] is bool, default is True, names)
+    return MegatronField(title=title, name=name, default=default, help=text, on=on, off=off, **kind)
+
+
+def _names_of(name: str, is_switch: bool, is_on: bool, said: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """(names that set it, names that turn it off); ``said``: those that the source gives, of what is not the default.
+
+    As Megatron-LM makes them: a switch that is on has ``--no-`` and ``--disable-``. Here each has its opposite too.
+    """
+    if name in _NAMES:
+        return _NAMES[name]
+    plain = name.replace("_", "-")
+    if not is_switch:
+        return said or (plain,), ()
+    if is_on:
+        return (plain,), said or (f"no-{plain}", f"disable-{plain}")
+    on = said or (plain,)
+    return on, tuple(f"no-{each}" for each in on)
+
+
+def _default_and_names(value: ast.expr | None) -> tuple[Any, tuple[str, ...]]:
+    """A field's default, and the names that its metadata gives to the flag."""
+    if not isinstance(value, ast.Call):
+        return _constant(value), ()
+    given = {keyword.arg: keyword.value for keyword in value.keywords}
+    said = _constant(given.get("metadata"))
+    names = [name for of_flag in said.values() for name in of_flag.get("arg_names", [])] if said else []
+    return _constant(given.get("default")), tuple(name.removeprefix("--") for name in names)
+
+
+def _constant(node: ast.expr | None) -> Any:
+    """The value of a literal, of a product or power of two, or of an enum's member by its name; else None."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow):
+        left, right = _constant(node.left), _constant(node.right)
+        return left * right if isinstance(node.op, ast.Mult) else left**right
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) in _ENUMS:
+        return node.attr
+    try:
+        return None if node is None else ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+# Enums of Megatron's, by the file that has them.
+_ENUMS = {"AttnBackend": "transformer/enums.py"}
+
+
+def _kind_of(annotation: ast.expr, core: Path) -> dict[str, Any] | None:
+    """What an annotation says of a flag's values; None where nobody could type one."""
+    if isinstance(annotation, ast.BinOp):
+        return _kind_of_union(_alternatives(annotation), core)
+    text = ast.unparse(annotation)
+    plain: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
+    if text in plain:
+        return {"kind": plain[text]}
+    if text in _ENUMS:
+        members = [node.targets[0] for node in _class_body(core / _ENUMS[text], text) if isinstance(node, ast.Assign)]
+        return {"kind": str, "choices": tuple(member.id for member in members if isinstance(member, ast.Name))}
+    if not isinstance(annotation, ast.Subscript):
+        return None
+    of, parts = ast.unparse(annotation.value), annotation.slice
+    inner = parts.elts if isinstance(parts, ast.Tuple) else [parts]
+    if of == "Literal":
+        values = [ast.literal_eval(value) for value in inner]
+        return {"kind": type(values[0]), "choices": tuple(values)}
+    if of in ("Optional", "Union"):
+        return _kind_of_union(inner, core)
+    if of in ("List", "list"):
+        kind = _kind_of(inner[0], core)
+        return kind and kind | {"many": True}
+    return None
+
+
+def _kind_of_union(parts: list[ast.expr], core: Path) -> dict[str, Any] | None:
+    """One type, or one type and the list of it; a number and a list of numbers are one word, as Megatron-LM has it."""
+    names = [ast.unparse(part) for part in parts if ast.unparse(part) != "None"]
+    if len(names) == 1:
+        return _kind_of(next(part for part in parts if ast.unparse(part) != "None"), core)
+    if names == ["int", "List[int]"]:
+        return {"kind": number_or_pattern}
+    if names[:2] == ["str", "list"]:
+        return {"kind": str}
+    if "str" in names and "List[str]" in names:
+        return {"kind": str, "many": True, "single": True}
+    return None
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """The parts of ``A | B | None``."""
+    is_union = isinstance(node, ast.BinOp)
+    return [*_alternatives(node.left), *_alternatives(node.right)] if is_union else [node]  # type: ignore[attr-defined]
+
+
+def number_or_pattern(word: str) -> int | list[int]:
+    """A number, or what each layer has: ``[0,1,1]``, ``[0]*3+[1]*9``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    with contextlib.suppress(SyntaxError, ValueError):
+        value = _pattern(ast.parse(word, mode="eval").body)
+        if isinstance(value, int | list):
+            return value
+    raise ValueError(f"expected a number, or a list such as [0]*3+[1]*9, got {word!r}")
+
+
+def _pattern(node: ast.expr) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:
+            return left * right
+    if isinstance(node, ast.List):
+        return [_pattern(element) for element in node.elts]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(ast.unparse(node))

@@ -1,0 +1,190 @@
+"""Every plain field of Megatron-Core's configs is a flag that goes unchanged into them, or is refused by name."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import megatron
+from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
+from megatron_rc.launch.run_config.megatron_configs import (
+    build_ddp_config,
+    build_optimizer_config,
+    build_transformer_config,
+)
+from megatron_rc.launch.run_config.megatron_fields import NOT_FLAGS, megatron_fields, number_or_pattern
+from megatron_rc.launch.run_config.options import options_of
+from tests.support.paths import ROOT
+from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
+
+BUILDERS = (build_transformer_config, build_ddp_config, build_optimizer_config)
+# Megatron-LM's parser has these defaults, its dataclasses others.
+OF_THE_PARSER = {"grad_reduce_in_fp32", "optimizer_offload_fraction"}
+EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=16"
+
+
+def config_of(tmp_path, words, model=LLAMA, engine=False):
+    return run_config(flags(tmp_path, *words.split(), model=model), engine=engine)
+
+
+def megatrons():
+    """Every field of Megatron's dataclasses, by name."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    kinds = (OptimizerConfig, DistributedDataParallelConfig, TransformerConfig)
+    return {field.name: field for kind in kinds for field in dataclasses.fields(kind)}
+
+
+def test_every_field_is_a_flag_or_has_a_reason():
+    """What remains is no word that anybody could type: functions, types, pairs, and one library's own objects."""
+    declared = {option.field for _, section, _ in sections_of(RunConfig) for option in options_of(section)}
+    left = {name: field.type for name, field in megatrons().items() if name not in {*passed_through(), *NOT_FLAGS}}
+    plain = [name for name, kind in left.items() if name not in declared and not name.startswith("_")]
+    no_word = re.compile("Callable|dtype|Tuple|RecipeConfig|tuple|InferenceCudaGraphScope")
+    assert [name for name in plain if not no_word.search(str(left[name]))] == []
+    assert all(NOT_FLAGS.values())
+
+
+def test_defaults_are_those_of_the_dataclasses():
+    theirs = megatrons()
+    wrong = []
+    for name, field in passed_through().items():
+        default = theirs[name].default
+        if isinstance(default, torch.dtype):
+            default = {torch.float32: "fp32"}[default]
+        default = None if default is dataclasses.MISSING else getattr(default, "name", default)
+        if field.default != default and name not in OF_THE_PARSER:
+            wrong.append((name, field.default, default))
+    assert wrong == []
+    assert all(field.help for field in passed_through().values() if not field.title.endswith("data parallelism"))
+
+
+@pytest.mark.processes
+def test_help_knows_them_without_importing_megatron():
+    program = (
+        "import sys\n"
+        "from megatron_rc.launch.flags.parser import build_parser\n"
+        "assert '--overlap-grad-reduce, --no-overlap-grad-reduce' in build_parser().format_help()\n"
+        "assert not [name for name in sys.modules if name.startswith('megatron.')]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+GIVEN = {
+    "--overlap-grad-reduce --ddp-bucket-size=5": {"overlap_grad_reduce": True, "bucket_size": 5},
+    "--overlap-param-gather --use-distributed-optimizer": {"overlap_param_gather": True},
+    "--bf16 --grad-reduce-in-bf16": {"grad_reduce_in_fp32": False},
+    "--accumulate-allreduce-grads-in-fp32": {"grad_reduce_in_fp32": True},
+    "--no-bias-swiglu-fusion --no-rope-fusion": {"bias_activation_fusion": False, "apply_rope_fusion": False},
+    "--no-masked-softmax-fusion --attention-softmax-in-fp32": {"masked_softmax_fusion": False},
+    "--no-gradient-accumulation-fusion": {"gradient_accumulation_fusion": False},
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl=te": {"cross_entropy_fusion_impl": "te"},
+    "--recompute-granularity=selective --recompute-modules core_attn mlp": {"recompute_modules": ["core_attn", "mlp"]},
+    "--decoupled-lr=0.5 --decoupled-min-lr=0.25": {"decoupled_lr": 0.5, "decoupled_min_lr": 0.25},
+    "--disable-clone-scatter-output-in-embedding": {"clone_scatter_output_in_embedding": False},
+    f"{EXPERTS} --moe-router-dtype=fp32 --moe-layer-freq=1": {"moe_router_dtype": "fp32", "moe_layer_freq": 1},
+    "--no-rope-freq=[0]*3+[1]": {"no_rope_freq": [0, 0, 0, 1]},
+    "--no-decoupled-weight-decay --deterministic-mode": {"decoupled_weight_decay": False, "deterministic_mode": True},
+}
+
+
+@pytest.mark.parametrize("words", GIVEN)
+def test_a_flag_goes_unchanged_into_the_config(tmp_path, words):
+    config = config_of(tmp_path, words)
+    built = [vars(build(config)) for build in BUILDERS]
+    for name, value in GIVEN[words].items():
+        assert config.megatron.given[name] == value
+        reached = [one[name] for one in built if name in one]
+        assert reached
+        assert all(one == value for one in reached)
+
+
+def test_a_launch_file_has_the_same_names(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "overlap-grad-reduce: true\nno-rope-fusion: true\nrecompute-modules: [core_attn, mlp]\nfp8-wgrad: false\n"
+    )
+    args = parse_args(["--config", str(tmp_path / "a.yaml"), "--no-overlap-grad-reduce"])
+    assert (args.overlap_grad_reduce, args.apply_rope_fusion, args.fp8_wgrad) == (False, False, False)
+    assert args.recompute_modules == ["core_attn", "mlp"]
+
+
+REFUSED = {
+    "--moe-input-jitter-eps=0.1 --num-experts=4": r"--moe-input-jitter-eps 0\.1 makes the router random: π_old and π_θ",
+    "--mtp-num-layers=1": "--mtp-num-layers 1 trains heads for further tokens",
+    "--loss-scale=8": r"--loss-scale 8\.0 scales the loss for --fp16, which is not here: use --bf16",
+    "--use-megatron-fsdp": "--use-megatron-fsdp belongs to Megatron-FSDP, which is not here",
+    "--multi-latent-attention": "--multi-latent-attention makes another kind of model than the GPT",
+    "--cuda-graph-impl=local": "--cuda-graph-impl local captures CUDA graphs",
+    "--no-async-tensor-model-parallel-allreduce": "--no-async-tensor-model-parallel-allreduce is what Megatron-Core",
+    "--moe-grouped-gemm": "--moe-grouped-gemm does nothing without --num-experts: give both, or neither",
+    "--moe-grouped-gemm --num-experts=4": "--moe-grouped-gemm does nothing with --transformer-impl local",
+    "--moe-shared-expert-gate --num-experts=4": "does nothing without --moe-shared-expert-intermediate-size",
+    "--fp8-format=hybrid": "--fp8-format hybrid does nothing with --transformer-impl local: use transformer_engine",
+    "--fp8-recipe=mxfp8": "--fp8-recipe mxfp8 does nothing without --fp8-format",
+    "--attention-backend=flash": "--attention-backend flash does nothing with --transformer-impl local",
+    "--tp-comm-overlap": "--tp-comm-overlap does nothing with --transformer-impl local",
+    "--no-tp-comm-bulk-wgrad": "--no-tp-comm-bulk-wgrad does nothing without --tp-comm-overlap",
+    "--optimizer-cpu-offload": "--optimizer-cpu-offload does nothing on the CPU: it is for GPUs",
+    "--optimizer-offload-fraction=0.5": "does nothing without --optimizer-cpu-offload: give both",
+    "--use-precision-aware-optimizer": "--use-precision-aware-optimizer does nothing on the CPU",
+    "--exp-avg-dtype=bf16": "--exp-avg-dtype bf16 does nothing without --use-precision-aware-optimizer",
+    "--overlap-param-gather": "--overlap-param-gather does nothing without --use-distributed-optimizer",
+    "--ddp-bucket-size=4": "--ddp-bucket-size 4 does nothing without --overlap-grad-reduce",
+    "--grad-reduce-in-bf16": "--grad-reduce-in-bf16 does nothing without --bf16",
+    "--recompute-modules mlp": "--recompute-modules mlp does nothing without --recompute-granularity selective",
+    "--recompute-granularity=selective --recompute-modules mla_up_proj": "Megatron-Core refuses --recompute-modules",
+    "--defer-embedding-wgrad-compute": "Megatron-Core refuses --defer-embedding-wgrad-compute: Cannot defer embedding",
+    "--no-initialization": "--no-initialization does nothing good without --load or --load-hf",
+    "--expert-tensor-parallel-size=2 --num-experts=4": "must divide the 1 tensor · data · context parallel ranks",
+    "--moe-token-dispatcher-type=flex --num-experts=4": "--moe-token-dispatcher-type flex needs a CUDA device",
+    "--no-rope-freq=often": "argument --no-rope-freq: invalid number_or_pattern value: 'often'",
+    "--ddp-bucket-size=many": "argument --ddp-bucket-size: invalid int value: 'many'",
+    "--fp8-format=e5m2": "argument --fp8-format: invalid choice: 'e5m2'",
+    "--recompute-modules": "argument --recompute-modules: expected at least one argument",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_work_is_refused_in_a_sentence(tmp_path, words):
+    with pytest.raises(ConfigurationError, match=REFUSED[words]) as caught:
+        config_of(tmp_path, words)
+    assert "\n" not in str(caught.value)
+
+
+def test_gelu_and_its_approximation_are_not_mixed(tmp_path):
+    with pytest.raises(ConfigurationError, match="--bias-activation-fusion without --swiglu would make GELU"):
+        config_of(tmp_path, "--bias-activation-fusion", model=GPT2)
+
+
+@pytest.mark.parametrize("words", ["--qk-l2-norm", "--rotary-interleaved", "--no-rope-freq=2"])
+def test_a_model_that_no_engine_knows_needs_recorded_rollouts(tmp_path, words):
+    with pytest.raises(ConfigurationError, match="is in no Hugging Face architecture here, so no engine can have"):
+        config_of(tmp_path, words, engine=True)
+    assert config_of(tmp_path, words)
+
+
+def test_every_pattern_is_of_a_field():
+    """A name that Megatron has dropped would be refused for nothing."""
+    for names, *_ in (*megatron._REFUSED, *megatron._NEEDS):
+        assert [name for name in megatron_fields() if re.fullmatch(names, name)], names
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("2", 2), ("[0,1]", [0, 1]), ("([0]*2+[1])*2", [0, 0, 1, 0, 0, 1]), ("[1]*3+[0]", [1, 1, 1, 0])]
+)
+def test_a_pattern_of_layers_is_read(word, value):
+    assert number_or_pattern(word) == value
+
+
+@pytest.mark.parametrize("word", ["", "a", "[a]", "[1]*[2]", "1+1", "[1]+1", "__import__('os')", "[1.5]", "True"])
+def test_another_pattern_is_refused(word):
+    with pytest.raises(ValueError, match="expected a number, or a list"):
+        number_or_pattern(word)

@@ -1,0 +1,46 @@
+"""Flags that change when Megatron's ranks exchange gradients and weights take the same steps.
+
+Buckets cut the optimizer's shares elsewhere, so sums come in another order; a large epsilon keeps Adam from dividing
+rounding by itself.
+"""
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.trainer import Trainer
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, recorded_batch
+
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size=2000")
+
+
+def steps_and_weights(words):
+    """The metrics of four steps on two recorded batches, and the weights behind them."""
+    trainer = make_trainer(words)
+    steps = []
+    for index in range(2):
+        prepared = trainer.prepare(recorded_batch(index, trainer.groups.dp.rank(), trainer.config.data_parallel_size))
+        steps += [trainer.update(prepared, 0) for _ in range(2)]
+    return steps, [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+
+
+def forgetful(words):
+    """The same without gathering the weights that a step has left in shares."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_gather_weights", lambda self: None)
+        return steps_and_weights(words)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, dp=2, vpp=True)], ids=str)
+def test_overlapping_takes_the_same_steps(ranks, tmp_path, layout):
+    words = flags(tmp_path, *layout.flags(), "--use-distributed-optimizer", "--lr=1e-2", "--adam-eps=1e-2")
+    plain = ranks.run(steps_and_weights, layout, words)
+    overlapped = ranks.run(steps_and_weights, layout, [*words, *OVERLAP])
+    for (steps, weights), (expected, wanted) in zip(overlapped, plain, strict=True):
+        for step, want in zip(steps, expected, strict=True):
+            assert step == pytest.approx(want, rel=1e-4, abs=1e-7)
+        for weight, other in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(weight, other, rtol=0, atol=1e-7)
+    if layout.pp == 1:
+        _, weights = ranks.run(forgetful, layout, [*words, *OVERLAP])[0]
+        assert max(float((one - other).abs().max()) for one, other in zip(weights, plain[0][1], strict=True)) > 1e-4
