@@ -5,6 +5,7 @@ httpx2 speaks HTTP and keeps connections; when to try again, and when to give up
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -50,6 +51,12 @@ class _Failure:
     asked: float = 0.0
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Those that the system trusts; reading them takes longer than a client is made in."""
+    return ssl.create_default_context()
+
+
 class HttpClient:
     """Sends requests to one server, from any thread.
 
@@ -81,7 +88,6 @@ class HttpClient:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._certificates = ssl.create_default_context()
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """The answer to a request, read as JSON.
@@ -178,7 +184,7 @@ class HttpClient:
         return httpx2.AsyncClient(
             base_url=self.url,
             headers=self._headers,
-            verify=self._certificates,
+            verify=_certificates(),
             trust_env=False,
             limits=httpx2.Limits(max_connections=number, max_keepalive_connections=number),
             # The whole attempt has a limit; a connection is made soon or not at all.
