@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig, flag_options
 
@@ -21,8 +21,8 @@ class UnknownFeatureError(Exception):
     """A setting in a ``config.json`` under which our GPTModel would be another function."""
 
 
-class Row(Protocol):
-    """What one row of a family's table does."""
+class Row:
+    """What one row of a family's table does; this one reads and writes nothing, and every run fits it."""
 
     def read(self, file: File) -> Flags:
         """The flags that it stands for in a ``config.json``.
@@ -31,22 +31,22 @@ class Row(Protocol):
             KeyError: an entry is missing that has no default.
             UnknownFeatureError: it says what this model cannot be.
         """
-        ...
+        return {}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
         """The arguments of the ``transformers`` config that it stands for in a run's settings."""
-        ...
+        return {}
 
     def fits(self, config: RunConfig) -> bool:
         """Whether a run's settings are possible in this family."""
-        ...
+        return True
 
 
 _REQUIRED = object()
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Row):
     """An entry whose value is a flag's.
 
     Attributes:
@@ -85,13 +85,9 @@ class Entry:
         value = config.value_of(self.flag)
         return {self.name: not value if self.inverted else value}
 
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        return True
-
 
 @dataclass(frozen=True)
-class Always:
+class Always(Row):
     """A flag that the whole family has at one value; None: it is not given."""
 
     flag: str
@@ -101,10 +97,6 @@ class Always:
         """See :class:`Row`."""
         return {} if self.value is None else {self.flag: as_word(self.flag, self.flag, self.value)}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        return {}
-
     def fits(self, config: RunConfig) -> bool:
         """See :class:`Row`."""
         found: Any = config.value_of(self.flag)
@@ -112,7 +104,7 @@ class Always:
 
 
 @dataclass(frozen=True)
-class Follows:
+class Follows(Row):
     """A flag that follows from the file, and what it then is in a run."""
 
     flag: str
@@ -123,17 +115,13 @@ class Follows:
         """See :class:`Row`."""
         return {self.flag: as_word(self.flag, self.flag, self.value(file))}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        return {}
-
     def fits(self, config: RunConfig) -> bool:
         """See :class:`Row`."""
         return self.holds(config)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Row):
     """An entry of few values, each of them a value of one flag; the first with a value is the one that is written."""
 
     name: str
@@ -159,7 +147,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Only:
+class Only(Row):
     """An entry that may have one value alone, which is its default in ``transformers`` too: it is never written."""
 
     name: str
@@ -172,33 +160,17 @@ class Only:
             raise UnknownFeatureError(f"{self.name} is {found!r}, not {self.value!r}")
         return {}
 
-    def write(self, config: RunConfig) -> dict[str, Any]:
-        """See :class:`Row`."""
-        return {}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        return True
-
 
 @dataclass(frozen=True)
-class Written:
+class Written(Row):
     """An argument that a file may have otherwise, since it changes nothing that is computed here."""
 
     name: str
     value: Any
 
-    def read(self, file: File) -> Flags:
-        """See :class:`Row`."""
-        return {}
-
     def write(self, config: RunConfig) -> dict[str, Any]:
         """See :class:`Row`."""
         return {self.name: self.value}
-
-    def fits(self, config: RunConfig) -> bool:
-        """See :class:`Row`."""
-        return True
 
 
 def as_word(name: str, flag: str, value: Any) -> str:

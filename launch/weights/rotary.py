@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.entries import File, Flags, UnknownFeatureError, as_word
+from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, as_word
 
 # GPTModel's stretching has a factor of one's choice, and these numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Row):
     """``rope_parameters``, which before transformers 5 were ``rope_theta`` and ``rope_scaling``.
 
     Attributes:
@@ -23,7 +23,7 @@ class Rotary:
     default_theta: float = 10000.0
 
     def read(self, file: File) -> Flags:
-        """See ``Row``."""
+        """See :class:`Row`."""
         parameters = self._parameters(file)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind not in ("default", "llama3"):
@@ -56,7 +56,7 @@ class Rotary:
         return found
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        """See ``Row``."""
+        """See :class:`Row`."""
         model = config.model
         parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
         if model.rope_scaling:
@@ -64,5 +64,5 @@ class Rotary:
         return {"rope_parameters": parameters}
 
     def fits(self, config: RunConfig) -> bool:
-        """See ``Row``."""
+        """See :class:`Row`."""
         return config.model.position_embedding_type == "rope"
