@@ -58,33 +58,19 @@ def masked_loss(
             the schedule goes on with a loss of 0 (NaN in the log), and its end raises the same StepError on every rank.
     """
     try:
-        return _masked_loss(correction, micro_batch, log_probs, entropy, scale)
+        step = _step_of(scale)
+        found = correction.corrected(micro_batch, log_probs, step)
+        per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
+        total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.sequence_lengths, micro_batch.layout)
+        tokens, strangers = found.tokens, _strangers(micro_batch, step)
     except ValueError as error:
         # Other stages would wait for ever for this one's gradients.
         if group_size(correction.groups.pp) == 1:
             raise
         correction.steps.refuse(str(error))
         return _refused(log_probs)
-
-
-def _masked_loss(
-    correction: RolloutCorrection,
-    micro_batch: MicroBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    scale: LossScale,
-) -> Returned:
-    """See :func:`masked_loss`."""
-    step = scale.step if isinstance(scale, LossScale) else None
-    if step is None:
-        raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
-    found = correction.corrected(micro_batch, log_probs, step)
-    per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
-    total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.sequence_lengths, micro_batch.layout)
     returned = schedule_return(total, {"loss": total}, scale)
     statistics = statistics.plus(loss=total.detach() / scale.denominator)
-
-    tokens, strangers = found.tokens, _strangers(micro_batch, step)
 
     def count(_: Tensor) -> None:
         correction.steps.count(step, tokens, strangers)
@@ -93,6 +79,13 @@ def _masked_loss(
     if returned[0].requires_grad:
         returned[0].register_hook(count)
     return returned
+
+
+def _step_of(scale: LossScale) -> PlannedStep:
+    step = scale.step if isinstance(scale, LossScale) else None
+    if step is None:
+        raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
+    return step
 
 
 def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
