@@ -22,19 +22,12 @@ from megatron_rc.settings.bounds import RATIO, UPPER
 from megatron_rc.settings.criteria import CRITERIA, K1, K3, define
 from megatron_rc.settings.criterion import Criterion, Divergence, Need
 from tests.correction.test_properties import correct_split
+from tests.support import user_objects
 from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
-# The smallest ratio of a sequence.
-SEQ_MIN = Criterion(
-    "seq_min_k1",
-    "sequence",
-    "sequences whose smallest ρ_t",
-    RATIO,
-    needs=(Need("min", K1),),
-    statistic=lambda values: values.min(K1),
-)
+SEQ_MIN = dataclasses.replace(user_objects.SEQ_MIN, name="seq_min_k1")
 # With a divergence of its own, on tokens, sequences and prompts.
 TOKEN_DISTANCE = Criterion(
     "token_distance",
@@ -224,14 +217,8 @@ def test_it_works_in_the_loss():
     assert correction.step.metrics()[name] == want.metrics()[name]
 
 
-SOUND = {
-    "name": "another",
-    "unit": "sequence",
-    "words": "sequences whose k3",
-    "bounds": UPPER,
-    "needs": (Need("sum", K3),),
-    "statistic": lambda values: values.sum(K3),
-}
+REQUIRED = ("name", "unit", "words", "bounds", "needs", "statistic")
+SOUND = {name: getattr(user_objects.TAKEN, name) for name in REQUIRED} | {"name": "another"}
 
 
 @pytest.mark.parametrize("missing", SOUND)

@@ -21,18 +21,10 @@ from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.schedule import masked_loss, wrap_finalize
+from tests.support import user_objects
 from tests.support.chunk import Chunk
 
-# Learns from what was good alone.
-GOOD = Objective(
-    "good_only",
-    "log-likelihood of what has a positive advantage",
-    lambda terms: TokenLoss(-terms.advantages.clamp(min=0) * terms.log_probs),
-    weighed_in_bypass=True,
-    by_sequence=False,
-    clips=False,
-    takes_dual_clip=False,
-)
+GOOD = dataclasses.replace(user_objects.GOOD_ONLY, name="good_only")
 
 
 def tight(terms):
