@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_rc.settings import presets
+from megatron_rc.settings import preset_tables
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES, Presets
 from tests.golden.load import cases
@@ -71,7 +71,7 @@ VERL = {
 def test_the_table_is_complete():
     assert set(PRESETS) == set(NOW)
     assert len(ALIASES) == 15
-    assert set(presets.ALIASES) < set(ALIASES)
+    assert set(preset_tables.ALIASES) < set(ALIASES)
     assert set(PRESETS) <= set(dir(RolloutCorrectionConfig))
 
 
@@ -89,7 +89,7 @@ def test_type_checkers_are_told_every_alias():
         for target in getattr(node, "targets", ()):
             names, values = (getattr(side, "elts", [side]) for side in (target, node.value))
             told |= {name.id: value.id for name, value in zip(names, values, strict=True)}
-    tables = presets.ALIASES | presets.IN_BYPASS_MODE
+    tables = preset_tables.ALIASES | preset_tables.IN_BYPASS_MODE
     assert told == {name: other for name, (other, *_) in tables.items()}
 
 
