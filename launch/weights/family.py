@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
+from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.weights.conversions import Conversion
@@ -97,10 +99,26 @@ class Family:
         """The ``transformers`` config of such a model."""
         import transformers
 
+        check_transformers()
         values: dict[str, Any] = {}
         for row in self.fields:
             values |= row.write(config)
         return getattr(transformers, self.config_class)(**values)
+
+
+def check_transformers() -> None:
+    """Configs of transformers 4 take the rotary base by another name, and would keep their own in its place.
+
+    Raises:
+        ConfigurationError: that is what is installed, as another package may have asked for it.
+    """
+    require("transformers", "the conversion of weights", "launch")
+    installed = metadata.version("transformers")
+    if int(installed.partition(".")[0]) < 5:
+        raise ConfigurationError(
+            f"transformers {installed} is installed, which takes rotary frequencies of these models for others: "
+            "pip install 'transformers>=5'"
+        )
 
 
 def experts_of(config: RunConfig) -> ExpertSection:

@@ -10,6 +10,7 @@ from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.bridge import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
+from megatron_rc.launch.weights.family import check_transformers
 
 NO_BRIDGE = "none"
 _log = logging.getLogger("megatron_rc")
@@ -24,6 +25,7 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
         raise ConfigurationError(f"--hf-model-type {named} is not what the flags of this model describe: {remedy}")
     if not _converts(config, samples):
         return
+    check_transformers()
     unknown = model_flags(config)
     if unknown:
         raise ConfigurationError(

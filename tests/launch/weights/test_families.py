@@ -2,15 +2,18 @@
 
 import re
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import transformers
 
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks.weights import check_architecture
 from megatron_rc.launch.weights.entries import Only
 from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import Family
 from tests.support.paths import ROOT
-from tests.support.recorded_training import COMMON, run_config
+from tests.support.recorded_training import COMMON, flags, run_config
 
 SIZES = "--num-layers=2 --hidden-size=32 --num-attention-heads=4 --num-query-groups=2 --moe-ffn-hidden-size=8".split()
 TABLE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -31,6 +34,18 @@ def test_experts_without_their_names_are_an_error():
 def test_a_family_that_cannot_be_read_is_an_error():
     with pytest.raises(TypeError, match="'fields'"):
         Family(name="half")
+
+
+def test_a_transformers_that_would_take_another_rotary_base_is_refused(tmp_path, monkeypatch):
+    """Before a run begins, and by the export, which begins none."""
+    config = run_config(flags(tmp_path))
+    monkeypatch.setattr(metadata, "version", lambda name: "4.57.6")
+    message = r"^transformers 4.57.6 is installed, which .*: pip install 'transformers>=5'$"
+    with pytest.raises(ConfigurationError, match=message):
+        check_architecture(config, samples=True)
+    with pytest.raises(ConfigurationError, match=message):
+        FAMILIES["llama"].hugging_face_config(config)
+    check_architecture(config, samples=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
