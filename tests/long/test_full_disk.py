@@ -1,0 +1,91 @@
+"""A disk that fills up while a run saves to it: a small one, mounted for this run alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.runs import SMALL, TWO, finish, launch, read, start, wait_for
+
+STEPS = 16
+WORDS = ["--nproc-per-node=2", *SMALL, *TWO, f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}", "--save-interval=2"]
+EXACT = ("reward/mean", "loss/total", "grad_norm", "rollout_corr/kl")
+# In a namespace of its own, which needs no rights; the process keeps its number.
+ON_A_DISK = """
+import os, sys
+mount = 'mount -t tmpfs -o size=24m tmpfs "$0" && exec "$@"'
+os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, sys.argv[1], *sys.argv[2:]])
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts the run; the process, and the folder of its disk as this process sees it, which outlives the other."""
+    (tmp_path / "disk").mkdir()
+    opened = []
+
+    def begin(*more):
+        words = launch(*WORDS, f"--runs-dir={tmp_path}", f"--save={tmp_path}/disk/save", *more)
+        process = start(["-c", ON_A_DISK, tmp_path / "disk", sys.executable, *words])
+        wait_for(lambda: rows_of(tmp_path) >= 5, process, 300)
+        opened.append(os.open(f"/proc/{process.pid}/root{tmp_path}/disk", os.O_RDONLY))
+        return process, f"/proc/self/fd/{opened[0]}"
+
+    try:
+        subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine lets nobody mount a disk in a namespace")
+    yield begin
+    for descriptor in opened:
+        os.close(descriptor)
+
+
+def rows_of(folder):
+    metrics = folder / "count_up" / "metrics.jsonl"
+    return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
+
+
+def fill(disk):
+    with open(f"{disk}/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError as error:
+            assert error.strerror == "No space left on device"
+
+
+def test_the_run_ends_in_one_sentence_and_goes_on_when_there_is_room(run, tmp_path):
+    process, disk = run()
+    fill(disk)
+    code, _, errors = finish(process, 300)
+    assert code == 1
+    assert "Traceback" not in errors
+    assert "No space left on device" in errors.splitlines()[-1], errors
+    shutil.copytree(f"{disk}/save", tmp_path / "save")
+    saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 2
+    process = start(launch(*WORDS, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save", f"--load={tmp_path}/save"))
+    code, _, errors = finish(process, 300)
+    assert code == 0, errors
+    code, _, errors = finish(start(launch(*WORDS, f"--runs-dir={tmp_path}/whole")), 300)
+    assert code == 0, errors
+    for one, other in zip(read(tmp_path / "count_up"), read(tmp_path / "whole" / "count_up"), strict=True):
+        assert {name: one[name] for name in EXACT} == {name: other[name] for name in EXACT}, "to the last digit"
+
+
+def test_the_run_outlasts_the_lack_of_room_by_flag(run, tmp_path):
+    process, disk = run("--continue-after-failed-save")
+    fill(disk)
+    filled = rows_of(tmp_path)
+    while rows_of(tmp_path) < filled + 3:  # a save was due meanwhile
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.unlink(f"{disk}/filler")
+    code, _, errors = finish(process, 300)
+    assert code == 0, errors
+    assert "No space left on device" in errors
+    with open(f"{disk}/save/latest_checkpointed_iteration.txt") as file:
+        assert int(file.read()) == STEPS == len(read(tmp_path / "count_up"))

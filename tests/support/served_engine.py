@@ -1,0 +1,47 @@
+"""A real engine behind vLLM's HTTP interface, in a process that tests can kill: transformers samples.
+
+``python -m tests.support.served_engine PORT DIRECTORY``. It serves the model of the directory with random weights until
+it is given others, and knows of no version then, like a server that was started again.
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.records.rollout import SamplingParams
+from tests.launch.engines.test_servers import Server
+
+
+class EngineServer(Server):
+    """Answers as the server that plays vLLM does, with what a model says."""
+
+    def __init__(self, port, directory):
+        config = AutoConfig.from_pretrained(directory)
+        self.engine = TransformersEngine(config, "fp32", config.eos_token_id, 0, torch.device("cpu"))
+        self.turn = threading.Lock()
+        super().__init__(port)
+
+    def answer(self, path, body):
+        with self.turn:
+            if path == "/collective_rpc":
+                files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+                self.engine.load_weights([item for file in files for item in load_file(file).items()], 0)
+            if path == "/v1/completions":
+                return self.completion(body)
+            return super().answer(path, body)
+
+    def completion(self, body):
+        params = SamplingParams(temperature=body["temperature"], top_p=body["top_p"], top_k=body["top_k"])
+        (got,) = self.engine.sample([body["prompt"]], params, body["max_tokens"], body["seed"])
+        choice = {"logprobs": {"token_logprobs": got.log_probs}, "finish_reason": got.finish_reason}
+        choice |= {"token_ids": got.token_ids, "prompt_token_ids": body["prompt"]}
+        return {"model": body["model"], "choices": [choice]}
+
+
+if __name__ == "__main__":
+    EngineServer(int(sys.argv[1]), sys.argv[2]).serve_forever()
