@@ -18,6 +18,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
+from megatron_rc.launch.training.heap import trim_heap
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
 from megatron_rc.launch.training.report import Reporter, begin_report
@@ -86,6 +87,7 @@ def train(config: RunConfig, task: Task) -> bool:
                 stop = agree(config, reporter.error if reporter else None, stop=request.signal is not None)
                 saver.on_the_way()
                 save_hf()
+                trim_heap(trainer.iteration)
                 if stop or trainer.iteration >= config.training.train_iters:
                     break
         saver.at_the_end()

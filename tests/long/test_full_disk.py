@@ -49,12 +49,14 @@ def rows_of(folder):
 
 
 def fill(disk):
-    with open(f"{disk}/filler", "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1 << 16))
-        except OSError as error:
-            assert error.strerror == "No space left on device"
+    with pytest.raises(OSError, match="No space left on device"):
+        write_without_end(f"{disk}/filler")
+
+
+def write_without_end(path):
+    with open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
 
 
 def test_the_run_ends_in_one_sentence_and_goes_on_when_there_is_room(run, tmp_path):
