@@ -77,6 +77,7 @@ def rounding(dtype):
     return 0 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_match_the_textbook(interpreted, name):
     case, found = CASES[name], interpreted[name]
@@ -91,6 +92,7 @@ def test_the_kernels_match_the_textbook(interpreted, name):
     assert torch.equal(found["grad"][exact], torch.zeros_like(found["grad"][exact]))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_logits_are_written_to_in_place_alone(interpreted, name):
     case, found = CASES[name], interpreted[name]
@@ -98,11 +100,13 @@ def test_the_logits_are_written_to_in_place_alone(interpreted, name):
     torch.testing.assert_close(found["after"], expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.processes
 def test_a_bad_logit_is_not_hidden(interpreted):
     assert interpreted["bad"][:, :4].isnan().all()
     assert interpreted["bad"][:, 4].isfinite().all()
 
 
+@pytest.mark.processes
 def test_a_row_without_any_probability_adds_nothing(interpreted):
     """On another rank of the vocabulary there may be some."""
     assert interpreted["nothing"].tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
@@ -151,6 +155,7 @@ def direct(implementation, columns, entropy, squares, dtype, rows):
     return statistics, out
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", DIRECT)
 def test_the_kernels_match_those_of_pytorch(interpreted, name):
     for got, expected in zip(interpreted[name], direct(torch_kernels, *DIRECT[name]), strict=True):

@@ -22,7 +22,6 @@ K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 PRODUCT = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
 REGION = {"rollout_rs": "seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.01,2.5"}
 PPO, PG = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
-
 NOW = {
     **dict.fromkeys(("decoupled_token_is", "token_is", "token_tis"), TOKEN),
     **dict.fromkeys(("decoupled_seq_is", "seq_is"), SEQUENCE),

@@ -1,0 +1,112 @@
+"""NeMo-RL's settings: what each becomes, and what is dropped with a note."""
+
+import pytest
+import torch
+
+from megatron_rc import correct_rollouts
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from tests.golden.load import cases
+from tests.support.translated import UNTRUNCATED, reads
+
+TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
+ICEPOP = {**TIS, "truncated_importance_sampling_type": "icepop"}
+SEQ_MASK = {**TIS, "truncated_importance_sampling_type": "seq-mask-tis"}
+RATIO, RATIO_MIN = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "notes"),
+    [
+        ({}, {"rollout_is": None}, ()),
+        (
+            {"use_importance_sampling_correction": False, RATIO_MIN: 0.5},
+            {"rollout_is": None},
+            (f"{RATIO_MIN}=0.5 dropped",),
+        ),
+        (
+            {"use_importance_sampling_correction": True},
+            {"rollout_is": "token", "rollout_is_threshold": UNTRUNCATED},
+            (),
+        ),
+        (
+            {"use_importance_sampling_correction": True, "sequence_level_importance_ratios": True, RATIO_MIN: 0.5},
+            {"rollout_is": "sequence", "rollout_is_threshold": UNTRUNCATED},
+            (f"{RATIO_MIN}=0.5 dropped",),
+        ),
+        ({**TIS, RATIO: 2.0}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
+        ({**TIS, RATIO: 2.0, RATIO_MIN: 0.0}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
+        (
+            {**TIS, RATIO: 2, RATIO_MIN: 0.3},
+            {"rollout_is": "token", "rollout_is_threshold": "0.3_2.0", "rollout_is_mode": "clamp"},
+            (),
+        ),
+        (
+            {"use_importance_sampling_correction": True, RATIO: 3.0},
+            {"rollout_is": "token", "rollout_is_threshold": 3.0},
+            ("without a type: 'tis'",),
+        ),
+        ({**ICEPOP, RATIO: 5.0, RATIO_MIN: 0.5}, {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, ()),
+        (
+            {**SEQ_MASK, RATIO: 1.002, RATIO_MIN: 0.999},
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": UNTRUNCATED,
+                "rollout_rs": "seq_mean_k1",
+                "rollout_rs_threshold": "0.999_1.002",
+                "rejection_denominator": "original",
+            },
+            (),
+        ),
+    ],
+)
+def test_nemo_rl(given, expected, notes):
+    reads("nemo-rl", given, expected, *notes)
+    nested = {"loss_fn": {**given, "ratio_clip_min": 0.2, "use_cispo": False}, "grpo": {}}
+    reads("nemo-rl", nested, expected, *notes, "not read, no part of the correction: grpo, ratio_clip_min, use_cispo")
+
+
+ERROR = {"seq_logprob_error_threshold": 2}
+
+
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_nemo_rls_rejection_of_sequences(section):
+    note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|, seq_mean_error what is above 1 of it"
+    rejects = {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 1.0}
+    reads("nemo-rl", ERROR, {"rollout_is": None, **rejects}, note)
+    own = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}
+    nested = {"loss_fn": {**TIS, RATIO: 3.0}, section: {**ERROR, "num_prompts_per_step": 8}, "data": {}}
+    unread = f"not read, no part of the correction: {section}.num_prompts_per_step, data"
+    reads("nemo-rl", nested, own, note, unread)
+    reads("nemo-rl", {section: ERROR}, {"rollout_is": None, **rejects}, note)
+    off = {"loss_fn": {}, section: {"seq_logprob_error_threshold": None}}
+    reads("nemo-rl", off, {"rollout_is": None})
+
+
+def test_that_rejection_is_nemo_rls():
+    """Its own formula: the mean over a sequence's tokens of exp|log π_old - log π_rollout|, at most the threshold."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(64, 12, generator=generator) - 0.5
+    old = (rollout + 0.7 * torch.randn(64, 12, generator=generator)).clamp(max=0)
+    mask = torch.rand(64, 12, generator=generator) > 0.3
+    config = RolloutCorrectionConfig.from_dict({"seq_logprob_error_threshold": 1.7}, "nemo-rl")
+    error = ((old - rollout).abs().double().exp() * mask).sum(1) / mask.sum(1).clamp(min=1)
+    kept = mask & (error <= 1.7).unsqueeze(1)
+    assert 0.2 < kept.sum() / mask.sum() < 0.8
+    result = correct_rollouts(old, rollout, mask, config)
+    assert torch.equal(result.mask, kept)
+    assert result.denominators[0, 2] == kept.sum()
+
+
+def test_recorded_settings_of_nemo_rl():
+    read = [
+        RolloutCorrectionConfig.from_dict({"loss_fn": case["config"]}, "nemo-rl")
+        for case in cases("policy_loss")
+        if case["source"]["project"] == "NeMo-RL"
+    ]
+    kinds = {(config.rollout_is, config.is_mode, config.is_bounds[1], config.rollout_rs) for config in read}
+    assert kinds >= {
+        (None, "truncate", 2.0, None),
+        ("token", "truncate", 2.0, None),
+        ("token", "mask", 5.0, None),
+        ("token", "truncate", UNTRUNCATED, "seq_mean_k1"),
+    }

@@ -1,0 +1,386 @@
+"""verl's settings of three generations: what each becomes, and what is dropped with a note."""
+
+import math
+
+import pytest
+
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from tests.golden.load import cases
+from tests.support.translated import LEVELS, criteria, expected_criteria, golden, reads
+
+OCTOBER = {"metric_prefix": "mismatch/", "rejection_denominator": "original"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "notes"),
+    [
+        ({"rollout_is": None}, {"rollout_is": None}, ()),
+        ({}, {"rollout_is_threshold": 2.0}, ("rollout_is is absent: 'sequence'",)),
+        ({"rollout_is": "token"}, {"rollout_is": "token", "rollout_is_threshold": 2.0}, ()),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "3"},
+            {"rollout_is": "token", "rollout_is_threshold": 3.0},
+            (),
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True},
+            {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True},
+            (),
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": None, "rollout_is_batch_normalize": True},
+            {"rollout_is": None},
+            ("rollout_is='token' dropped", "rollout_is_batch_normalize=True dropped"),
+        ),
+        (
+            {"rollout_is": None, "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True},
+            {"rollout_is": None},
+            ("rollout_is_threshold=3.0 dropped", "rollout_is_batch_normalize=True dropped"),
+        ),
+        (
+            {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False},
+            {"rollout_is": None},
+            (),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs_threshold": 2.0},
+            {"rollout_is": None},
+            ("rollout_rs_threshold=2.0 dropped",),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.5},
+            {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 1.5},
+            (),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4"},
+            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.25_2.0"},
+            ("seq_mean_k1: verl's bounds 0.5_4 apply to 1/ρ, so they are 0.25_2.0 on ρ",),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs": "seq_sum_k1,token_k3", "rollout_rs_threshold": "0.5_2.0, 0.1"},
+            {"rollout_is": None, "rollout_rs": "seq_sum_k1,token_k3", "rollout_rs_threshold": "0.5_2.0,0.1"},
+            (),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs": "token_k2, token_k2,seq_max_k3", "rollout_rs_threshold": 0.3},
+            {"rollout_is": None, "rollout_rs": "token_k2,seq_max_k3", "rollout_rs_threshold": "0.3,0.3"},
+            (),
+        ),
+        ({"rollout_is": None, "loss_type": "reinforce"}, {"rollout_is": None}, ("policy-gradient loss dropped",)),
+        ({"rollout_is": None, "loss_type": "ppo_clip"}, {"rollout_is": None}, ()),
+        (
+            {"rollout_is": "token", "bypass_mode": True, "loss_type": "reinforce", "rollout_is_batch_normalize": True},
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": 2.0,
+                "rollout_is_batch_normalize": True,
+                "bypass_mode": True,
+                "loss_type": "reinforce",
+            },
+            (),
+        ),
+        (
+            {"rollout_is": "token", "bypass_mode": True, "rollout_is_batch_normalize": True},
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True},
+            ("rollout_is_batch_normalize=True dropped: PPO in bypass mode applies no weights",),
+        ),
+    ],
+)
+def test_verl(given, expected, notes):
+    reads("verl", given, expected, *notes)
+    reads("verl", {"rollout_correction": given}, expected, *notes)
+    nested = {"algorithm": {"rollout_correction": given, "gamma": 1.0}, "trainer": {}}
+    reads("verl", nested, expected, *notes, "not read, no part of the correction: trainer, gamma")
+
+
+@pytest.mark.parametrize("dialect", ["verl", "verl-2025-11"])
+@pytest.mark.parametrize("given", [{"rollout_correction": None}, {"algorithm": {"rollout_correction": None}}])
+def test_a_section_that_is_switched_off(dialect, given):
+    reads(dialect, given, {"rollout_is": None})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "notes"),
+    [
+        ({"rollout_is": "sequence"}, {"rollout_is_threshold": 2.0}, ()),
+        (
+            {"rollout_is": None, "rollout_rs": "geometric", "rollout_rs_threshold": 1.001},
+            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001},
+            (),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 2,
+                "rollout_rs_threshold_lower": 0.8,
+                "rollout_token_veto_threshold": "1e-4",
+            },
+            {
+                "rollout_is": None,
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": "0.8_2.0",
+                "rollout_token_veto_threshold": 1e-4,
+            },
+            (),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs": "sequence"},
+            {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0},
+            ("rollout_rs_threshold is absent: 2.0",),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs": "sequence", "rollout_rs_threshold_lower": 0},
+            {"rollout_is": None, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-300_2.0"},
+            ("rollout_rs_threshold is absent: 2.0", "rollout_rs_threshold_lower=0 is no bound: written as 1e-300"),
+        ),
+        (
+            {"rollout_is": None, "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.1},
+            {"rollout_is": None},
+            ("rollout_rs_threshold=2.0 dropped", "rollout_rs_threshold_lower=0.1 dropped"),
+        ),
+        (
+            {"rollout_is": None, "rollout_token_veto_threshold": 1e-4},
+            {"rollout_is": None, "rollout_token_veto_threshold": 1e-4},
+            (),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "use_policy_gradient": True,
+                "bypass_mode": True,
+                "rollout_token_veto_threshold": 1e-4,
+            },
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce"},
+            ("rollout_token_veto_threshold=0.0001 dropped: without rollout_rs the policy-gradient loss",),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "loss_type": "reinforce",
+                "use_policy_gradient": True,
+                "bypass_mode": True,
+                "rollout_token_veto_threshold": 1e-4,
+            },
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce", "rollout_token_veto_threshold": 1e-4},
+            (),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "use_pure_rollout_correction": True,
+                "bypass_old_logprob_for_rollout": True,
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 2.0,
+                "rollout_token_veto_threshold": 1e-4,
+            },
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce", "rollout_token_veto_threshold": 1e-4}
+            | {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            (),
+        ),
+        # verl's own YAML spells the thresholds of what is off as null.
+        (
+            {
+                "rollout_is": None,
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": None,
+                "rollout_rs_threshold": None,
+                "rollout_rs_threshold_lower": None,
+                "rollout_token_veto_threshold": None,
+            },
+            {"rollout_is": None},
+            (),
+        ),
+        (
+            {"rollout_is": "token", "bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True},
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True, "loss_type": "reinforce"},
+            (),
+        ),
+        (
+            {
+                "rollout_is": "token",
+                "bypass_mode": True,
+                "use_policy_gradient": False,
+                "rollout_is_batch_normalize": True,
+            },
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True},
+            ("rollout_is_batch_normalize=True dropped: PPO in bypass mode",),
+        ),
+        ({"rollout_is": None, "use_policy_gradient": True}, {"rollout_is": None}, ("policy-gradient loss dropped",)),
+        (
+            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "geometric", "rollout_token_veto_threshold": 1e-4},
+            {"rollout_is": None, "bypass_mode": True},
+            (
+                "rollout_rs='geometric' dropped: PPO in bypass mode rejected nothing in 2025-11",
+                "rollout_token_veto_threshold=0.0001 dropped: PPO in bypass mode",
+            ),
+        ),
+        (
+            {
+                "rollout_is": None,
+                "bypass_mode": True,
+                "loss_type": "ppo_clip",
+                "rollout_rs": "token",
+                "rollout_rs_threshold": 3,
+            },
+            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0},
+            (),
+        ),
+        ({"rollout_is": None, "loss_type": "ppo_clip", "bypass_mode": False}, {"rollout_is": None}, ()),
+    ],
+)
+def test_verl_of_november_2025(given, expected, notes):
+    reads("verl-2025-11", given, expected, *notes)
+    reads("verl-2025-11", {"algorithm": {"rollout_correction": given}}, expected, *notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "notes"),
+    [
+        ({}, {}, ()),
+        (
+            {"rollout_is": True, "rollout_is_mode": "mask"},
+            {},
+            ("rollout_is=True dropped", "rollout_is_mode='mask' dropped"),
+        ),
+        (
+            {"rollout_is": False, "rollout_is_threshold": 2.0, "rollout_is_level": "sequence"},
+            {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_apply": False},
+            (),
+        ),
+        (
+            {
+                "rollout_is_threshold": 2.0,
+                "rollout_is_threshold_lower": 0.4,
+                "rollout_is_mode": "mask",
+                "rollout_is_veto_threshold": 1e-3,
+            },
+            {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "mask"}
+            | {"rollout_is_apply": False},
+            ("rollout_is_veto_threshold=0.001 dropped: with rollout_is off, nothing was rejected there",),
+        ),
+        (
+            {"rollout_is": True, "rollout_is_threshold": 2.0},
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_token_veto_threshold": 1e-4},
+            (),
+        ),
+        (
+            {"rollout_is": True, "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": None},
+            {"rollout_is": "token", "rollout_is_threshold": 2.0},
+            (),
+        ),
+        (
+            {
+                "rollout_is": True,
+                "rollout_is_threshold": 2.0,
+                "rollout_is_threshold_lower": 0.5,
+                "rollout_is_level": "geometric",
+                "rollout_is_veto_threshold": 1e-3,
+            },
+            {"rollout_is": "geometric", "rollout_is_threshold": 2.0, "rollout_token_veto_threshold": 1e-3},
+            ("rollout_is_threshold_lower=0.5 dropped: truncation has no lower bound",),
+        ),
+        *(
+            (
+                {
+                    "rollout_is": True,
+                    "rollout_is_threshold": 3,
+                    "rollout_is_threshold_lower": lower,
+                    "rollout_is_level": "sequence",
+                    "rollout_is_mode": mode,
+                    "rollout_is_veto_threshold": None,
+                },
+                {"rollout_is": "sequence", "rollout_is_threshold": written, "rollout_is_mode": "mask"},
+                notes,
+            )
+            for mode in ("mask", "clip")
+            for lower, written, notes in (
+                (None, 3.0, ()),
+                (0.4, "0.4_3.0", ()),
+                (0, "1e-300_3.0", ("rollout_is_threshold_lower=0 is no bound",)),
+            )
+        ),
+    ],
+)
+def test_verl_of_october_2025(given, expected, notes):
+    expected = {"rollout_is": None, **OCTOBER, **expected}
+    reads("verl-2025-10", given, expected, *notes)
+    nested = {"algorithm": {**given, "gamma": 1.0}, "data": {}}
+    reads("verl-2025-10", nested, expected, *notes, "not read, no part of the correction: data, gamma")
+
+
+@pytest.mark.parametrize("bounds", ["0.5_2", '"0.5_2"', "0.5_2.0"])
+def test_a_pair_of_bounds_in_a_nested_file(tmp_path, bounds):
+    (tmp_path / "verl.yaml").write_text(
+        "algorithm:\n  gamma: 1.0\n  rollout_correction:\n    rollout_is: token\n"
+        f"    rollout_is_threshold: {bounds}\n    rollout_rs: token_k3\n    rollout_rs_threshold: 1e-2\n"
+    )
+    config = RolloutCorrectionConfig.from_yaml(tmp_path / "verl.yaml", "verl")
+    assert (config.is_mode, config.is_bounds) == ("mask", (0.5, 2.0))
+    assert config.criteria[0].upper == 0.01
+
+
+@pytest.mark.parametrize("case", golden("gen1"))
+def test_recorded_settings_of_october_2025(case):
+    given = {"rollout_is": True, **case["config"]}
+    config = RolloutCorrectionConfig.from_dict(given, "verl-2025-10")
+    upper, lower = given["rollout_is_threshold"], given["rollout_is_threshold_lower"]
+    masks = given["rollout_is_mode"] == "mask"
+    assert (config.rollout_is, config.is_mode) == (given["rollout_is_level"], given["rollout_is_mode"])
+    assert config.is_bounds == (lower if masks and lower else 1 / upper, upper)
+    assert config.rollout_token_veto_threshold == given["rollout_is_veto_threshold"]
+    assert (config.criteria, config.rejection_denominator) == ((), "original")
+    measured = RolloutCorrectionConfig.from_dict(case["config"], "verl-2025-10")
+    assert (measured.rollout_is, measured.applies_weights, measured.rejects) == (config.rollout_is, False, False)
+    assert (measured.is_mode, measured.is_bounds) == (config.is_mode, config.is_bounds)
+
+
+@pytest.mark.parametrize("case", golden("gen2"))
+def test_recorded_settings_of_november_2025(case):
+    given = case["config"]
+    config = RolloutCorrectionConfig.from_dict(given, "verl-2025-11")
+    assert config.rollout_is == given["rollout_is"]
+    assert config.rollout_is_batch_normalize == given["rollout_is_batch_normalize"]
+    if config.rollout_is:
+        assert (config.is_mode, config.is_bounds[1]) == ("truncate", given["rollout_is_threshold"])
+    upper, lower = given["rollout_rs_threshold"], given["rollout_rs_threshold_lower"]
+    found = [(LEVELS[given["rollout_rs"]], lower or 1 / upper, upper)] if given["rollout_rs"] else []
+    assert criteria(config) == expected_criteria(*found)
+    assert config.rollout_token_veto_threshold == given["rollout_token_veto_threshold"]
+    assert config.rejection_denominator == "accepted"
+
+
+@pytest.mark.parametrize("case", golden("gen3"))
+def test_recorded_settings_of_2026(case):
+    given = {"rollout_is": None, **case["config"]}
+    config = RolloutCorrectionConfig.from_dict(given, "verl")
+    assert config.rollout_is == given["rollout_is"]
+    assert config.rollout_is_batch_normalize == given.get("rollout_is_batch_normalize", False)
+    if config.rollout_is:
+        bounds = [float(bound) for bound in str(given["rollout_is_threshold"]).split("_")]
+        assert config.is_mode == ("mask" if len(bounds) == 2 else "truncate")
+        assert config.is_bounds == (bounds[0] if len(bounds) == 2 else 1 / bounds[0], bounds[-1])
+    names = (given.get("rollout_rs") or "").split(",") if given.get("rollout_rs") else []
+    thresholds = str(given.get("rollout_rs_threshold")).split(",") * len(names)
+    assert [criterion.name for criterion in config.criteria] == names
+    for criterion, threshold in zip(config.criteria, thresholds, strict=False):
+        if criterion.bounds.on_ratio:
+            low, high = case["rho_bounds"][criterion.name]
+            assert math.exp(criterion.lower) == pytest.approx(low, rel=1e-12)
+            assert math.exp(criterion.upper) == pytest.approx(high, rel=1e-12)
+        else:
+            assert (criterion.lower, criterion.upper) == (-math.inf, float(threshold))
+
+
+def test_the_recorded_settings_pin_the_orientation():
+    """Some recorded bounds differ from their reciprocals, so that reading them as bounds on ρ would be found out."""
+    wrong = 0
+    for case in cases("rollout_correction", generation="gen3"):
+        for name, bounds in (case.get("rho_bounds") or {}).items():
+            as_written = RolloutCorrectionConfig(
+                rollout_is=None, **{k: v for k, v in case["config"].items() if "_rs" in k}
+            )
+            criterion = next(c for c in as_written.criteria if c.name == name)
+            wrong += math.exp(criterion.lower) != pytest.approx(bounds[0], rel=1e-3)
+    assert wrong >= 10

@@ -1,0 +1,500 @@
+"""The correction's flags, and those of the objective: alone, over presets, files and launch files."""
+
+import argparse
+import math
+import re
+
+import pytest
+
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
+from megatron_rc.settings.flags import (
+    add_rollout_correction_args,
+    policy_loss_config_from_args,
+    rollout_correction_config_from_args,
+)
+from megatron_rc.settings.presets import PRESETS
+
+UNTRUNCATED = math.exp(20)
+MEASURED = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_apply": False}
+
+
+def from_flags(*words):
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    return rollout_correction_config_from_args(add_rollout_correction_args(parser).parse_args(words))
+
+
+def from_line(line):
+    return from_flags(*line.split())
+
+
+def test_there_is_a_flag_for_each_field_and_each_is_explained():
+    parser = add_rollout_correction_args(argparse.ArgumentParser(allow_abbrev=False))
+    actions = {text: action for action in parser._actions for text in action.option_strings}
+    for field in FIELDS:
+        action = actions[f"--{field.replace('_', '-')}"]
+        assert action.help
+        assert (action.dest, action.default) == (field, None)
+    assert {"--rollout-correction-preset", "--rollout-correction-config"} < set(actions)
+    assert {"--no-bypass-mode", "--no-rollout-is-batch-normalize"} < set(actions)
+    assert "--no-loss-type" not in actions
+    assert parser.format_help().count("rollout-token-veto-threshold") == 2
+
+
+def test_no_flags_are_the_defaults():
+    assert from_flags() == RolloutCorrectionConfig()
+    assert rollout_correction_config_from_args(argparse.Namespace()) == RolloutCorrectionConfig()
+    assert rollout_correction_config_from_args(argparse.Namespace(rollout_is="token")).rollout_is == "token"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_by_flag(name, request):
+    path = request.config.rootpath / "configs" / "rollout_correction" / f"{name}.yaml"
+    assert from_flags("--rollout-correction-preset", name) == preset(name)
+    assert from_flags(f"--rollout-correction-preset={name}@2025-11") == preset(name, "2025-11")
+    assert from_flags("--rollout-correction-config", str(path)) == preset(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("--rollout-is none", {"rollout_is": None}),
+        ("--rollout-is NULL", {"rollout_is": None}),
+        ("--rollout-is-threshold 3", {"rollout_is_threshold": 3.0}),
+        ("--rollout-is-threshold 0.5_3", {"rollout_is_threshold": "0.5_3"}),
+        ("--rollout-is-threshold none", {}),
+        (
+            "--rollout-is token --rollout-is-mode clamp --rollout-is-threshold-lower 1e-2",
+            {"rollout_is": "token", "rollout_is_mode": "clamp", "rollout_is_threshold_lower": 0.01},
+        ),
+        (
+            "--rollout-is-batch-normalize --rollout-is-batch-normalize-scope accepted",
+            {"rollout_is_batch_normalize": True, "rollout_is_batch_normalize_scope": "accepted"},
+        ),
+        (
+            "--rollout-rs token_k1,opsm --rollout-rs-threshold 2,0.01 --rollout-rs-threshold-lower 0.25",
+            {"rollout_rs": "token_k1,opsm", "rollout_rs_threshold": "2,0.01", "rollout_rs_threshold_lower": 0.25},
+        ),
+        (
+            "--rollout-token-veto-threshold 1e-4 --rejection-denominator original --bad-log-probs reject_token",
+            {
+                "rollout_token_veto_threshold": 1e-4,
+                "rejection_denominator": "original",
+                "bad_log_probs": "reject_token",
+            },
+        ),
+        ("--metric-prefix none", {"metric_prefix": "none"}),
+        ("--bypass-mode --loss-type reinforce", {"bypass_mode": True, "loss_type": "reinforce"}),
+        ("--no-bypass-mode --no-rollout-is-batch-normalize", {}),
+        ("--no-rollout-is-apply", {"rollout_is_apply": False}),
+        ("--rollout-is-apply", {}),
+        ("--rollout-staleness-scale 1:1.5,4:2", {"rollout_staleness_scale": "1:1.5,4:2"}),
+        ("--rollout-staleness-scale none --no-proximal-interpolation", {}),
+        ("--proximal-interpolation", {"proximal_interpolation": True}),
+    ],
+)
+def test_flags_are_fields(line, fields):
+    assert from_line(line) == RolloutCorrectionConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("base", "line", "fields"),
+    [
+        ("decoupled_token_is", "--rollout-is-threshold 5", {"rollout_is": "token", "rollout_is_threshold": 5.0}),
+        ("decoupled_token_is", "--rollout-is none", {"rollout_is": None}),
+        ("decoupled_token_is", "--rollout-is sequence", {"rollout_is": "sequence", "rollout_is_threshold": 2.0}),
+        (
+            "decoupled_token_is",
+            "--rollout-rs token_k1 --rollout-rs-threshold 0.9_1.1",
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+            | {"rollout_rs_threshold": "0.9_1.1"},
+        ),
+        ("decoupled_k3_rs", "--rollout-rs none", {"rollout_is": None}),
+        (
+            "decoupled_k3_rs",
+            "--rollout-rs token_k1 --rollout-rs-threshold 2",
+            {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+        ),
+        # The same criterion keeps its bound, and another bound keeps its criterion.
+        (
+            "decoupled_k3_rs",
+            "--rollout-rs seq_mean_k3",
+            {"rollout_is": None, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
+        ),
+        (
+            "decoupled_k3_rs",
+            "--rollout-rs-threshold 0.5",
+            {"rollout_is": None, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.5},
+        ),
+        (
+            "decoupled_geo_rs@2025-11",
+            "--rollout-token-veto-threshold none",
+            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.001},
+        ),
+        ("bypass_pg_is", "--no-bypass-mode", {"rollout_is": "sequence", "rollout_is_threshold": 2.0}),
+        ("bypass_pg_is", "--rollout-is none", {"rollout_is": None, "bypass_mode": True, "loss_type": "reinforce"}),
+        (
+            "bypass_pg_is",
+            "--loss-type ppo_clip --rollout-is none",
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "ppo_clip"},
+        ),
+        ("disabled", "--bypass-mode", {**MEASURED, "bypass_mode": True}),
+        ("disabled", "--rollout-is sequence", {**MEASURED, "rollout_is": "sequence"}),
+        ("disabled", "--rollout-is-mode mask", {**MEASURED, "rollout_is_mode": "mask"}),
+        ("disabled", "--rollout-is-apply", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+        ("disabled", "--rollout-is none", {"rollout_is": None}),
+        ("decoupled_token_is", "--no-rollout-is-apply", MEASURED),
+        (
+            "decoupled_token_icepop",
+            "--rollout-is-threshold 4",
+            {"rollout_is": "token", "rollout_is_threshold": 4.0, "rollout_is_mode": "mask"},
+        ),
+        (
+            "decoupled_token_icepop",
+            "--rollout-is-threshold 4 --rollout-is-mode truncate",
+            {"rollout_is": "token", "rollout_is_threshold": 4.0, "rollout_is_mode": "truncate"},
+        ),
+        ("decoupled_token_icepop", "--rollout-is none", {"rollout_is": None}),
+    ],
+)
+def test_flags_override_the_preset_and_its_leftovers_go(base, line, fields):
+    assert from_line(f"--rollout-correction-preset {base} {line}") == RolloutCorrectionConfig(**fields)
+
+
+def test_what_looks_at_versions_goes_with_what_it_needs(tmp_path):
+    path = tmp_path / "correction.yaml"
+    path.write_text("rollout_is: token\nrollout_staleness_scale: 1:1.5\nproximal_interpolation: true\n")
+    base = f"--rollout-correction-config {path}"
+    kept = {"rollout_staleness_scale": "1:1.5"}
+    assert from_line(f"{base} --bypass-mode") == RolloutCorrectionConfig("token", **kept, bypass_mode=True)
+    assert from_line(f"{base} --rollout-is none") == RolloutCorrectionConfig(None, proximal_interpolation=True)
+    with pytest.raises(ValueError, match="--proximal-interpolation: proximal_interpolation=True contradicts"):
+        from_line("--rollout-correction-preset bypass_ppo_clip --proximal-interpolation")
+    with pytest.raises(ValueError, match="--rollout-staleness-scale: rollout_staleness_scale='1:2' does nothing"):
+        from_line("--rollout-is none --rollout-staleness-scale 1:2")
+
+
+FILE = """rollout_is: token
+rollout_is_threshold: 3.0
+rollout_is_mode: clamp
+rollout_is_threshold_lower: 0.1
+rollout_is_batch_normalize: true
+rollout_is_batch_normalize_scope: accepted
+rollout_rs: token_k1,seq_sum_k1
+rollout_rs_threshold: 2
+rollout_rs_threshold_lower: 0.1,0.2
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("--rollout-is-threshold 4", {"rollout_is_threshold": 4.0}),
+        ("--rollout-is-threshold 0.3_4", {"rollout_is_threshold": "0.3_4", "rollout_is_threshold_lower": None}),
+        ("--rollout-is-mode mask", {"rollout_is_mode": "mask"}),
+        ("--rollout-is-mode truncate", {"rollout_is_mode": "truncate", "rollout_is_threshold_lower": None}),
+        (
+            "--no-rollout-is-batch-normalize",
+            {"rollout_is_batch_normalize": False, "rollout_is_batch_normalize_scope": "all"},
+        ),
+        (
+            "--bypass-mode",
+            {"bypass_mode": True, "rollout_is_batch_normalize": False, "rollout_is_batch_normalize_scope": "all"},
+        ),
+        (
+            "--no-rollout-is-apply",
+            {
+                "rollout_is_apply": False,
+                "rollout_is_batch_normalize": False,
+                "rollout_is_batch_normalize_scope": "all",
+            },
+        ),
+        ("--rollout-rs-threshold 3", {"rollout_rs_threshold": 3.0}),
+        ("--rollout-rs-threshold 0.5_2", {"rollout_rs_threshold": "0.5_2", "rollout_rs_threshold_lower": None}),
+        ("--rollout-rs none", {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_rs_threshold_lower": None}),
+    ],
+)
+def test_flags_override_the_file_and_its_leftovers_go(tmp_path, line, changed):
+    (tmp_path / "base.yaml").write_text(FILE)
+    base = RolloutCorrectionConfig.from_yaml(tmp_path / "base.yaml")
+    config = from_line(f"--rollout-correction-config {tmp_path / 'base.yaml'} {line}")
+    assert config == RolloutCorrectionConfig(**{**base.to_dict(), **changed})
+
+
+LAUNCH_FILE = "--rollout-correction-preset decoupled_token_is --rollout-rs token_k1 --rollout-rs-threshold 0.9_1.1"
+
+
+def over_a_file(file, line):
+    """The config of flags over those of a launch file."""
+    parser = add_rollout_correction_args(argparse.ArgumentParser())
+    return rollout_correction_config_from_args(parser.parse_args(line.split()), parser.parse_args(file.split()))
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "geo_rs@2025-11"])
+def test_a_preset_by_flag_replaces_what_a_launch_file_says(name, tmp_path):
+    wanted = preset(*name.split("@"))
+    assert over_a_file(LAUNCH_FILE, f"--rollout-correction-preset {name}") == wanted
+    assert over_a_file(f"{LAUNCH_FILE} --bad-log-probs reject_token", f"--rollout-correction-preset {name}") == wanted
+    (tmp_path / "fields.yaml").write_text("rollout_is: sequence\n")
+    by_file = over_a_file(LAUNCH_FILE, f"--rollout-correction-config {tmp_path}/fields.yaml")
+    assert by_file == RolloutCorrectionConfig(rollout_is="sequence")
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("", {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}),
+        # A criterion of the file goes, and with it its bounds.
+        ("--rollout-rs none", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
+        ("--rollout-is none", {"rollout_is": None, "rollout_rs": "token_k1"}),
+        (
+            "--rollout-correction-preset disabled --rollout-rs token_k2 --rollout-rs-threshold 1",
+            {**MEASURED, "rollout_rs": "token_k2", "rollout_rs_threshold": 1.0},
+        ),
+        ("--rl-inference-logprobs-is-correction", {"rollout_is": "token", "rollout_is_threshold": UNTRUNCATED}),
+        ("--bypass-mode --rollout-is none", {"rollout_is": None, "bypass_mode": True, "rollout_rs": "token_k1"}),
+    ],
+)
+def test_flags_override_a_launch_file_and_its_leftovers_go(line, fields):
+    if fields.get("rollout_rs") == "token_k1":
+        fields = {**fields, "rollout_rs_threshold": "0.9_1.1"}
+    assert over_a_file(LAUNCH_FILE, line) == RolloutCorrectionConfig(**fields)
+
+
+def test_flags_complete_what_a_launch_file_begins():
+    config = over_a_file("--rollout-rs token_k1 --loss-type reinforce", "--bypass-mode --rollout-rs-threshold 2")
+    assert config == RolloutCorrectionConfig(
+        rollout_rs="token_k1", rollout_rs_threshold=2.0, bypass_mode=True, loss_type="reinforce"
+    )
+    switch = "--rl-inference-logprobs-is-correction"
+    config = over_a_file(switch, "--rl-importance-sampling-truncation-coef 3")
+    assert config == RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0)
+    assert over_a_file(switch, f"--no-{switch[2:]}") == RolloutCorrectionConfig()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        (LAUNCH_FILE, "--rollout-correction-preset disabled --rollout-is-batch-normalize", "rollout_is_apply=False"),
+        (LAUNCH_FILE, "--rollout-correction-preset disabled --rollout-rs-threshold 2", "--rollout-rs-threshold: "),
+        ("--loss-type reinforce", "--rollout-is token", "--loss-type: loss_type='reinforce' names the objective"),
+        ("--rollout-rs-threshold 2", "", "--rollout-rs-threshold: rollout_rs_threshold=2.0 does nothing without"),
+        ("--rl-inference-logprobs-is-correction", "--rollout-is sequence", "--rollout-is contradict: give one of them"),
+    ],
+)
+def test_flags_over_a_launch_file_that_cannot_work_are_named(file, line, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        over_a_file(file, line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--rollout-is batch", "--rollout-is: rollout_is='batch' is unknown"),
+        ("--rollout-is-threshold -1", "--rollout-is-threshold: rollout_is_threshold=-1.0 must be"),
+        ("--rollout-is-threshold two", "--rollout-is-threshold: rollout_is_threshold='two' is not a number"),
+        ("--rollout-is none --rollout-is-threshold 2", "--rollout-is-threshold: rollout_is_threshold=2.0 does nothing"),
+        (
+            "--rollout-is none --no-rollout-is-apply",
+            "--rollout-is-apply: rollout_is_apply=False does nothing without rollout_is",
+        ),
+        (
+            "--no-rollout-is-apply --rollout-is-batch-normalize",
+            "--rollout-is-batch-normalize: rollout_is_batch_normalize=True does nothing with rollout_is_apply=False",
+        ),
+        (
+            "--rl-inference-logprobs-is-correction --no-rollout-is-apply",
+            "--rl-inference-logprobs-is-correction and --rollout-is-apply contradict",
+        ),
+        (
+            "--rollout-is none --rollout-is-batch-normalize",
+            "--rollout-is-batch-normalize: rollout_is_batch_normalize=True",
+        ),
+        (
+            "--rollout-is-threshold-lower 0.1",
+            "--rollout-is-threshold-lower: rollout_is_threshold_lower=0.1 does nothing",
+        ),
+        ("--rollout-rs-threshold 2", "--rollout-rs-threshold: rollout_rs_threshold=2.0 does nothing without"),
+        ("--rollout-rs token_k1", "--rollout-rs: rollout_rs='token_k1' needs rollout_rs_threshold"),
+        (
+            "--rollout-token-veto-threshold low",
+            "--rollout-token-veto-threshold: rollout_token_veto_threshold='low' must",
+        ),
+        ("--loss-type reinforce", "--loss-type: loss_type='reinforce' names the objective of bypass mode"),
+        (
+            "--bypass-mode --rollout-is-batch-normalize",
+            "--rollout-is-batch-normalize: rollout_is_batch_normalize=True does",
+        ),
+        ("--bad-log-probs none", "--bad-log-probs: bad_log_probs=None is unknown"),
+        ("--rollout-correction-preset best", "--rollout-correction-preset best: preset='best' is unknown"),
+        ("--rollout-correction-preset geo_rs@", "--rollout-correction-preset geo_rs@: release='' is unknown"),
+        (
+            "--rollout-correction-preset geo_rs@2024",
+            "--rollout-correction-preset geo_rs@2024: release='2024' is unknown",
+        ),
+        # Another criterion does not inherit the bound of the preset's.
+        ("--rollout-correction-preset geo_rs --rollout-rs token_k3", "--rollout-rs: rollout_rs='token_k3' needs"),
+        (
+            "--rollout-correction-preset decoupled_k3_rs --rollout-is-mode mask",
+            "--rollout-is-mode: rollout_is_mode='mask' does",
+        ),
+        (
+            "--rollout-correction-preset bypass_pg_is --no-bypass-mode --loss-type reinforce",
+            "--loss-type: loss_type='reinforce' names the objective of bypass mode",
+        ),
+        (
+            "--rollout-correction-preset decoupled_token_icepop --rollout-is-mode truncate",
+            "--rollout-is-threshold: rollout_is_threshold='0.5_5.0' has a lower bound that",
+        ),
+        ("--rollout-correction-preset disabled --rollout-correction-config x.yaml", "contradict: give one of them"),
+        (
+            "--rollout-correction-config x/none.yaml",
+            "--rollout-correction-config x/none.yaml: x/none.yaml cannot be read: No such",
+        ),
+        ("--rl-importance-sampling-truncation-coef 2", "does nothing without --rl-inference-logprobs-is-correction"),
+        (
+            "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef -2",
+            "--rl-importance-sampling-truncation-coef -2.0: rollout_is_threshold=-2.0 must be",
+        ),
+        *(
+            (f"--rl-inference-logprobs-is-correction {flag} {value}", f"and {flag} contradict: give one of them")
+            for flag, value in (
+                ("--rollout-is", "token"),
+                ("--rollout-is", "none"),
+                ("--rollout-is-threshold", "2"),
+                ("--rollout-correction-preset", "disabled"),
+                ("--rollout-correction-config", "x.yaml"),
+            )
+        ),
+    ],
+)
+def test_flags_that_cannot_work_are_named(line, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_line(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("", {"rollout_is_threshold": UNTRUNCATED}),
+        ("--rl-importance-sampling-truncation-coef 10", {"rollout_is_threshold": 10.0}),
+        (
+            "--rl-importance-sampling-truncation-coef 10 --rollout-rs token_k3 --rollout-rs-threshold 1",
+            {"rollout_is_threshold": 10.0, "rollout_rs": "token_k3", "rollout_rs_threshold": 1.0},
+        ),
+        (
+            "--rollout-is-batch-normalize",
+            {"rollout_is_threshold": UNTRUNCATED, "rollout_is_batch_normalize": True},
+        ),
+    ],
+)
+def test_megatrons_own_switch(line, fields):
+    config = from_line(f"--rl-inference-logprobs-is-correction {line}")
+    assert config == RolloutCorrectionConfig(rollout_is="token", **fields)
+    assert from_flags("--no-rl-inference-logprobs-is-correction") == RolloutCorrectionConfig()
+
+
+def test_a_parser_that_has_an_option_keeps_its_own():
+    """Megatron-LM's parser has its two options already, with False and None for "not given"."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rollout-is", default="token", help="its own")
+    parser.add_argument("--rl-inference-logprobs-is-correction", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--rl-importance-sampling-truncation-coef", type=float, default=None)
+    assert add_rollout_correction_args(parser) is parser
+    assert rollout_correction_config_from_args(parser.parse_args([])).rollout_is == "token"
+    assert "its own" in parser.format_help()
+    assert add_rollout_correction_args(parser) is parser, "a second call finds everything there"
+
+
+def test_files_that_are_wrong_are_named(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match=r"config .*list.yaml: .*expected lines of `field: value`, got list"):
+        from_flags("--rollout-correction-config", str(tmp_path / "list.yaml"))
+    (tmp_path / "open.yaml").write_text("a: {\n")
+    with pytest.raises(ValueError, match="is not YAML: while parsing"):
+        from_flags("--rollout-correction-config", str(tmp_path / "open.yaml"))
+    (tmp_path / "field.yaml").write_text("rollout: token\n")
+    with pytest.raises(ValueError, match=r"--rollout-correction-config .*field.yaml: unknown field 'rollout'"):
+        from_flags("--rollout-correction-config", str(tmp_path / "field.yaml"))
+
+
+VERL = """algorithm:
+  gamma: 1.0
+  rollout_correction:
+    rollout_is: token
+    rollout_rs: token_k1
+    rollout_rs_threshold: 0.5_4
+"""
+
+
+def test_a_file_of_another_program_by_flag(tmp_path, caplog):
+    caplog.set_level("INFO", "megatron_rc")
+    (tmp_path / "verl.yaml").write_text(VERL)
+    words = ("--rollout-correction-config", str(tmp_path / "verl.yaml"), "--rollout-correction-dialect", "verl")
+    wanted = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}
+    config = from_flags(*words)
+    # verl's bounds are on 1/ρ.
+    assert config == RolloutCorrectionConfig(**wanted, rollout_rs_threshold="0.25_2.0")
+    assert any("apply to 1/ρ" in record.message for record in caplog.records)
+    changed = from_flags(*words, "--rollout-is", "sequence")
+    assert changed == RolloutCorrectionConfig(**wanted | {"rollout_is": "sequence"}, rollout_rs_threshold="0.25_2.0")
+    assert changed.notes == config.notes
+    assert over_a_file(" ".join(words), "--rollout-correction-preset disabled") == preset("disabled")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "unknown field 'algorithm' .*; a file of another program needs --rollout-correction-dialect"),
+        ("--rollout-correction-dialect nemo", "verl.yaml: dialect='nemo' is unknown: use one of verl"),
+        ("--rollout-correction-dialect slime", "a name of verl .*; a file of another program needs --rollout-"),
+    ],
+)
+def test_a_file_of_another_program_without_its_name_says_so(tmp_path, line, message):
+    (tmp_path / "verl.yaml").write_text(VERL)
+    with pytest.raises(ValueError, match=f"--rollout-correction-config .*{message}"):
+        from_line(f"--rollout-correction-config {tmp_path}/verl.yaml {line}")
+    with pytest.raises(ValueError, match="--rollout-correction-dialect verl does nothing without"):
+        from_line("--rollout-correction-dialect verl")
+
+
+def test_the_objective_from_megatrons_flags():
+    args = argparse.Namespace(grpo_clamp_eps_lower=0.1, grpo_clamp_eps_upper=0.3, grpo_kl_beta=0.0, ppo_dual_clip=3.0)
+    expected = PolicyLossConfig(clip_low=0.1, clip_high=0.3, dual_clip=3.0, kl_coef=0.0)
+    assert policy_loss_config_from_args(args) == expected
+    args.grpo_entropy_term_weight, args.ppo_dual_clip = 0.01, None
+    expected = PolicyLossConfig(clip_low=0.1, clip_high=0.3, kl_coef=0.0, entropy_coef=0.01)
+    assert policy_loss_config_from_args(args) == expected
+    assert policy_loss_config_from_args(argparse.Namespace()) == PolicyLossConfig()
+    args = argparse.Namespace(
+        policy_loss="gspo", loss_aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", grpo_kl_beta=0.1
+    )
+    assert policy_loss_config_from_args(args) == PolicyLossConfig(
+        algorithm="gspo", aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", kl_coef=0.1
+    )
+
+
+def test_abbreviations_are_off():
+    parser = add_rollout_correction_args(argparse.ArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--rollout-correction-pre", "disabled"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"grpo_clamp_eps_lower": 2.0}, "--grpo-clamp-eps-lower: clip_low=2.0 must lie in"),
+        ({"policy_loss": "ppo"}, "--policy-loss: algorithm='ppo' is unknown: use one of ppo_clip, reinforce"),
+        ({"ppo_dual_clip": 0.5}, "--ppo-dual-clip: dual_clip=0.5"),
+        ({"ppo_dual_clip": 3.0, "policy_loss": "cispo"}, "--ppo-dual-clip: dual_clip=3.0 does nothing with"),
+        ({"loss_aggregation": "mean"}, "--loss-aggregation: aggregation='mean' is unknown"),
+        ({"loss_scale_factor": 2.0}, "--loss-scale-factor"),
+        ({"loss_scale_factor": 0.0}, "--loss-scale-factor: loss_scale_factor=0.0"),
+        ({"grpo_kl_beta": -1.0}, "--grpo-kl-beta: kl_coef=-1.0 must be"),
+        ({"kl_estimator": "k9"}, "--kl-estimator: kl_estimator='k9' is unknown"),
+        ({"grpo_entropy_term_weight": -1.0}, "--grpo-entropy-term-weight: entropy_coef=-1.0 must be"),
+    ],
+)
+def test_an_objective_that_cannot_work_is_refused_by_its_flag(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        policy_loss_config_from_args(argparse.Namespace(**given))
