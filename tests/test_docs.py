@@ -146,6 +146,12 @@ def test_paths_named_in_the_documents_exist(document):
     assert not list(missing_paths(document))
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_named_in_the_documents_exist(document):
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text(encoding="utf-8")):
+        assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
 MAKE = re.compile(r"\bmake ([a-z0-9-]+)")
 
 

@@ -13,7 +13,6 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import anyio
@@ -179,11 +178,6 @@ class HttpClient:
                 f"there is no rollout server at {self.url} ({path}, tried for {seconds:g} s: {problem}): start it, or "
                 "name its address"
             )
-
-    @cached_property
-    def _certificates(self) -> ssl.SSLContext:
-        """Those of this machine."""
-        return ssl.create_default_context()
 
     def _connections(self, number: int) -> httpx2.AsyncClient:
         """To the server, kept from one request to the next."""
