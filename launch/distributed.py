@@ -25,7 +25,13 @@ _OF_GROUPS = (
 
 
 class AgreedError(RuntimeError):
-    """An error that every rank raises together, with the message of the first rank that met it."""
+    """An error that every rank raises together, with the message of the first rank that met it.
+
+    Attributes:
+        code: exit code of the run.
+    """
+
+    code = 1
 
 
 def initialize(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ WAIT_SECONDS = 60
 def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     """Check the flags, then train, or do something else on the ranks.
 
-    Ends the process with 2 for flags that cannot work, 1 for a failed run.
+    Ends the process with 2 for flags that cannot work, 1 for a failed run, 3 for one that a guard ended.
     """
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(format="%(message)s", level=logging.WARNING if rank == 0 else logging.ERROR)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
             tell_ending(kept=(run or train)(config, task))
             shut_down()
         except (AgreedError, ValueError) as error:
-            end_together(str(error), FAILURE)
+            end_together(str(error), getattr(error, "code", FAILURE))
         except Exception as error:
             tell_ending(error=f"rank {rank}: {type(error).__name__}: {error}", code=FAILURE)
             raise
@@ -100,7 +100,7 @@ def end_together(message: str, code: int) -> NoReturn:
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
         time.sleep(WAIT_SECONDS)
-    if not is_told and (is_first or code == FAILURE):
+    if not is_told and (is_first or code != USAGE_ERROR):
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
     sys.exit(code)

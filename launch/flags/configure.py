@@ -53,6 +53,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         ConfigurationError: an unknown flag or key, a value of the wrong type, or a launch file that cannot be read.
     """
     parser = build_parser()
+    _check_repeated(argv, parser)
     known, _ = _sources().parse_known_args(argv)
     base = words_of_file(parser, known.config) if known.config else []
     try:
@@ -72,6 +73,15 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         args.own_objects.update(define_own_objects(namespace))
     check_architecture_words(parser, args, architecture)
     return args
+
+
+def _check_repeated(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise ConfigurationError where a flag of several values is typed twice: the first ones would be lost."""
+    options = long_options(parser)
+    typed = [word.partition("=")[0][2:] for word in argv if word.startswith("--")]
+    for name in typed:
+        if name in options and options[name].nargs == "+" and typed.count(name) > 1:
+            raise ConfigurationError(f"--{name} is given twice: give all its values after one")
 
 
 def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:

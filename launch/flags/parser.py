@@ -34,6 +34,7 @@ _TITLES = {
     "training": "training",
     "optimizer": "optimizer",
     "schedule": "learning rate",
+    "guards": "steps that go wrong",
     "checkpoints": "checkpoints",
     "logging": "logging",
     "task": "task",

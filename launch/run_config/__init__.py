@@ -15,6 +15,7 @@ import torch
 
 from megatron_rc.launch.resolved import ResolvedFlag
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
+from megatron_rc.launch.run_config.guards import GuardSection
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
@@ -60,6 +61,7 @@ class RunConfig:
     training: TrainingSection
     optimizer: OptimizerSection
     schedule: ScheduleSection
+    guards: GuardSection
     checkpoints: CheckpointSection
     logging: LoggingSection
     task: TaskSection

@@ -16,8 +16,10 @@ from megatron_rc.launch.distributed import agree, number_of_rank_0
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
+from megatron_rc.launch.training.guards import Guards, telling_guards
 from megatron_rc.launch.training.heap import trim_heap
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
@@ -58,7 +60,8 @@ def train(config: RunConfig, task: Task) -> bool:
         Whether nothing is lost: all steps are made, or a checkpoint holds those that were before a signal came.
 
     Raises:
-        AgreedError: on every rank alike: an engine, a reward, a record or the loss failed, or log-probs are unusable.
+        AgreedError: on every rank alike: an engine, a reward, a record or the loss failed, log-probs are unusable, the
+            steps change nothing any more, or a condition of ``--stop-if`` holds.
         ValueError: on every rank alike: a checkpoint that does not fit.
     """
     check_data(config)
@@ -80,11 +83,15 @@ def train(config: RunConfig, task: Task) -> bool:
         weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
         saver = stack.enter_context(CheckpointSaves(config, trainer))
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
+        steps, guards = BadSteps(config, trainer, collector), Guards(config)
         while trainer.iteration < config.training.train_iters and not stop:
-            for row in _rollout_steps(config, trainer, collector, groups, weight_sync):
+            for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps):
+                complaint = steps.complaint()
                 if reporter is not None:
                     reporter.step(trainer.iteration, row | saver.metrics)
-                stop = agree(config, reporter.error if reporter else None, stop=request.signal is not None)
+                    complaint = reporter.error or complaint or guards.step(trainer.iteration, row)
+                with telling_guards():
+                    stop = agree(config, complaint, stop=request.signal is not None)
                 saver.on_the_way()
                 save_hf()
                 trim_heap(trainer.iteration)
@@ -99,7 +106,7 @@ def train(config: RunConfig, task: Task) -> bool:
             unscored = collector.unscored_in_words()
             if unscored:
                 reporter.say(unscored)
-            reporter.close(_how_it_ended(config, trainer.iteration, request))
+            reporter.close(_how_it_ended(config, trainer, request))
     return trainer.iteration >= config.training.train_iters or bool(config.checkpoints.save)
 
 
@@ -118,14 +125,15 @@ def _check_start(config: RunConfig, iteration: int) -> None:
     compare_with_checkpoint(config, iteration)
 
 
-def _how_it_ended(config: RunConfig, iteration: int, request: StopRequest) -> str:
+def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest) -> str:
     """The run's closing words."""
-    files = config.checkpoints
+    files, iteration = config.checkpoints, trainer.iteration
     is_done = iteration >= config.training.train_iters
     done = "finished" if is_done else f"stopped by {request.signal or 'another rank'}"
     kept = f", saved to {files.save}" if files.save else ""
     model = f", model in {hugging_face_folder(files.save_hf, iteration)}" if files.save_hf else ""
-    return f"{done} at step {iteration}{kept}{model}"
+    left_out = f" ({trainer.skipped} steps left out)" if trainer.skipped else ""
+    return f"{done} at step {iteration}{left_out}{kept}{model}"
 
 
 class _WeightSync:
@@ -186,6 +194,7 @@ def _rollout_steps(
     collector: RolloutCollector,
     groups: ParallelGroups,
     weight_sync: _WeightSync,
+    steps: BadSteps,
 ) -> Iterator[dict[str, float]]:
     """One rollout batch, and the metrics of each of its optimizer steps."""
     clock = time.monotonic()
@@ -200,13 +209,13 @@ def _rollout_steps(
 
     data = collector.data_metrics(trainer.iteration)
     batch = collector.next_batch(trainer.iteration, weight_sync, lap)
-    prepared = trainer.prepare(batch)
+    prepared = steps.prepare(batch)
     lap("plan")
     common = summarize_rollouts(batch, groups, trainer.version) | collector.reward_metrics
-    common |= prepared.plan.metrics() | weight_sync.metrics | data
+    common |= (prepared.plan.metrics() if prepared else {}) | weight_sync.metrics | data
     mini_batches = config.updates_per_rollout // config.rollouts.grpo_iterations
     for update in range(config.updates_per_rollout):
-        metrics = trainer.update(prepared, update % mini_batches)
+        metrics = steps.update(batch, prepared, update, update % mini_batches)
         lap("update")
         if update == 0:
             seconds = time.monotonic() - begun - times.get("perf/eval_seconds", 0.0)

@@ -18,6 +18,7 @@ from megatron_rc.launch.rewards.rewarder import errors_file
 from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
+from megatron_rc.launch.training.bad_steps import bad_folder
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.shown import AVERAGED, bar_words, table, usual_names
@@ -70,8 +71,9 @@ class Reporter:
         self.prefix = config.correction.metric_prefix
         self.folder = Path(config.launch.runs_dir) / self.run_name
         self.metrics = MetricsFile(self.folder / METRICS_FILE, iteration)
-        if not iteration and errors_file(config).is_file():
-            set_aside(errors_file(config))
+        for path in (errors_file(config), bad_folder(config)):
+            if not iteration and path.exists():
+                set_aside(path)
         board = Path(self.logging.tensorboard_dir or self.folder / "tensorboard")
         self.board = SummaryWriter(str(board / time.strftime("%Y%m%d-%H%M%S")), purge_step=iteration + 1)
         self.wandb = self._start_wandb()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
@@ -10,6 +12,10 @@ from megatron_rc.launch.run_config import RunConfig
 # Megatron-Core's: what it compares with, and how much larger is too large.
 _SAMPLES, _FACTOR = 100, 10.0
 _ADVICE = "the step was not made; lower --lr, or look at the rewards and log-probs of this batch"
+
+
+class BadStepError(AgreedError):
+    """A step that must not be made, on every rank alike; the weights and the optimizer are as before it."""
 
 
 class StepChecks:
@@ -27,13 +33,13 @@ class StepChecks:
         """Before the step; the loss is the same on all ranks.
 
         Raises:
-            AgreedError: it is not finite, or by flag much larger than those before.
+            BadStepError: it is not finite, or by flag much larger than those before.
         """
         if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
-            raise AgreedError(f"the loss of step {step} is {loss}: {_ADVICE}")
+            raise BadStepError(f"the loss of step {step} is {loss}: {_ADVICE}")
         before = self.losses.exceeded_by(loss) if self.wanted.check_for_spiky_loss else None
         if before is not None:
-            raise AgreedError(
+            raise BadStepError(
                 f"the loss of step {step} is {loss:.3g}, the largest of the first {_SAMPLES} steps was {before:.3g} "
                 f"(--check-for-spiky-loss): {_ADVICE}"
             )
@@ -42,7 +48,7 @@ class StepChecks:
         """Before the step; ranks with other experts may have another norm.
 
         Raises:
-            AgreedError: on every rank, if the norm is not finite on any, or by flag much larger than those before.
+            BadStepError: on every rank, if the norm is not finite on any, or by flag much larger than those before.
         """
         error = None
         before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
@@ -53,7 +59,17 @@ class StepChecks:
                 f"the gradient norm of step {step} is {norm:.3g}, the largest of the first {_SAMPLES} steps was "
                 f"{before:.3g} (--check-for-large-grads): {_ADVICE}"
             )
-        agree(self.config, error)
+        with telling_bad_steps():
+            agree(self.config, error)
+
+
+@contextmanager
+def telling_bad_steps() -> Iterator[None]:
+    """What is wrong with a step or its batch, as all ranks know it, is a :class:`BadStepError`."""
+    try:
+        yield
+    except (AgreedError, ValueError) as error:
+        raise BadStepError(str(error)) from error
 
 
 class _Largest:

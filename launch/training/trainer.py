@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
-from megatron_rc.launch.distributed import AgreedError, agree
+from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
@@ -30,20 +29,11 @@ from megatron_rc.launch.training.model import (
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
-from megatron_rc.launch.training.step_checks import StepChecks
+from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.schedule import masked_loss, wrap_finalize
-
-
-@contextlib.contextmanager
-def _agreed() -> Iterator[None]:
-    """What a result of the correction finds, every rank finds: a checkpoint under way can still become whole."""
-    try:
-        yield
-    except ValueError as error:
-        raise AgreedError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,8 @@ class Trainer:
     Attributes:
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
         writer: of checkpoints.
-        skipped: steps among them that were not made because no token was accepted, or none had a weight.
+        skipped: steps of this run that were not made: no token was accepted, none had a weight, or they were bad.
+        bad: those of the last kind.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -91,7 +82,7 @@ class Trainer:
         )
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.device = next(chunks[0].parameters()).device
-        self.iteration, self.skipped, self._scored_at = 0, 0, -1
+        self.iteration, self.skipped, self.bad, self._scored_at = 0, 0, 0, -1
         if config.checkpoints.load:
             parts = self.model, self.optimizer, self.scheduler, self.reference
             self.iteration = load_checkpoint(config.checkpoints.load, config, *parts)
@@ -122,7 +113,7 @@ class Trainer:
         penalty makes one for log π_ref.
 
         Raises:
-            AgreedError: on every rank, if a log-prob at a trained position is unusable on any.
+            BadStepError: on every rank, if a log-prob at a trained position is unusable on any.
         """
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
@@ -139,7 +130,7 @@ class Trainer:
             max_staleness=self.config.rollouts.rollout_staleness or 0,
             device=self.device,
         )
-        with _agreed():
+        with telling_bad_steps():
             plan.check()
         local = dataclasses.replace(cut.local, train_log_probs=old, ref_log_probs=ref)
         if isinstance(plan, CorrectionResult):
@@ -159,14 +150,13 @@ class Trainer:
             Metrics of the step, equal on all ranks.
 
         Raises:
-            AgreedError: on every rank, if the loss or the norm of the gradient is not finite, or in bypass mode a
+            BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or in bypass mode a
                 log-prob at a trained position is unusable on any; the weights are as before the step.
         """
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:
-            self.iteration, self.skipped = self.iteration + 1, self.skipped + 1
-            return self._step_metrics() | {"skipped_steps": float(self.skipped), "lr": self._learning_rate()}
+            return self._step_metrics() | self.skip()
         if is_first and not self.config.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
@@ -175,11 +165,12 @@ class Trainer:
         self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
         self.scheduler.step(increment=1)
         self.iteration += 1
-        return metrics | {
-            "grad_norm": float(grad_norm),
-            "lr": learning_rate,
-            "skipped_steps": float(self.skipped),
-        }
+        return metrics | {"grad_norm": float(grad_norm), "lr": learning_rate} | self._left_out()
+
+    def skip(self, *, is_bad: bool = False) -> dict[str, float]:
+        """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""
+        self.iteration, self.skipped, self.bad = self.iteration + 1, self.skipped + 1, self.bad + is_bad
+        return {"lr": self._learning_rate()} | self._left_out()
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
         """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
@@ -189,7 +180,7 @@ class Trainer:
             accepted: the step must not be made. The plan knows that before the schedule, bypass mode after it.
 
         Raises:
-            AgreedError: see :meth:`update`.
+            BadStepError: see :meth:`update`.
         """
         if prepared.plan.skips(mini_batch):
             return None
@@ -206,7 +197,7 @@ class Trainer:
         )
         self.passes.run(self.model, prepared.batch, cuts, partial(self._loss, scale))
         if self.correction.step is not None:
-            with _agreed():
+            with telling_bad_steps():
                 self.correction.step.check()
             if self.correction.step.skips():
                 return None
@@ -230,6 +221,9 @@ class Trainer:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
         self._gathers_late = False
+
+    def _left_out(self) -> dict[str, float]:
+        return {"skipped_steps": float(self.skipped), "bad_steps": float(self.bad)}
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

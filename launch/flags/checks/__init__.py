@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_rc.launch.flags.checks.batches import check_batches
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
+from megatron_rc.launch.flags.checks.guards import check_guards
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
 from megatron_rc.launch.flags.checks.parallel import check_parallelism
@@ -42,6 +43,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_staleness(config, samples)
     check_engine(config)
     check_optimizer(config)
+    check_guards(config)
     check_checkpoints(config)
     check_bridge(config, samples)
     check_prompts(config, task)

@@ -1,0 +1,37 @@
+"""Conditions that a run ends on: whether they can be read, and speak of metrics that a step has."""
+
+from __future__ import annotations
+
+import difflib
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.guards import Condition
+
+# What a row of an optimizer step holds, as far as flags say it: the first row of the run says the rest.
+_FOLDERS = ("data", "loss", "perf", "policy", "reward", "rollout")
+_SINGLE = ("grad_norm", "lr", "skipped_steps", "bad_steps")
+
+
+def check_guards(config: RunConfig) -> None:
+    """``--stop-if``."""
+    for text in config.guards.stop_if or ():
+        try:
+            condition = Condition.parse(text)
+        except ValueError as error:
+            raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
+        _check_metric(condition, config.correction.metric_prefix)
+
+
+def _check_metric(condition: Condition, prefix: str) -> None:
+    name = condition.metric
+    if name.startswith("eval/"):
+        raise ConfigurationError(
+            f"--stop-if '{condition.text}': evaluations are no metrics of a step: use reward/mean, or another one"
+        )
+    folder, slash, rest = name.partition("/")
+    if name in _SINGLE or name.startswith(prefix) or (slash and rest and folder in _FOLDERS):
+        return
+    close = difflib.get_close_matches(name, [*_SINGLE, f"{prefix}kl", f"{prefix}k3_kl", "reward/mean"], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"use one of docs/metrics.md, like {prefix}k3_kl or reward/mean"
+    raise ConfigurationError(f"--stop-if '{condition.text}': no step has a metric {name}: {hint}")

@@ -1,0 +1,78 @@
+"""What is done about a step that must not be made, and which metrics end a run."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rc.launch.run_config.options import option
+
+_COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_FORM = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+?)(?:\s+for\s+(\S+))?\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSection:
+    """Bad steps, steps that change nothing, and conditions that a run ends on."""
+
+    bad_steps: Literal["stop", "skip"] = option(
+        "a step whose loss or gradient norm fails a check, and the steps of a rollout batch whose log-probs cannot be "
+        "used, end the run, or are left out on all ranks; the batch is written to bad/ in the run's folder",
+        default="stop",
+    )
+    max_skipped_steps: int = option(
+        "steps in a row that may leave the model as it was, left out or with a gradient of 0, before the run ends",
+        default=6,
+        positive=True,
+    )
+    stop_if: tuple[str, ...] | None = option(
+        "end the run when a metric is out of bounds in each of N steps in a row, like 'rollout_corr/k3_kl > 0.5 for 5'",
+        metavar="CONDITION",
+    )
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``METRIC < NUMBER``, with ``<=``, ``>`` or ``>=``, in each of some steps in a row.
+
+    Attributes:
+        text: as the user wrote it.
+        metric: its name in ``metrics.jsonl``.
+        comparison: of the metric and the limit.
+        limit: a finite number.
+        steps: at least 1.
+    """
+
+    text: str
+    metric: str
+    comparison: str
+    limit: float
+    steps: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """The condition that a text spells.
+
+        Raises:
+            ValueError: it spells none.
+        """
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise ValueError("expected 'METRIC < NUMBER for STEPS', with <, <=, > or >=")
+        metric, comparison, number, times = match.groups()
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = math.nan
+        if not math.isfinite(limit):
+            raise ValueError(f"{number} is no finite number to compare {metric} with")
+        if times is not None and not (times.isdecimal() and int(times) > 0):
+            raise ValueError(f"'for {times}' is no number of steps: expected 1 or more")
+        return cls(text, metric, comparison, limit, int(times or 1))
+
+    def holds(self, value: float) -> bool:
+        """Whether it holds of a value; of one that is no number it does."""
+        return math.isnan(value) or bool(_COMPARISONS[self.comparison](value, self.limit))

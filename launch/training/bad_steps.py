@@ -1,0 +1,126 @@
+"""Optimizer steps that are left out on all ranks alike, what is written down of them, and how many may be."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.recorded import write_rollouts
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.step_checks import BadStepError
+from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
+from megatron_rc.records.rollout import RolloutBatch
+
+FOLDER = "bad"
+_log = logging.getLogger("megatron_rc")
+
+
+class BadSteps:
+    """Prepares batches and makes steps with the trainer, by ``--bad-steps`` and ``--max-skipped-steps``.
+
+    Args:
+        config: of the run.
+        trainer: that makes the steps.
+        collector: that knows which ranks write batches down.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer, collector: RolloutCollector) -> None:
+        self.config, self.trainer, self.collector = config, trainer, collector
+        self.folder = bad_folder(config)
+        self._begun, self._in_a_row, self._why = trainer.iteration, 0, ""
+
+    def prepare(self, batch: RolloutBatch) -> PreparedBatch | None:
+        """The batch, ready for its steps; None where its steps are left out.
+
+        Raises:
+            BadStepError: on every rank, where ``--bad-steps`` says stop.
+        """
+        try:
+            return self.trainer.prepare(batch)
+        except BadStepError as error:
+            self._write(batch, self.trainer.iteration, error)
+            self._judge(error)
+            return None
+
+    def update(
+        self, batch: RolloutBatch, prepared: PreparedBatch | None, update: int, mini_batch: int
+    ) -> dict[str, float]:
+        """Metrics of a step that was made, or left out.
+
+        Args:
+            batch: the records, as they came.
+            prepared: the same; None: its steps are left out.
+            update: how many steps were made on it.
+            mini_batch: of it.
+
+        Raises:
+            BadStepError: on every rank, where ``--bad-steps`` says stop.
+        """
+        if prepared is None:
+            return self._skip()
+        try:
+            metrics = self.trainer.update(prepared, mini_batch)
+        except BadStepError as error:
+            self._write(batch, self.trainer.iteration - update, error)
+            self._judge(error)
+            return self._skip()
+        if "grad_norm" not in metrics:
+            self._note("no token was accepted, or none had a weight: look at the metrics of the rejection")
+        elif metrics["grad_norm"] == 0:
+            self._note("the gradient was 0: no reward differs from the others of its prompt, or the model is ruined")
+        else:
+            self._in_a_row = 0
+        return metrics
+
+    def complaint(self) -> str | None:
+        """Why the run cannot go on, or at its end not be called finished: its steps leave the model as it was."""
+        steps, limit = self.trainer.iteration - self._begun, self.config.guards.max_skipped_steps
+        if self._in_a_row >= limit:
+            return f"the last {self._in_a_row} steps left the model as it was ({self._why}); {self._allowed}"
+        is_end = self.trainer.iteration >= self.config.training.train_iters
+        if is_end and 2 * self._in_a_row > steps and (self._in_a_row > 1 or self.trainer.skipped == steps):
+            return f"{self._in_a_row} of the run's {steps} steps, the last ones, left the model as it was ({self._why})"
+        return None
+
+    @property
+    def _allowed(self) -> str:
+        return f"--max-skipped-steps {self.config.guards.max_skipped_steps} allows no more"
+
+    def _skip(self) -> dict[str, float]:
+        self._in_a_row += 1
+        return self.trainer.skip(is_bad=True)
+
+    def _note(self, why: str) -> None:
+        self._in_a_row, self._why = self._in_a_row + 1, why
+
+    def _judge(self, error: BadStepError) -> None:
+        """Raise it, or say that the run goes on; a bad batch is not told of at each of its steps."""
+        if self.config.guards.bad_steps == "stop":
+            raise error
+        self._why = str(error)
+        if dist.get_rank() == 0:
+            _log.warning("%s; left out by --bad-steps skip, the batch is in %s", error, self.folder)
+
+    def _write(self, batch: RolloutBatch, step: int, error: BadStepError) -> None:
+        """The batch of each replica, under its step as ``--load-rollouts`` reads it, and beside it what was wrong."""
+        if not self.collector.is_engine_rank:
+            return
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.trainer.iteration + 1, "error": str(error)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_rollouts(batch, self.folder, step, self.collector.replica)
+            if self.collector.replica == 0:
+                with (self.folder / f"step-{step:07d}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+        except OSError as problem:  # must not take the place of what was wrong, nor end this rank alone
+            _log.error("the bad batch of step %d could not be written to %s: %s", step, self.folder, problem)
+
+
+def bad_folder(config: RunConfig) -> Path:
+    """Where bad batches are."""
+    return Path(config.launch.runs_dir) / config.launch.run_name / FOLDER

@@ -1,0 +1,91 @@
+"""Metrics that end a run: conditions that hold for some steps in a row, and what to do about the well-known ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.guards import Condition
+
+_MET, _UNKNOWN = "stopped by --stop-if", "--stop-if"
+
+# By the end of a metric's name, the first that fits.
+_ADVICE = {
+    "reference_kl": "the policy leaves the model that it began from: raise --grpo-kl-beta, or lower --lr",
+    "approx_kl": "one rollout batch moves the policy far: lower --lr, or --grpo-iterations",
+    "kl": "engine and trainer drift apart: look at stale weights, temperature and --rollout-dtype, or lower --lr",
+    "eff_sample_size": "few tokens carry the weights: bring engine and trainer closer, or truncate lower",
+    "grad_norm": "the gradients grow: lower --lr or --clip-grad, and look at the rewards of the last batches",
+    "masked_fraction": "much of the sampling is wasted: bring both policies closer, or widen --rollout-rs-threshold",
+    "reward/mean": "the policy gets worse: go on from an older checkpoint with a lower --lr or a higher --grpo-kl-beta",
+    "policy/entropy": "the policy collapses or dissolves: lower --lr, or change --grpo-entropy-term-weight",
+}
+_OTHERWISE = "see docs/metrics.md for what moves it"
+
+
+class GuardError(AgreedError):
+    """A condition of ``--stop-if`` holds; the weights are good."""
+
+    code = 3
+
+
+class Guards:
+    """The conditions of a run, told of its steps one after the other on the rank that reports them.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.conditions = [Condition.parse(text) for text in config.guards.stop_if or ()]
+        self._met: dict[Condition, list[float]] = {condition: [] for condition in self.conditions}
+        self._unseen = set(self.conditions)
+
+    def step(self, step: int, row: Mapping[str, float]) -> str | None:
+        """Why the run is to end, if it is.
+
+        Args:
+            step: number of the step.
+            row: its metrics; a step that was left out has none of its loss, which changes nothing here.
+        """
+        for condition in self.conditions:
+            if condition.metric not in row:
+                if "grad_norm" in row and condition in self._unseen:
+                    return _unknown(condition, step, row)
+                continue
+            self._unseen.discard(condition)
+            values = self._met[condition]
+            values.append(row[condition.metric])
+            if not condition.holds(values[-1]):
+                values.clear()
+            elif len(values) >= condition.steps:
+                return _met(condition, step, values)
+        return None
+
+
+@contextmanager
+def telling_guards() -> Iterator[None]:
+    """All ranks agree on an error by its words alone: here a guard's is a :class:`GuardError` again."""
+    try:
+        yield
+    except AgreedError as error:
+        if str(error).startswith(_MET):
+            raise GuardError(str(error)) from None
+        raise
+
+
+def _met(condition: Condition, step: int, values: Sequence[float]) -> str:
+    advice = next((words for name, words in _ADVICE.items() if condition.metric.endswith(name)), _OTHERWISE)
+    found = ", ".join(f"{value:.3g}" for value in values[-3:])
+    return f"{_MET} '{condition.text}' after step {step} ({condition.metric} was {found}): {advice}"
+
+
+def _unknown(condition: Condition, step: int, row: Mapping[str, float]) -> str:
+    close = difflib.get_close_matches(condition.metric, row, n=3) or sorted(row)[:3]
+    return (
+        f"{_UNKNOWN} '{condition.text}': step {step} has no metric {condition.metric}, and so could never end by it: "
+        f"use one that metrics.jsonl has, like {', '.join(close)}"
+    )

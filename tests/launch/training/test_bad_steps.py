@@ -1,0 +1,227 @@
+"""Steps that are left out, what is written down of them, and runs whose steps change nothing."""
+
+import contextlib
+import io
+import json
+import logging
+import math
+import re
+import shlex
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.training.step_checks import BadStepError, StepChecks
+from megatron_rc.records.rollout import load_rollouts
+from tests.launch.training.test_loop import LIVE, rows, run_training, tensors_of
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+# No gradient is 0, even where all rewards are alike.
+MOVING = ["--grpo-entropy-term-weight=0.01"]
+ONE_PROCESS = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel", "--cpu"]
+ONE_PROCESS += ["--grpo-prompts-per-step=8", "--global-batch-size=64", "--micro-batch-size=64"]
+
+
+@contextlib.contextmanager
+def faults(steps=(), batches=()):
+    """A gradient that is infinite on the last rank alone, and log-probs that are no numbers, before some steps.
+
+    Yields, by number of the step, whether it left weights, optimizer and learning rate as they were.
+    """
+    from megatron_rc.launch.training.trainer import Trainer
+
+    accumulate, inputs, skip, left = Trainer.accumulate, Trainer._plan_inputs, Trainer.skip, {}
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+    def spoilt(trainer, *args):
+        metrics = accumulate(trainer, *args)
+        trainer.before = state_of(trainer)
+        if is_last and trainer.iteration in steps:
+            next(iter(trainer.chunks[0].parameters())).main_grad.fill_(math.inf)
+        return metrics
+
+    def no_numbers(trainer, batch, cut, old):
+        return inputs(trainer, batch, cut, old * math.nan if is_last and trainer.iteration in batches else old)
+
+    def watched(trainer, **how):
+        left[trainer.iteration] = all(map(torch.equal, trainer.before, state_of(trainer)))
+        return skip(trainer, **how)
+
+    with contextlib.ExitStack() as stack:
+        for name, function in {"accumulate": spoilt, "_plan_inputs": no_numbers, "skip": watched}.items():
+            stack.enter_context(mock.patch.object(Trainer, name, function))
+        yield left
+
+
+def state_of(trainer):
+    rate = torch.tensor(trainer.optimizer.param_groups[0]["lr"])
+    parameters = [parameter.detach().clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+    return [rate, *parameters, *(tensor.clone() for tensor in tensors_of(trainer.optimizer.state_dict()))]
+
+
+def train_with_faults(words, steps, batches=()):
+    with faults(steps, batches) as left, contextlib.redirect_stderr(io.StringIO()) as said:
+        logging.disable(logging.NOTSET)
+        handler = logging.StreamHandler(said)
+        logging.getLogger("megatron_rc").addHandler(handler)
+        try:
+            return run_training(words), left, said.getvalue()
+        finally:
+            logging.getLogger("megatron_rc").removeHandler(handler)
+            logging.disable(logging.WARNING)
+
+
+def test_bad_steps_and_batches_are_left_out_on_all_ranks_and_written_down(ranks, tmp_path):
+    layout, bad = Layout(pp=2, dp=2), tmp_path / "run" / "bad"
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--grpo-iterations=2", "--train-iters=6", "--micro-batch-size=4")
+    words += ["--lr-decay-style=linear", f"--save-rollouts={tmp_path}/records"]
+    found = ranks.run(train_with_faults, layout, [*words, "--bad-steps=skip"], [1], [2])
+    assert [error for error, *_ in found] == [None] * 4
+    # The second step, and both of the second batch.
+    assert [left for _, left, _ in found] == [{1: True, 2: True, 3: True}] * 4
+    written = rows(tmp_path)
+    assert [row["skipped_steps"] for row in written] == [0, 1, 2, 3, 3, 3]
+    assert [row["bad_steps"] for row in written] == [0, 1, 2, 3, 3, 3]
+    assert (
+        ["grad_norm" in row for row in written]
+        == ["loss/total" in row for row in written]
+        == [*(True, False, False, False, True, True)]
+    )
+    assert all(math.isfinite(value) for row in written for value in row.values())
+    said = found[0][2]
+    assert "the gradient norm of step 2 is inf: the step was not made; lower --lr" in said
+    assert "finished at step 6 (3 steps left out) after" in said
+    names = [f"step-000000{step}-replica-000{replica}.safetensors" for step in (0, 2) for replica in (0, 1)]
+    assert sorted(path.name for path in bad.glob("*.safetensors")) == names
+    for name in names:
+        kept, sampled = load_rollouts(bad / name), load_rollouts(tmp_path / "records" / name)
+        for field, value in sampled.tensors().items():
+            assert torch.equal(value, kept.tensors()[field]), field
+    reasons = [json.loads(line) for path in sorted(bad.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    assert [reason["step"] for reason in reasons] == [2, 3]
+    assert "the gradient norm of step 2 is inf" in reasons[0]["error"]
+    assert "NaN" in reasons[1]["error"]
+    # They train again as they are; a new run leaves those of the old one.
+    words = flags(
+        tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", f"--load-rollouts={bad}", "--run-name=again"
+    )
+    assert ranks.run(run_training, layout, [*words, "--train-iters=2"]) == [None] * 4
+
+
+def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
+    words = flags(tmp_path, *LIVE, "--train-iters=6", "--pipeline-model-parallel-size=2", *MOVING)
+    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), words, [1])
+    assert first == second[0]
+    assert first.startswith("BadStepError: the gradient norm of step 2 is inf: the step was not made")
+    assert left == {}
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert [path.name for path in sorted((tmp_path / "run" / "bad").iterdir())] == [
+        *("step-0000001-replica-0000.safetensors", "step-0000001.jsonl")
+    ]
+    # A new run of that name sets them aside.
+    more = ["--bad-steps=skip", "--max-skipped-steps=2"]
+    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*words, *more], [2, 3, 4])
+    assert first == second[0]
+    assert first.startswith(
+        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 4 is inf: the step was not"
+    )
+    assert first.endswith("--max-skipped-steps 2 allows no more")
+    assert left == {2: True, 3: True}
+    assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 0, 1, 2]
+    assert len(list((tmp_path / "run").glob("bad*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "message"),
+    [
+        (
+            ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", "--train-iters=8"],
+            6,
+            "no token was accepted, or none",
+        ),
+        (
+            ["--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", "--train-iters=3"],
+            3,
+            "3 of the run's 3 steps, the",
+        ),
+    ],
+    ids=["limit", "end"],
+)
+def test_a_run_whose_steps_are_all_left_out_has_not_finished(ranks, tmp_path, more, steps, message):
+    (error,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--grpo-kl-beta=0", *more))
+    assert error.startswith("AgreedError: ")
+    assert message in error
+    assert len(rows(tmp_path)) == steps
+
+
+def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
+    """Weights of 10,000: all tokens are equally likely. The guards of docs/runs.md see nothing."""
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    (command,) = re.findall(
+        r"^python -m megatron_rc.launch --nproc-per-node 4 (.* --stop-if [^`]*)", text, re.MULTILINE
+    )
+    words = [
+        *shlex.split(command.replace("\\\n", " ")),
+        *ONE_PROCESS,
+        f"--runs-dir={tmp_path}",
+        "--run-name=run",
+        "--lr=1e4",
+    ]
+    (error,) = ranks.run(run_training, Layout(), [*words, "--train-iters=8"])
+    assert error.startswith("AgreedError: the last 6 steps left the model as it was (the gradient was 0: no reward")
+    assert len(rows(tmp_path)) == 7
+
+
+def checked(words, losses, norms):
+    """What the checks say of steps with these losses and gradient norms, of which rank 1 sees another."""
+    checks = StepChecks(run_config(words, 2))
+    try:
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+            checks.loss(step, loss)
+            checks.gradient(step, norm[torch.distributed.get_rank()])
+    except BadStepError as error:
+        return str(error)
+
+
+SMALL = [(1.0, 1.0)] * 100
+
+
+@pytest.mark.parametrize(
+    ("more", "losses", "norms", "message"),
+    [
+        ([], [math.inf], SMALL[:1], "the loss of step 1 is inf: the step was not made"),
+        ([], [1.0], [(1.0, math.nan)], "the gradient norm of step 1 is nan: the step was not made"),
+        (["--no-check-for-nan-in-loss-and-grad"], [math.nan], [(math.nan, 1.0)], None),
+        ([], [1.0] * 100 + [10.0], [*SMALL, (10.0, 10.0)], None),
+        (["--check-for-spiky-loss"], [-1.0] * 100 + [9.9], [*SMALL, (50.0, 50.0)], None),
+        (
+            ["--check-for-spiky-loss"],
+            [1.0] * 100 + [-10.0],
+            [*SMALL, (1.0, 1.0)],
+            "the loss of step 101 is -10, the larg",
+        ),
+        (["--check-for-spiky-loss"], [1.0] * 99 + [10.0], SMALL, None),
+        (
+            ["--check-for-large-grads"],
+            [1.0] * 101,
+            [*SMALL, (1.0, 10.0)],
+            "the gradient norm of step 101 is 10, the large",
+        ),
+    ],
+)
+def test_megatrons_checks_of_a_step(ranks, tmp_path, more, losses, norms, message):
+    words = flags(tmp_path, *more, *Layout(dp=2).flags())
+    first, second = ranks.run(checked, Layout(dp=2), words, losses, norms)
+    assert first == second
+    assert first is message is None or first.startswith(message)
+
+
+def test_a_policy_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="--bad-steps: invalid choice: 'ignore'"):
+        run_config(flags(tmp_path, "--bad-steps=ignore"))
+    with pytest.raises(ConfigurationError, match="--max-skipped-steps 0 must be positive"):
+        run_config(flags(tmp_path, "--max-skipped-steps=0"))

@@ -1,0 +1,149 @@
+"""Conditions on metrics that end a run: how they are read, when they hold, and what the run then says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config.guards import Condition
+from megatron_rc.launch.training.guards import Guards
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+KL = "rollout_corr/k3_kl"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("rollout_corr/k3_kl > 0.5 for 5", (KL, ">", 0.5, 5)),
+        ("grad_norm>=1e3", ("grad_norm", ">=", 1000.0, 1)),
+        (" reward/mean<= -.5  for 2 ", ("reward/mean", "<=", -0.5, 2)),
+        ("lr < +1e-8", ("lr", "<", 1e-8, 1)),
+    ],
+)
+def test_conditions_are_read(text, parts):
+    condition = Condition.parse(text)
+    assert (condition.metric, condition.comparison, condition.limit, condition.steps) == parts
+    assert condition.text == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (KL, "expected 'METRIC < NUMBER for STEPS', with <, <=, > or >="),
+        ("", "expected 'METRIC < NUMBER"),
+        (f"{KL} = 0.5", "expected 'METRIC < NUMBER"),
+        (f"{KL} > 0.5 for", "expected 'METRIC < NUMBER"),
+        (f"{KL} > 0.5 and lr < 1", "expected 'METRIC < NUMBER"),
+        (f"{KL} > much", f"much is no finite number to compare {KL} with"),
+        (f"{KL} > nan", "nan is no finite number"),
+        (f"{KL} > 0.5 for 0", "'for 0' is no number of steps: expected 1 or more"),
+        (f"{KL} > 0.5 for 2.5", "'for 2.5' is no number of steps"),
+        (f"{KL} > 0.5 for -1", "'for -1' is no number of steps"),
+        ("eval/exact_match < 0.5", "evaluations are no metrics of a step"),
+        ("grad_nrom > 5", "no step has a metric grad_nrom: did you mean grad_norm?"),
+        ("x/y > 5", "no step has a metric x/y: use one of docs/metrics.md, like rollout_corr/k3_kl or reward/mean"),
+        ("reward/ > 5", "no step has a metric reward/: did you mean reward/mean?"),
+    ],
+)
+def test_what_is_no_condition_is_refused_at_the_start(tmp_path, text, message):
+    with pytest.raises(ConfigurationError, match=r"^--stop-if") as error:
+        run_config(flags(tmp_path, "--stop-if", "lr < 1e-9", text))
+    assert message in str(error.value)
+    assert f"'{text}'" in str(error.value)
+
+
+def test_a_flag_that_takes_several_values_is_given_once(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"^--stop-if is given twice: give all its values after one$"):
+        run_config(flags(tmp_path, "--stop-if", "lr < 1", "--stop-if=lr > 2"))
+
+
+def verdicts(tmp_path, condition, values, metric=KL):
+    guards = Guards(run_config(flags(tmp_path, "--stop-if", condition)))
+    return [
+        guards.step(step, {"grad_norm": 1.0, metric: value} if value is not None else {"lr": 0.1})
+        for step, value in enumerate(values, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "stops"),
+    [
+        ([0.6, 0.6, 0.6], [3]),
+        ([0.6, 0.6, 0.5, 0.6, 0.6, 0.7], [6]),
+        ([0.6, None, 0.6, 0.6], [4]),
+        ([None, 0.6, float("nan"), float("inf")], [4]),
+        ([0.6, 0.6], []),
+    ],
+    ids=str,
+)
+def test_a_condition_holds_in_so_many_steps_in_a_row(tmp_path, values, stops):
+    """A step that was left out has no such metric: it neither counts nor begins anew."""
+    found = verdicts(tmp_path, f"{KL} > 0.5 for 3", values)
+    assert [step for step, words in enumerate(found, start=1) if words] == stops
+
+
+@pytest.mark.parametrize(
+    ("metric", "advice"),
+    [
+        (KL, "engine and trainer drift apart: look at stale weights"),
+        ("rollout_corr/kl", "engine and trainer drift apart"),
+        ("policy/approx_kl", "one rollout batch moves the policy far"),
+        ("policy/reference_kl", "the policy leaves the model that it began from"),
+        ("rollout_corr/rollout_is_eff_sample_size", "few tokens carry the weights"),
+        ("grad_norm", "the gradients grow: lower --lr"),
+        ("rollout_corr/rollout_rs_masked_fraction", "much of the sampling is wasted"),
+        ("reward/mean", "the policy gets worse: go on from an older checkpoint"),
+        ("policy/entropy", "the policy collapses or dissolves"),
+        ("perf/tokens_per_second", "see docs/metrics.md"),
+    ],
+)
+def test_the_well_known_ones_have_advice(tmp_path, metric, advice):
+    *_, words = verdicts(tmp_path, f"{metric} < 0.5 for 2", [0.1, 0.25], metric)
+    assert words.startswith(
+        f"stopped by --stop-if '{metric} < 0.5 for 2' after step 2 ({metric} was 0.1, 0.25): {advice}"
+    )
+    assert words.count("\n") == 0
+
+
+def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
+    (left_out, words) = verdicts(tmp_path, "rollout_corr/k4_kl > 0.5", [None, 0.1])
+    assert left_out is None
+    assert words.startswith("--stop-if 'rollout_corr/k4_kl > 0.5': step 2 has no metric rollout_corr/k4_kl")
+    assert words.endswith(f"use one that metrics.jsonl has, like {KL}")
+
+
+def test_all_ranks_end_alike(ranks, tmp_path):
+    layout = Layout(pp=2, dp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", "--train-iters=5", "--stop-if")
+    errors = ranks.run(run_training, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"])
+    assert set(errors) == {errors[0]}
+    assert errors[0].startswith("GuardError: stopped by --stop-if 'perf/update_seconds > 0 for 2' after step 2 (")
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    errors = ranks.run(run_training, layout, [*words, "reward/short > 2"])
+    assert set(errors) == {errors[0]}
+    assert errors[0].startswith("AgreedError: --stop-if 'reward/short > 2': step 1 has no metric reward/short")
+
+
+@pytest.mark.processes
+def test_a_guard_has_its_own_exit_code(tmp_path):
+    words = flags(tmp_path, *LIVE, "--train-iters=5", "--stop-if", "lr > 0", f"--save={tmp_path}/save")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rc.launch", *words],
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: stopped by --stop-if 'lr > 0' after step 1 (lr was 0.001): see docs/metrics.md")
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text())["step"] == 1
