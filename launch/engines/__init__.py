@@ -16,18 +16,33 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Fault:
+    """Why a response is not to be trained on.
+
+    Attributes:
+        words: one sentence.
+        is_in_log_probs: they alone are not usable, which a correction may reject token by token.
+    """
+
+    words: str
+    is_in_log_probs: bool = False
+
+
+@dataclass(frozen=True)
 class Sample:
     """One response.
 
     Attributes:
         token_ids: the sampled tokens, the end-of-text token included where it was sampled.
         log_probs: of each of them, in nats, under the distribution it was sampled from.
-        finish_reason: ``stop`` (end of text) or ``length``.
+        finish_reason: ``stop`` (end of text) or ``length``; ``abort``: dropped, without a token.
+        fault: what the engine saw to be wrong with it.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
+    fault: Fault | None = None
 
 
 class RolloutEngine(Protocol):
@@ -53,5 +68,9 @@ class RolloutEngine(Protocol):
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """One response for each prompt of token ids; the same seed and weights give the same responses."""
+        """One response for each prompt of token ids; the same seed and weights give the same responses.
+
+        Raises:
+            EngineError: it failed as a whole. A single response that is not to be trained on has a ``fault``.
+        """
         ...

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.launch.engines import EngineError, Sample
+from megatron_rc.launch.engines import EngineError, Fault, Sample
 from megatron_rc.launch.engines.requests import MOST_BYTES
 from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.records.rollout import SamplingParams
@@ -72,6 +72,8 @@ def derive_seed(seed: int, index: int) -> int:
 def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: str) -> Sample:
     """The sample of an answer, after all that can be checked without the model.
 
+    One that is not to be trained on has a ``fault``: log-probs that are none, which become NaN, no token, or too many.
+
     Args:
         ask: what was asked for.
         token_ids: of the answer, as they came.
@@ -80,39 +82,47 @@ def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: s
         source: names the engine in errors.
 
     Raises:
-        EngineError: fields that are absent, of another type or length, log-probs that are not ones, or a response that
-            ends before it should.
+        EngineError: fields that are absent, of another type or length, or a response that ends before it should: so
+            are all that the engine gives.
     """
     where = f"{source}, prompt {ask.index}:"
-    if not _is_list_of(token_ids, int) or not token_ids:
-        raise EngineError(
-            f"{where} the answer's token ids are {_short(token_ids)}, expected a list of integers: ask for an engine "
-            "version that returns them"
-        )
+    if not _is_list_of(token_ids, int):
+        raise EngineError(f"{where} {_no_ids(token_ids)}")
+    if not token_ids:
+        return Sample([], [], "stop", Fault(f"{where} {_no_ids(token_ids)}"))
     if not isinstance(log_probs, list):
         raise EngineError(
             f"{where} the answer's log-probs are {_short(log_probs)}, expected a list: the engine must return them"
         )
     if len(log_probs) != len(token_ids):
         raise EngineError(f"{where} {len(log_probs)} log-probs for {len(token_ids)} tokens: the answer cannot be used")
-    _check_log_probs(log_probs, where)
-    _check_end(ask, token_ids, reason, where)
-    return Sample(token_ids, [float(value) for value in log_probs], _finish_reason(ask, token_ids))
+    numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
+    if len(token_ids) > ask.max_new_tokens:
+        fault: Fault | None = Fault(f"{where} {len(token_ids)} tokens came, {ask.max_new_tokens} were asked for")
+    else:
+        _check_end(ask, token_ids, reason, where)
+        fault = fault_in_log_probs(log_probs, where)
+    return Sample(token_ids, numbers, _finish_reason(ask, token_ids), fault)
 
 
-def _check_log_probs(log_probs: list[Any], where: str) -> None:
+def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> Fault | None:
+    """The first that is no log-prob, in words that begin with ``where``."""
     for position, value in enumerate(log_probs):
         if not _is_log_prob(value):
-            raise EngineError(
-                f"{where} the log-prob of response token {position} is {value}, expected a finite number of at most 0: "
-                "check the engine's weights and precision"
+            words = (
+                f"{where} the log-prob of response token {position} is {value}, expected a finite number of at most 0"
             )
+            return Fault(f"{words}: check the engine's weights and precision", is_in_log_probs=True)
+    return None
+
+
+def _no_ids(token_ids: Any) -> str:
+    words = f"the answer's token ids are {_short(token_ids)}, expected a list of integers"
+    return f"{words}: ask for an engine version that returns them"
 
 
 def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
     """A response ends with the end-of-text token, its only one, or at the length that was asked for."""
-    if len(token_ids) > ask.max_new_tokens:
-        raise EngineError(f"{where} {len(token_ids)} tokens came, {ask.max_new_tokens} were asked for")
     if reason not in ("stop", "length"):
         raise EngineError(f"{where} the response ended with {reason!r}, expected 'stop' or 'length': see its log")
     if ask.eos_token_id in token_ids[:-1]:

@@ -79,7 +79,10 @@ class TransformersEngine:
             )
             cache = output.past_key_values
             distribution = torch.log_softmax(_among(output.logits[:, -1].float() / params.temperature, params), dim=-1)
-            tokens = torch.multinomial(distribution.exp(), 1, generator=generator)
+            # Of logits that are no numbers nothing can be sampled: such a response ends, with a log-prob that says so.
+            broken = distribution[:, :1].isnan()
+            tokens = torch.multinomial(torch.where(broken, 1.0, distribution.exp()), 1, generator=generator)
+            tokens = torch.where(broken, self.eos, tokens)
             # -1 marks what comes after the end of text.
             chosen.append(torch.where(running, tokens.squeeze(1), -1))
             log_probs.append(distribution.gather(1, tokens).squeeze(1))

@@ -89,7 +89,17 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
         why = f"with the objective {loss.algorithm}, which clips no ratio: drop it, or use one of {clipping}"
         for name in ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper"):
             yield _Idle(name, why, _OBJECTIVE)
+    yield from _idle_guards(args)
     yield from _idle_rewards(args)
+
+
+def _idle_guards(args: argparse.Namespace) -> Iterator[_Idle]:
+    if args.load_rollouts:
+        why = f"with --load-rollouts {args.load_rollouts}, whose responses are there already: drop one of them"
+        yield _Idle("bad_samples", why, ("load_rollouts",))
+    if args.bad_samples != "resample" or args.load_rollouts:
+        why = f"with --bad-samples {args.bad_samples}: drop it, or use resample"
+        yield _Idle("bad_sample_attempts", why, ("bad_samples", "load_rollouts"))
 
 
 def _idle_rewards(args: argparse.Namespace) -> Iterator[_Idle]:

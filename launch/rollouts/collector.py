@@ -19,6 +19,7 @@ from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versi
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
+from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
@@ -161,10 +162,11 @@ class RolloutCollector:
         sampled = self._on_engine_rank(
             lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}"
         )
-        batch, rewards = (None, None) if sampled is None else (sampled.batch, sampled.rewards)
-        shared = self.broadcast.batch(batch, self._rows, self.config.training.seq_length)
+        shared = self.broadcast.batch(
+            None if sampled is None else sampled.batch, self._rows, self.config.training.seq_length
+        )
         if self.config.rollouts.load_rollouts is None:
-            self.reward_metrics = gather_reward_metrics(rewards, self.broadcast, self.groups)
+            self.reward_metrics = gather_reward_metrics(sampled, self.broadcast, self.groups)
             self._unscored += int(self.reward_metrics["reward/errors"])
             self._asked += self.config.rollouts.sequences
         if shared.routed_experts is not None and not self._has_named_experts:
@@ -215,8 +217,14 @@ class RolloutCollector:
 
     def _check_scored(self, step: int) -> None:
         """A batch without any score trains nothing: it ends the run on every rank alike."""
-        errors = int(self.reward_metrics.get("reward/errors", 0))
-        if errors == self.config.rollouts.sequences:
+        errors, number = int(self.reward_metrics.get("reward/errors", 0)), self.config.rollouts.sequences
+        dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
+        if 2 * dropped > number:
+            raise AgreedError(
+                f"the rollout of step {step} failed: {dropped} of its {number} responses were left out, more than "
+                f"half, see {bad_folder(self.config)}: mend the engine"
+            )
+        if errors and errors + dropped == number:
             raise AgreedError(
                 f"the rollout of step {step} failed: none of its {errors} responses could be scored by "
                 f"{source_of(self.config).name}, see {errors_file(self.config)}: mend the rule"
@@ -255,7 +263,9 @@ class RolloutCollector:
         batch = sampled.batch
         rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
         batch.validate(
-            vocab_size=self.config.model.vocab_size, allow_truncated_sampling=rollouts.allow_truncated_sampling
+            vocab_size=self.config.model.vocab_size,
+            allow_truncated_sampling=rollouts.allow_truncated_sampling,
+            allow_bad_log_probs=self.config.correction.bad_log_probs != "error",
         )
         if rollouts.rollout_staleness is not None:
             # A run that was stopped within a recorded batch takes up the whole of it again.

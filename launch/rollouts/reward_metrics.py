@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_rc.launch.rewards.rewarder import Rewards
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+from megatron_rc.launch.rollouts.sampler import SampledBatch
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
@@ -18,20 +18,27 @@ _BYTES = 8192
 
 
 def gather_reward_metrics(
-    rewards: Rewards | None, broadcast: ReplicaBroadcast, groups: ParallelGroups
+    sampled: SampledBatch | None, broadcast: ReplicaBroadcast, groups: ParallelGroups
 ) -> dict[str, float]:
-    """The mean of each component over the responses that have it, and the number of errors; equal on all ranks.
+    """The mean of each component over the responses that have it, and the numbers of errors and of bad responses.
+
+    Equal on all ranks.
 
     Args:
-        rewards: on the first rank of each replica; None elsewhere.
+        sampled: on the first rank of each replica; None elsewhere.
         broadcast: of the replica.
         groups: of this rank.
 
     Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
     """
     row = torch.zeros(_BYTES, dtype=torch.uint8)
-    if rewards is not None:
-        message = json.dumps({"errors": rewards.errors, "sums": rewards.sums()}).encode()
+    if sampled is not None and sampled.rewards is not None:
+        counts = {
+            "reward/errors": sampled.rewards.errors,
+            "rollout/bad_samples": sampled.bad,
+            "rollout/dropped_samples": sampled.dropped,
+        }
+        message = json.dumps({"counts": counts, "sums": sampled.rewards.sums()}).encode()
         row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     row = broadcast.tensor(row)
     table = torch.zeros(group_size(groups.dp), _BYTES, dtype=torch.uint8, device=row.device)
@@ -47,4 +54,5 @@ def _merged(replicas: Sequence[dict[str, Any]]) -> dict[str, float]:
             before = sums.get(name, (0.0, 0))
             sums[name] = (before[0] + total, before[1] + count)
     means = {f"reward/{name}": total / count for name, (total, count) in sorted(sums.items())}
-    return {**means, "reward/errors": float(sum(replica["errors"] for replica in replicas))}
+    names = replicas[0]["counts"]
+    return means | {name: float(sum(replica["counts"][name] for replica in replicas)) for name in names}

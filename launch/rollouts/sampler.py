@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_rc.launch.engines import RolloutEngine, Sample
+from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.rewards.overlong import penalised
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
+from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
@@ -21,10 +23,19 @@ _MOST_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A rollout batch; ``rewards`` as they were given, None where the batch was read from records."""
+    """A rollout batch.
+
+    Attributes:
+        batch: the records.
+        rewards: as they were given; None where the batch was read from records.
+        bad: answers of the engine that were not to be trained on.
+        dropped: responses that are left out for that.
+    """
 
     batch: RolloutBatch
     rewards: Rewards | None
+    bad: int = 0
+    dropped: int = 0
 
 
 class RolloutSampler:
@@ -39,7 +50,7 @@ class RolloutSampler:
 
     def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
         self.config, self.task, self.engine, self.replica = config, task, engine, replica
-        self.rewarder = Rewarder(config, replica)
+        self.rewarder, self.good_samples = Rewarder(config, replica), GoodSamples(config, engine, replica)
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
 
     def sample(self, step: int) -> SampledBatch:
@@ -51,9 +62,15 @@ class RolloutSampler:
         repeated = [problem for problem in problems for _ in range(config.rollouts.grpo_group_size)]
         seed = config.training.seed + 1_000_003 * step + replica
         encoded, samples = self._answers(repeated, self.sampling, config.rollouts.max_response_length, seed)
-        rewards = self._rewards(repeated, samples, step)
-        rewards = penalised(rewards, [len(sample.token_ids) for sample in samples], config)
-        return SampledBatch(self._batch(encoded, samples, rewards.values, replica * prompts), rewards)
+        bad = self.good_samples.bad
+        kept = [index for index, sample in enumerate(samples) if sample.token_ids]
+        whole = [samples[index] for index in kept]
+        rewards = self._rewards([repeated[index] for index in kept], whole, step)
+        rewards = penalised(rewards, [len(sample.token_ids) for sample in whole], config)
+        by_index = dict(zip(kept, rewards.values, strict=True))
+        values = [by_index.get(index, 0.0) for index in range(len(samples))]
+        batch = self._batch(encoded, samples, values, replica * prompts)
+        return SampledBatch(batch, rewards, bad=bad, dropped=len(samples) - len(kept))
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Responses to the replica's first prompts, the same prompts each time, without rewards.
@@ -67,7 +84,12 @@ class RolloutSampler:
         seed = self.config.training.seed + self.replica
         encoded, samples = self._answers(problems, self.sampling, longest, seed)
         batch = self._batch(encoded, samples, [0.0] * rows, self.replica * rows)
-        return batch.at_length(length, self.task.text.pad)
+        usable = batch.response_mask
+        if self.config.correction.bad_log_probs != "error":
+            usable = usable & batch.rollout_log_probs.isfinite()
+        if not usable.any():
+            raise EngineError(f"no token of {rows} responses can be compared: none of their log-probs can be used")
+        return dataclasses.replace(batch, response_mask=usable).at_length(length, self.task.text.pad)
 
     def evaluate(self) -> list[Graded]:
         """``--eval-samples`` responses to each of this replica's share of the problems that are held out, graded."""
@@ -101,7 +123,7 @@ class RolloutSampler:
         room = self.config.training.seq_length - self.config.rollouts.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
-        return encoded, self.engine.sample(encoded, sampling, longest, seed)
+        return encoded, self.good_samples(encoded, sampling, longest, seed)
 
     def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample], step: int) -> Rewards:
         texts = [self.task.text.decode(sample.token_ids) for sample in samples]

@@ -1,4 +1,4 @@
-"""What is done about a step that must not be made, and which metrics end a run."""
+"""What is done about steps that must not be made and bad responses, and which metrics end a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORM = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+?)(?:\s+for\s+(\S+))?\s*
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSection:
-    """Bad steps, steps that change nothing, and conditions that a run ends on."""
+    """Bad steps, steps that change nothing, bad responses, and conditions that a run ends on."""
 
     bad_steps: Literal["stop", "skip"] = option(
         "a step whose loss or gradient norm fails a check, and the steps of a rollout batch whose log-probs cannot be "
@@ -28,6 +28,12 @@ class GuardSection:
         default=6,
         positive=True,
     )
+    bad_samples: Literal["stop", "drop", "resample"] = option(
+        "a response with a log-prob that is none (unless --bad-log-probs rejects it), with ids out of the vocabulary, "
+        "empty or too long ends the run, is left out, or is sampled again before it is left out; it is written to bad/",
+        default="stop",
+    )
+    bad_sample_attempts: int = option("tries more of such a response", default=3, positive=True)
     stop_if: tuple[str, ...] | None = option(
         "end the run when a metric is out of bounds in each of N steps in a row, like 'rollout_corr/k3_kl > 0.5 for 5'",
         metavar="CONDITION",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import time
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
+from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.step_checks import BadStepError
 from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
 from megatron_rc.records.rollout import RolloutBatch
 
-FOLDER = "bad"
 _log = logging.getLogger("megatron_rc")
 
 
@@ -62,23 +62,31 @@ class BadSteps:
             BadStepError: on every rank, where ``--bad-steps`` says stop.
         """
         if prepared is None:
-            return self._skip()
+            return self.trainer.skip(is_bad=True)
         try:
             metrics = self.trainer.update(prepared, mini_batch)
         except BadStepError as error:
             self._write(batch, self.trainer.iteration - update, error)
             self._judge(error)
-            return self._skip()
+            return self.trainer.skip(is_bad=True)
         if "grad_norm" not in metrics:
-            self._note("no token was accepted, or none had a weight: look at the metrics of the rejection")
-        elif metrics["grad_norm"] == 0:
-            self._note("the gradient was 0: no reward differs from the others of its prompt, or the model is ruined")
-        else:
-            self._in_a_row = 0
+            self._why = "no token was accepted, or none had a weight: look at the metrics of the rejection"
         return metrics
 
-    def complaint(self) -> str | None:
-        """Why the run cannot go on, or at its end not be called finished: its steps leave the model as it was."""
+    def complaint(self, row: Mapping[str, float]) -> str | None:
+        """Why the run cannot go on, or at its end not be called finished: its steps leave the model as it was.
+
+        A gradient of 0 is right where all rewards of each prompt are alike: such a step says nothing.
+
+        Args:
+            row: metrics of the step that was made, or left out; told once for each.
+        """
+        if "grad_norm" not in row:
+            self._in_a_row += 1
+        elif row["grad_norm"] != 0:
+            self._in_a_row = 0
+        elif row["reward/nonzero_advantages"] > 0:
+            self._in_a_row, self._why = self._in_a_row + 1, "their gradient was 0: a model that is ruined, as by --lr"
         steps, limit = self.trainer.iteration - self._begun, self.config.guards.max_skipped_steps
         if self._in_a_row >= limit:
             return f"the last {self._in_a_row} steps left the model as it was ({self._why}); {self._allowed}"
@@ -90,13 +98,6 @@ class BadSteps:
     @property
     def _allowed(self) -> str:
         return f"--max-skipped-steps {self.config.guards.max_skipped_steps} allows no more"
-
-    def _skip(self) -> dict[str, float]:
-        self._in_a_row += 1
-        return self.trainer.skip(is_bad=True)
-
-    def _note(self, why: str) -> None:
-        self._in_a_row, self._why = self._in_a_row + 1, why
 
     def _judge(self, error: BadStepError) -> None:
         """Raise it, or say that the run goes on; a bad batch is not told of at each of its steps."""
@@ -119,8 +120,3 @@ class BadSteps:
                     file.write(json.dumps(line) + "\n")
         except OSError as problem:  # must not take the place of what was wrong, nor end this rank alone
             _log.error("the bad batch of step %d could not be written to %s: %s", step, self.folder, problem)
-
-
-def bad_folder(config: RunConfig) -> Path:
-    """Where bad batches are."""
-    return Path(config.launch.runs_dir) / config.launch.run_name / FOLDER

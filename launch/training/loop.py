@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from megatron_rc.launch.distributed import agree, number_of_rank_0
 from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
@@ -86,7 +88,7 @@ def train(config: RunConfig, task: Task) -> bool:
         steps, guards = BadSteps(config, trainer, collector), Guards(config)
         while trainer.iteration < config.training.train_iters and not stop:
             for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps):
-                complaint = steps.complaint()
+                complaint = steps.complaint(row)
                 if reporter is not None:
                     reporter.step(trainer.iteration, row | saver.metrics)
                     complaint = reporter.error or complaint or guards.step(trainer.iteration, row)
@@ -227,11 +229,13 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     """Rewards and lengths over all replicas, and how old the tokens are at a version: one SUM and one MAX over DP."""
     rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
     stopped = (batch.finish_reasons == 0).double()
-    ones = torch.ones_like(rewards)
+    ones = (~dropped(batch)).double()
     ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
-    columns = torch.stack([ones, rewards, rewards.square(), lengths, stopped, ages.sum(dim=1)])
-    count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
-    maxima = torch.stack([rewards.max(), -rewards.min(), ages.max()])
+    deciding = (group_advantages(batch.rewards, batch.group_ids, ones > 0) != 0).double()
+    columns = torch.stack([deciding, ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    decided, count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
+    ends = [torch.where(ones > 0, value, -torch.inf).max() for value in (rewards, -rewards)]
+    maxima = torch.stack([*ends, ages.max()])
     highest, lowest, oldest = all_reduce_max(maxima, groups.dp).tolist()
     mean = reward / count
     staleness = {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
@@ -240,6 +244,7 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
         "reward/std": max(squared / count - mean**2, 0.0) ** 0.5,
         "reward/max": highest,
         "reward/min": -lowest,
+        "reward/nonzero_advantages": decided / count,
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,

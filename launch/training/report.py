@@ -16,9 +16,9 @@ from megatron_rc.launch.environment import environment
 from megatron_rc.launch.resolved import as_mapping
 from megatron_rc.launch.rewards.rewarder import errors_file
 from megatron_rc.launch.rollouts.evaluation import in_words
+from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
-from megatron_rc.launch.training.bad_steps import bad_folder
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.shown import AVERAGED, bar_words, table, usual_names

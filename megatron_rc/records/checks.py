@@ -77,13 +77,16 @@ def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
         raise ValueError(f"{name} is on {value.device}, tokens on {tokens.device}: move the batch with to(device)")
 
 
-def check_values(columns: Mapping[str, Tensor], top_k: int, vocab_size: int | None) -> None:
+def check_values(
+    columns: Mapping[str, Tensor], top_k: int, vocab_size: int | None, *, allow_bad_log_probs: bool = False
+) -> None:
     """Everything that the tensors hold, in a batch whose structure is right.
 
     Args:
         columns: the tensors of the batch by the names of its fields.
         top_k: that of the sampling; with 1 every log-prob is 0.
         vocab_size: token ids lie below it; None: not checked.
+        allow_bad_log_probs: those at sampled tokens may be anything.
 
     Raises:
         ValueError: names the field, the sample and the position.
@@ -98,7 +101,8 @@ def check_values(columns: Mapping[str, Tensor], top_k: int, vocab_size: int | No
         expected = f"expected less than the vocabulary's {vocab_size}, padding included"
         _refuse(ids, tokens >= vocab_size, "the token id of {} is {}: " + expected, tokens)
     bad = mask & ~(values.isfinite() & (values <= POSITIVE_LIMIT))
-    _refuse(ids, bad, "the rollout log-prob of {} is {}: expected a finite number of at most 0", values)
+    if not allow_bad_log_probs:
+        _refuse(ids, bad, "the rollout log-prob of {} is {}: expected a finite number of at most 0", values)
     _refuse(ids, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
     _check_fillers(columns, top_k)
 

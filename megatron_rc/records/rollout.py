@@ -57,12 +57,20 @@ class RolloutBatch:
         """How many rows there are."""
         return len(self.tokens)
 
-    def validate(self, *, allow_truncated_sampling: bool = False, vocab_size: int | None = None) -> None:
+    def validate(
+        self,
+        *,
+        allow_truncated_sampling: bool = False,
+        vocab_size: int | None = None,
+        allow_bad_log_probs: bool = False,
+    ) -> None:
         """Check what can be checked on one host, before the records travel.
 
         Args:
             allow_truncated_sampling: accept top_p < 1 or top_k > 0, where the sampled distribution is not the policy.
             vocab_size: token ids must lie below it; None: not checked.
+            allow_bad_log_probs: accept NaN, infinite and positive ones, which a correction with ``bad_log_probs``
+                rejects and counts.
 
         Raises:
             TypeError: a field is no tensor.
@@ -70,7 +78,7 @@ class RolloutBatch:
         """
         self._check_structure()
         self.sampling.check(allow_truncated_sampling)
-        check_values(self.tensors(), self.sampling.top_k, vocab_size)
+        check_values(self.tensors(), self.sampling.top_k, vocab_size, allow_bad_log_probs=allow_bad_log_probs)
 
     def label_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
         """(labels, response_mask, rollout_log_probs), each [n, s]: position t speaks of token t + 1.

@@ -24,7 +24,9 @@ from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, VllmEngine, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.records.rollout import SamplingParams
+from tests.support.recorded_training import flags, run_config
 
 EOS, TOKENS = 1, 4
 QUICK = Retries(attempts=4, first_wait=0.01, longest_wait=0.05)
@@ -210,6 +212,12 @@ def generate_path(engine):
 
 def sample(engine, prompts=((5, 6),), tokens=TOKENS, **params):
     return engine.sample(prompts, SamplingParams(**params), tokens, seed=9)
+
+
+def sample_to_train_on(engine, folder):
+    """One response, as the trainer asks for it."""
+    samples = GoodSamples(run_config(flags(folder)), engine, replica=0)
+    return samples([[5, 6]], SamplingParams(), TOKENS, seed=9)
 
 
 def test_samples_are_the_servers_in_the_order_of_the_prompts(engine, server):
@@ -513,7 +521,7 @@ def test_vllm_answers_that_cannot_be_trained_on(server, tmp_path, fault, message
     engine.load_weights(weights().items(), 0)
     server.faults["/v1/completions"] = [fault]
     with pytest.raises(EngineError, match=message) as caught:
-        sample(engine)
+        sample_to_train_on(engine, tmp_path)
     assert server.paths().count("/v1/completions") == 1
     assert server.url in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -560,7 +568,7 @@ def test_sglang_answers_that_cannot_be_trained_on(server, tmp_path, fault, messa
     engine.load_weights(weights().items(), 0)
     server.faults["/generate"] = [fault]
     with pytest.raises(EngineError, match=message):
-        sample(engine)
+        sample_to_train_on(engine, tmp_path)
     assert server.paths().count("/generate") == 1
 
 

@@ -73,7 +73,8 @@ rollout-timeout rollout-attempts save-rollouts load-rollouts rollout-staleness a
 rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation loss-scale-factor
 ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers reward-timeout
 reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor sliding-window hf-model-type save-hf
-save-hf-interval bad-steps max-skipped-steps stop-if""".split()
+save-hf-interval bad-steps max-skipped-steps stop-if
+bad-samples bad-sample-attempts""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 
 

@@ -172,7 +172,7 @@ def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
         "--lr=1e4",
     ]
     (error,) = ranks.run(run_training, Layout(), [*words, "--train-iters=8"])
-    assert error.startswith("AgreedError: the last 6 steps left the model as it was (the gradient was 0: no reward")
+    assert error.startswith("AgreedError: the last 6 steps left the model as it was (their gradient was 0: a model")
     assert len(rows(tmp_path)) == 7
 
 

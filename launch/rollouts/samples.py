@@ -1,0 +1,122 @@
+"""Single responses that are not to be trained on: how they are told, and what is done about them.
+
+What all answers of an engine lack, or what its server refuses, is no matter of a sample: that raises in the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_rc.launch.engines import EngineError, Fault, RolloutEngine, Sample
+from megatron_rc.launch.engines.answers import derive_seed, fault_in_log_probs
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+
+BAD_FOLDER, SAMPLES_FILE = "bad", "samples.jsonl"
+_DROPPED = FINISH_REASONS.index("abort")
+# Added to the number of a try, so that its seed is that of no request.
+_TRIES_FROM = 1 << 32
+
+
+class GoodSamples:
+    """Asks an engine for responses, and does about bad ones what ``--bad-samples`` says. Nothing here is a collective.
+
+    Args:
+        config: of the run.
+        engine: of this replica.
+        replica: data-parallel rank.
+
+    Attributes:
+        bad: answers of the last call that were not to be trained on, those to second tries included.
+    """
+
+    def __init__(self, config: RunConfig, engine: RolloutEngine, replica: int) -> None:
+        self.config, self.engine, self.replica = config, engine, replica
+        self.policy, self.bad = config.guards.bad_samples, 0
+        self.file = bad_folder(config) / SAMPLES_FILE
+        engines = config.engine.rollout_url
+        self.name = engines.split(",")[replica] if engines else f"--rollout-engine {config.engine.rollout_engine}"
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, longest: int, seed: int
+    ) -> list[Sample]:
+        """One response for each prompt, in their order; one that is dropped has no token, and was aborted.
+
+        Raises:
+            EngineError: with ``--bad-samples stop``: a response is not to be trained on.
+        """
+        samples = self.engine.sample(prompts, params, longest, seed)
+        self.bad, tries = 0, self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
+        for number in range(tries + 1):
+            found = {index: self.fault_of(one, longest, index) for index, one in enumerate(samples)}
+            faults = {index: fault for index, fault in found.items() if fault is not None}
+            if faults and self.policy == "stop":
+                raise EngineError(next(iter(faults.values())).words)
+            self._write(faults, prompts, samples, number)
+            self.bad += len(faults)
+            if number == tries or not faults:
+                break
+            again = self.engine.sample(
+                [prompts[index] for index in faults], params, longest, derive_seed(seed, _TRIES_FROM + number)
+            )
+            for index, sample in zip(faults, again, strict=True):
+                samples[index] = sample
+        return [Sample([], [], "abort") if index in faults else one for index, one in enumerate(samples)]
+
+    def fault_of(self, sample: Sample, longest: int, index: int) -> Fault | None:
+        """What is wrong with the response to a prompt, if anything is."""
+        rejects, vocabulary = self.config.correction.bad_log_probs != "error", self.config.model.vocab_size
+        where = f"{self.name}, prompt {index}:"
+        if sample.fault is not None and not (sample.fault.is_in_log_probs and rejects):
+            return sample.fault
+        if not sample.token_ids:
+            return Fault(f"{where} the response is empty, expected at least one token")
+        if len(sample.token_ids) > longest:
+            return Fault(f"{where} {len(sample.token_ids)} tokens came, {longest} were asked for")
+        for position, token in enumerate(sample.token_ids):
+            if not 0 <= token < vocabulary:
+                return Fault(
+                    f"{where} response token {position} is {token}, expected less than the vocabulary's {vocabulary}: "
+                    "do the engine and the trainer use the same tokenizer?"
+                )
+        # Where nothing may be bad, the check of the whole record names the sample.
+        return None if rejects or self.policy == "stop" else fault_in_log_probs(sample.log_probs, where)
+
+    def _write(
+        self, faults: dict[int, Fault], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], number: int
+    ) -> None:
+        """A line in the run's folder for each."""
+        if not faults:
+            return
+        lines = []
+        for index, fault in faults.items():
+            one = samples[index]
+            what = {"weights": self.engine.version, "prompt": list(prompts[index]), "tokens": one.token_ids}
+            log_probs = [value if math.isfinite(value) else str(value) for value in one.log_probs]
+            where = {"replica": self.replica, "index": index, "try": number + 1, "error": fault.words}
+            stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            lines.append(json.dumps(stamp | where | what | {"log_probs": log_probs}) + "\n")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+        except OSError as error:
+            raise EngineError(
+                f"{self.file} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
+            ) from error
+
+
+def bad_folder(config: RunConfig) -> Path:
+    """Where bad samples and batches are."""
+    return Path(config.launch.runs_dir) / config.launch.run_name / BAD_FOLDER
+
+
+def dropped(batch: RolloutBatch) -> Tensor:
+    """[n] bool: the responses that were dropped: they have no token, and count in no reward."""
+    return (batch.finish_reasons == _DROPPED) & ~batch.response_mask.any(dim=1)

@@ -1,0 +1,245 @@
+"""Single bad responses: one ends the run, or costs that response alone, which is counted and written down."""
+
+import json
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import EngineError, Fault, Sample
+from megatron_rc.launch.engines.answers import make_asks, make_sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
+from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.records.rollout import SamplingParams, load_rollouts
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import VOCABULARY, flags, run_config
+
+LONGEST, PROMPTS = 4, [[1], [2], [3]]
+GOOD = Sample([3, 4], [-1.0, -2.0], "stop")
+BAD = {
+    "id": (
+        Sample([3, VOCABULARY], [-1.0, -1.0], "stop"),
+        "response token 1 is 13, expected less than the vocabulary's 13",
+    ),
+    "negative": (Sample([-1, 3], [-1.0, -1.0], "stop"), "response token 0 is -1, expected less than"),
+    "empty": (Sample([], [], "stop"), "the response is empty"),
+    "long": (Sample([3] * 5, [-1.0] * 5, "length"), "5 tokens came, 4 were asked for"),
+    "server": (Sample([3], [-1.0], "stop", Fault("http://a: it says so")), "http://a: it says so"),
+}
+LOG_PROBS = {
+    "nan": (Sample([3, 4], [-1.0, math.nan], "stop"), "the log-prob of response token 1 is nan, expected a finite"),
+    "infinite": (Sample([3], [-math.inf], "stop"), "the log-prob of response token 0 is -inf"),
+    "positive": (Sample([3], [0.5], "stop"), "the log-prob of response token 0 is 0.5"),
+}
+
+
+class Engine:
+    """Gives what it is told, one list a call."""
+
+    version = 7
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        self.asked.append((prompts, seed))
+        return self.answers.pop(0)
+
+
+def good_samples(tmp_path, engine, *words):
+    return GoodSamples(run_config(flags(tmp_path, "--run-name=run", *words)), engine, replica=1)
+
+
+def ask(samples):
+    return samples(PROMPTS, SamplingParams(), LONGEST, 5)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_response_ends_the_run(tmp_path, kind):
+    bad, words = BAD[kind]
+    with pytest.raises(EngineError) as error:
+        ask(good_samples(tmp_path, Engine([GOOD, bad, GOOD])))
+    assert words in str(error.value)
+    assert kind == "server" or str(error.value).startswith("--rollout-engine transformers, prompt 1: ")
+    assert not (tmp_path / "run" / "bad").exists()
+
+
+@pytest.mark.parametrize("kind", BAD | LOG_PROBS)
+def test_a_bad_response_can_be_dropped_and_is_written_down(tmp_path, kind):
+    bad, words = (BAD | LOG_PROBS)[kind]
+    samples = good_samples(tmp_path, engine := Engine([GOOD, bad, GOOD]), "--bad-samples=drop")
+    assert ask(samples) == [GOOD, Sample([], [], "abort"), GOOD]
+    assert (samples.bad, len(engine.asked)) == (1, 1)
+    line = json.loads((tmp_path / "run" / "bad" / "samples.jsonl").read_text())
+    assert words in line["error"]
+    assert (line["replica"], line["index"], line["try"], line["weights"], line["prompt"]) == (1, 1, 1, 7, [2])
+    assert line["tokens"] == bad.token_ids
+    assert len(line["log_probs"]) == len(bad.log_probs)
+
+
+def test_a_bad_response_can_be_sampled_again(tmp_path):
+    bad, (other, _) = BAD["id"][0], BAD["long"]
+    engine = Engine([bad, GOOD, bad], [GOOD, other], [bad])
+    samples = good_samples(tmp_path, engine, "--bad-samples=resample", "--bad-sample-attempts=2")
+    assert ask(samples) == [GOOD, GOOD, Sample([], [], "abort")]
+    assert samples.bad == 4
+    assert [prompts for prompts, _ in engine.asked] == [PROMPTS, [[1], [3]], [[3]]]
+    assert len({seed for _, seed in engine.asked}) == 3
+    lines = [json.loads(line) for line in (tmp_path / "run" / "bad" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["prompt"], line["try"]) for line in lines] == [([1], 1), ([3], 1), ([3], 2), ([3], 3)]
+
+
+@pytest.mark.parametrize("kind", LOG_PROBS)
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_log_probs_that_the_correction_rejects_are_no_matter_of_the_sample(tmp_path, kind, policy):
+    bad, _ = LOG_PROBS[kind]
+    words = ("--bad-log-probs=reject_token", f"--bad-samples={policy}")
+    assert ask(good_samples(tmp_path, Engine([GOOD, bad]), *words)) == [GOOD, bad]
+    for fault in (Fault("not finite", is_in_log_probs=True), None):
+        of_server = Sample([3], [math.nan], "stop", fault)
+        assert ask(good_samples(tmp_path, Engine([of_server]), *words)) == [of_server]
+
+
+def test_what_a_server_says_wrongly_is_a_fault_of_that_answer_alone():
+    (ask_one,) = make_asks([[1]], SamplingParams(), LONGEST, 0, eos_token_id=9)
+    good = make_sample(ask_one, [3, 9], [-1.0, -2.0], "stop", "http://a")
+    assert good == Sample([3, 9], [-1.0, -2.0], "stop")
+    for value in (None, "much", -9999.0, 0.5, True, math.nan):
+        sample = make_sample(ask_one, [3, 9], [-1.0, value], "stop", "http://a")
+        assert sample.fault.is_in_log_probs
+        assert sample.fault.words.startswith(
+            f"http://a, prompt 0: the log-prob of response token 1 is {value}, expected a finite"
+        )
+        assert math.isnan(sample.log_probs[1])
+    for tokens, words in (([3] * 5, "5 tokens came, 4 were asked for"), ([], "token ids are [], expected a list of")):
+        sample = make_sample(ask_one, tokens, [-1.0] * len(tokens), "length", "http://a")
+        assert words in sample.fault.words
+        assert not sample.fault.is_in_log_probs
+    with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
+        make_sample(ask_one, [3, 9], [-1.0], "stop", "http://a")
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path):
+    samples = good_samples(tmp_path, Engine([BAD["id"][0]]), "--bad-samples=drop")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "bad").write_text("")
+    with pytest.raises(EngineError, match=r"run/bad/samples.jsonl cannot be written \(.*\): make room, or choose"):
+        ask(samples)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--bad-samples=skip"], "invalid choice: 'skip'"),
+        (["--bad-sample-attempts=2"], "--bad-sample-attempts 2 does nothing with --bad-samples stop: drop it, or use"),
+        (
+            ["--bad-samples=drop", "--bad-sample-attempts=2"],
+            "--bad-sample-attempts 2 does nothing with --bad-samples drop",
+        ),
+        (["--bad-samples=resample", "--bad-sample-attempts=0"], "--bad-sample-attempts 0 must be positive"),
+        (["--bad-samples=drop", "--load-rollouts=x"], "--bad-samples drop does nothing with --load-rollouts x"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError) as error:
+        run_config(flags(tmp_path, *more))
+    assert message in str(error.value)
+
+
+def test_dropped_responses_are_in_no_baseline():
+    rewards, groups = torch.tensor([1.0, 3.0, 0.0, 5.0, 0.0, 2.0]), torch.tensor([0, 0, 0, 1, 1, 2])
+    kept = torch.tensor([True, True, False, True, False, True])
+    whole = group_advantages(rewards[:2], groups[:2])
+    # Of two responses to a prompt one is left: nothing says how good it is. One that was alone keeps its reward.
+    expected = [*whole.tolist(), 0, 0, 0, 2 / (1 + 1e-6)]
+    assert group_advantages(rewards, groups, kept).tolist() == pytest.approx(expected)
+
+
+def train_with_bad_samples(words, share, fault):
+    """A run whose real engine gives some bad responses on the last replica."""
+    from megatron_rc.launch.rollouts import collector
+
+    make = collector.make_engine
+
+    def spoilt(config, eos, pad, replica):
+        engine = make(config, eos, pad, replica)
+        sample = engine.sample
+
+        def some(prompts, *args):
+            samples = sample(prompts, *args)
+            # The check after a weight sync asks for other numbers of responses.
+            if replica == 1 and len(prompts) == 8:
+                samples[: int(share * 8)] = [fault] * int(share * 8)
+            return samples
+
+        engine.sample = some
+        return engine
+
+    with mock.patch.object(collector, "make_engine", spoilt):
+        return run_training(words)
+
+
+def test_a_bad_response_costs_that_response_on_all_ranks(ranks, tmp_path):
+    layout = Layout(dp=2, tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", f"--save-rollouts={tmp_path}/records")
+    words += ["--rl-use-sequence-packing"]
+    bad = BAD["id"][0]
+    errors = ranks.run(train_with_bad_samples, layout, words, 0.5, bad)
+    assert set(errors) == {errors[0]}
+    assert errors[0].startswith(
+        "AgreedError: the rollout of step 0 failed: EngineError: prompt 0: response token 1 is 13"
+    )
+    assert ranks.run(train_with_bad_samples, layout, [*words, "--bad-samples=drop"], 0.5, bad) == [None] * 4
+    first, second = rows(tmp_path)
+    assert (first["rollout/bad_samples"], first["rollout/dropped_samples"]) == (4, 4)
+    assert second["skipped_steps"] == 0
+    batches = [
+        load_rollouts(tmp_path / "records" / f"step-0000000-replica-000{replica}.safetensors") for replica in (0, 1)
+    ]
+    assert [dropped(batch).tolist() for batch in batches] == [[False] * 8, [True] * 4 + [False] * 4]
+    kept = torch.cat([batch.rewards[~dropped(batch)] for batch in batches]).double()
+    assert first["reward/mean"] == pytest.approx(kept.mean().item())
+    assert first["reward/min"] == kept.min()
+    assert first["rollout/response_length"] == sum(int(batch.response_mask.sum()) for batch in batches) / len(kept)
+    lost = ranks.run(
+        train_with_bad_samples, layout, [*words, "--bad-samples=resample", "--grpo-iterations=2"], 1.0, bad
+    )
+    assert lost == [None] * 4, "half of the batch is enough"
+
+
+def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", "--bad-samples=drop", "--seq-length=8")
+    errors = ranks.run(lose_all, layout, [*words, "--max-response-length=4"])
+    assert set(errors) == {
+        "AgreedError: the rollout of step 0 failed: 16 of its 16 responses were left out, more than half, see "
+        f"{tmp_path}/run/bad: mend the engine"
+    }
+
+
+def lose_all(words):
+    """All responses have a log-prob of a token that the vocabulary lacks, but those of the check of the weights."""
+    from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+
+    sample = TransformersEngine.sample
+
+    def spoilt(engine, prompts, params, longest, seed):
+        found = sample(engine, prompts, params, longest, seed)
+        return found if seed < 10_000 else [BAD["negative"][0]] * len(found)
+
+    with mock.patch.object(TransformersEngine, "sample", spoilt):
+        return run_training([*words, "--seed=10000"])
+
+
+@pytest.mark.parametrize("policy", ["reject_token", "reject_sequence"])
+def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--bad-log-probs={policy}")
+    assert ranks.run(train_with_bad_samples, layout, words, 0.5, LOG_PROBS["nan"][0]) == [None] * 2
+    (row,) = rows(tmp_path)
+    assert row["rollout_corr/bad_log_probs"] == 4
+    assert math.isfinite(row["grad_norm"])
+    assert row["rollout/dropped_samples"] == 0
