@@ -59,7 +59,7 @@ test-fast: $(INSTALLED)
 # What takes minutes each: thousands of steps, real kills, servers and disks that fail. No two at once: they count time.
 test-long: $(INSTALLED)
 	@echo "== the long tests"
-	$(VENV)/bin/python -m pytest -m long --timeout 3600 --durations 0 --log-cli-level INFO
+	$(VENV)/bin/python -m pytest -m long --durations 0 --log-cli-level INFO
 
 # Spoilt files and answers for every reader, for as many minutes as MINUTES says.
 fuzz: $(INSTALLED)

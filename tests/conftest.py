@@ -27,5 +27,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.startswith("tests/long/"):
             item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.timeout(3600), append=False)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from tests.support.runs import children, launch, read, start, wait_for
+from tests.support.runs import children, launch, rows_of, start, wait_for
 
 STEPS = 1000
 WARM = 200  # steps after which caches, and what is loaded at first use, are there
@@ -19,19 +19,19 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path):
     words = ["--nproc-per-node=4", "--config=count_up", f"--train-iters={STEPS}", f"--lr-decay-iters={STEPS}"]
     with (tmp_path / "log").open("w") as log:
         process = start(launch(*words, f"--runs-dir={tmp_path}"), stdout=log, stderr=log)
-    metrics = tmp_path / "count_up" / "metrics.jsonl"
-    wait_for(lambda: metrics.is_file() and metrics.read_text(), process, 300)
+    folder = tmp_path / "count_up"
+    wait_for(lambda: rows_of(folder), process, 300)
     ranks = [psutil.Process(pid) for pid in children(process.pid)]
     assert len(ranks) == 4
     seen, begun = [], time.monotonic()
     while process.poll() is None:
         assert time.monotonic() - begun < SECONDS
-        step = len(metrics.read_bytes().splitlines())
+        step = rows_of(folder)
         if step < STEPS - 10:  # not what the end of a run does
             seen.append((step, [held(rank) for rank in ranks]))
         time.sleep(0.2)
     assert process.returncode == 0, (tmp_path / "log").read_text()
-    assert len(read(tmp_path / "count_up")) == STEPS
+    assert rows_of(folder) == STEPS
     slopes = [slope_of([(step, values[rank][0]) for step, values in seen]) for rank in range(4)]
     logging.info("bytes a step: %s, after %.0f s", [round(slope) for slope in slopes], time.monotonic() - begun)
     assert max(slopes) <= SLOPE

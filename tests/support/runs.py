@@ -49,6 +49,17 @@ def read(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def steps(folder):
+    """The rows without what differs from run to run: times."""
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in read(folder)]
+
+
+def rows_of(folder):
+    """How many rows there are by now."""
+    metrics = folder / "metrics.jsonl"
+    return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
+
+
 def wait_for(condition, process, seconds=60):
     begun = time.monotonic()
     while not condition():
