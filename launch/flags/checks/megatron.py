@@ -21,7 +21,6 @@ from megatron_rc.launch.run_config.megatron_configs import (
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
 
-_OF_ENGINE = re.compile(r"\bTE\b|transformer.?engine", re.IGNORECASE)
 # Patterns of fields, and why they may have Megatron's default alone.
 _REFUSED: tuple[tuple[str, str], ...] = (
     (
@@ -135,7 +134,8 @@ def check_megatron(config: RunConfig) -> None:
             if re.fullmatch(names, name) and not is_there(config):
                 raise ConfigurationError(f"{field.as_flag(value)} does nothing {remedy}")
     _check_numbers(config)
-    if config.megatron.given:
+    # Settings for other machines, which have Transformer Engine, are not Megatron's to judge without it.
+    if config.megatron.given and (has_module("transformer_engine") or not _has_engine(config)):
         _build(config, [field.as_flag(value) for field, value in chosen.values()])
 
 
@@ -276,6 +276,11 @@ def _check_numbers(config: RunConfig) -> None:
             "--bias-activation-fusion without --swiglu would make GELU its tanh approximation: drop it, and give "
             "--openai-gelu where that is wanted"
         )
+    for module in given.get("recompute_modules", ()):
+        if module in ("layernorm", "moe_act", "mla_up_proj") and not _has_engine(config):
+            raise ConfigurationError(
+                f"--recompute-modules {module} needs --transformer-impl transformer_engine: use core_attn, mlp or moe"
+            )
     if given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed":
         raise ConfigurationError(
             f"--fp8-format {given['fp8']} with --fp8-recipe delayed takes its scales from earlier passes: π_old and "
@@ -291,9 +296,6 @@ def _build(config: RunConfig, flags: list[str]) -> None:
             build(config)
     except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        if _has_engine(config) and not has_module("transformer_engine") and _OF_ENGINE.search(reason):
-            # The settings are for other machines, which have it.
-            return
         raise ConfigurationError(f"Megatron-Core refuses {', '.join(flags)}: {reason}") from error
     finally:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
