@@ -34,7 +34,7 @@ _KITCHEN = "belongs to a library that is not published"
 NOT_FLAGS: dict[str, str] = {
     **dict.fromkeys(
         "virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm batch_p2p_sync "
-        "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads fp16 bf16".split(),
+        "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads bf16".split(),
         _BY_LAUNCHER,
     ),
     **dict.fromkeys(

@@ -37,6 +37,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         "changes the router between two steps in ways that no engine follows; drop it",
     ),
     ("mtp_.*", "trains heads for further tokens with a loss of their own, and PPO has none; drop it"),
+    ("fp16", "needs a scaled loss, and skips the steps that overflow, which is not here: use --bf16"),
     (
         "loss_scale|initial_loss_scale|min_loss_scale|loss_scale_window|hysteresis",
         "scales the loss for --fp16, which is not here: use --bf16, which needs no scale",

@@ -1,0 +1,93 @@
+"""The parser that newer releases of Megatron-Core bring has the same flags; ``make test-latest`` runs this."""
+
+import argparse
+import re
+
+import pytest
+
+from megatron_rc.launch.flags.checks.megatron import _REFUSED
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.run_config import passed_through
+from megatron_rc.launch.run_config.megatron_fields import NOT_FLAGS
+from tests.launch.flags.test_megatron_fields import megatrons
+
+arguments = pytest.importorskip("megatron.training.arguments", reason="this Megatron-Core brings no parser")
+
+# Fields that the parser has no flag for, and a flag here.
+ONLY_HERE = {
+    "store_param_remainders": "goes with --use-precision-aware-optimizer, whose other fields have flags",
+    "decoupled_weight_decay": "Adam or AdamW is a choice that a run may want to make",
+}
+FUSION = "a fused kernel is used where it is asked for: local layers and the CPU have none"
+OTHER_DEFAULTS = {
+    "gradient_accumulation_fusion": "on where apex's extension is installed",
+    "overlap_p2p_comm": "on with virtual stages, which is where it does something",
+    "bias_activation_fusion": FUSION,
+    "masked_softmax_fusion": FUSION,
+    "bias_dropout_fusion": FUSION,
+    "apply_rope_fusion": FUSION,
+    "cp_comm_type": "the dataclass's None is p2p too",
+    "grad_reduce_in_fp32": "gradients are summed in float32 unless --grad-reduce-in-bf16 is given",
+}
+# Flags of fields that this parser has not.
+ONLY_THEIRS = {
+    "inference-cuda-graph-scope": "of inference by Megatron",
+    "mamba-training-ssm-states-dtype": "of another kind of model",
+    "megatron-fsdp-grad-comm-dtype": "of Megatron-FSDP",
+    "megatron-fsdp-main-grads-dtype": "of Megatron-FSDP",
+    "megatron-fsdp-main-params-dtype": "of Megatron-FSDP",
+    "window-size": "a pair; --sliding-window is the published model's",
+}
+
+
+def theirs():
+    """Megatron-LM's actions by flag, without dashes."""
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {text[2:]: action for action in parser._actions for text in action.option_strings}
+
+
+def is_refused(name):
+    return any(re.fullmatch(names, name) for names, _ in _REFUSED)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """(field, Megatron-LM's action) of every field that both have a flag for; refused ones are theirs by name alone."""
+    known = theirs()
+    found = {name: [known[flag] for flag in (*field.on, *field.off) if flag in known] for name, field in FIELDS.items()}
+    return {name: (FIELDS[name], actions[0]) for name, actions in found.items() if actions}
+
+
+FIELDS = passed_through()
+
+
+def test_names(pairs):
+    assert {name for name in FIELDS if name not in pairs and not is_refused(name)} == set(ONLY_HERE)
+    known, mine = theirs(), {text[2:] for action in build_parser()._actions for text in action.option_strings}
+    fields = megatrons()
+    missing = {flag for flag, action in known.items() if flag not in mine and action.dest in fields}
+    assert {flag for flag in missing if known[flag].dest not in NOT_FLAGS} == set(ONLY_THEIRS)
+
+
+def test_defaults(pairs):
+    """None, an empty list and an empty string are the same: nothing."""
+    wrong = set()
+    for name, (field, action) in pairs.items():
+        default = getattr(action.default, "name", action.default)
+        if not is_refused(name) and default != field.default and (default or field.default):
+            wrong.add(name)
+    assert wrong == set(OTHER_DEFAULTS)
+
+
+def test_types(pairs):
+    for name, (field, action) in pairs.items():
+        if is_refused(name):
+            continue
+        if action.nargs == 0:
+            assert field.kind is bool, name
+        elif field.choices:
+            assert {getattr(one, "name", one) for one in action.choices} == set(field.choices), name
+        else:
+            # A function of Megatron-LM's reads patterns of layers.
+            assert action.type is field.kind or field.kind.__name__ == "number_or_pattern", name
+        assert (action.nargs == "+") == field.many, name
