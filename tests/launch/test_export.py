@@ -364,8 +364,10 @@ def test_what_stands_beside_the_directory_is_left_alone(home, tmp_path):
     assert {(tmp_path / name / "model.safetensors").read_text() for name in ("out.old", "out.part")} == {"mine"}
 
 
-def test_a_directory_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    target, part, old = (tmp_path / name for name in ("out", "new", "old"))
+def test_a_directory_that_cannot_be_replaced_stays(tmp_path):
+    target, own = tmp_path / "out", tmp_path / "own"
+    part, old = own / "new", own / "old"
+    own.mkdir()
     target.mkdir()
     (target / "config.json").write_text("old")
     with pytest.raises(FileNotFoundError):
@@ -373,8 +375,9 @@ def test_a_directory_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
     assert (target / "config.json").read_text() == "old"
     part.mkdir()
     hugging_face._put_in_place(part, target, old)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert not list(target.iterdir())
+    # Not under the name that keeps the export's own folder from being removed.
+    assert [path.name for path in own.iterdir()] == ["replaced"]
 
 
 def test_a_model_without_a_padding_token_stays_without_one(home, tmp_path):
