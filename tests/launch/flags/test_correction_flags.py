@@ -1,6 +1,5 @@
 """The correction that flags make of the launch file ``count_up``, which has a preset and a criterion of its own."""
 
-import logging
 import re
 
 import pytest
@@ -101,11 +100,8 @@ def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_th
 
 def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("megatron_rc.launch.__main__.run_ranks", lambda words: Outcome(0))
-    try:
-        with pytest.raises(SystemExit):
-            main(flags(tmp_path, *IN_THE_LOSS[0]))
-    finally:
-        logging.getLogger("megatron_rc").setLevel(logging.NOTSET)
+    with pytest.raises(SystemExit):
+        main(flags(tmp_path, *IN_THE_LOSS[0]))
     assert not caplog.records
 
 
