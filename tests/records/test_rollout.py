@@ -256,6 +256,18 @@ def test_fillers_in_place_of_log_probs_are_refused():
         zeros(5, rows=[0, 1]).validate()
 
 
+def test_log_probs_that_a_correction_rejects_can_be_allowed():
+    batch = example()
+    for value in (math.nan, math.inf, -math.inf, 0.5):
+        batch.rollout_log_probs[0, 2] = value
+        with pytest.raises(ValueError, match="the rollout log-prob of sample 7, token 2 is"):
+            batch.validate()
+        batch.validate(allow_bad_log_probs=True)
+    batch.policy_versions[0, 2] = -1
+    with pytest.raises(ValueError, match="the policy version of sample 7"):
+        batch.validate(allow_bad_log_probs=True)
+
+
 def test_certain_tokens_are_no_fillers():
     zeros(8, rows=[1]).validate()
     zeros(4, rows=[0, 1]).validate()

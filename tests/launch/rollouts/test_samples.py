@@ -36,6 +36,9 @@ LOG_PROBS = {
 }
 
 
+NOT_FINITE = "the rollout log-prob of sample 8, token 3 is nan: expected a finite number of at most 0"
+
+
 class Engine:
     """Gives what it is told, one list a call."""
 
@@ -224,8 +227,17 @@ def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
 def test_an_engines_nan_is_rejected_by_the_correction(ranks, tmp_path, policy):
     layout = Layout(dp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--bad-log-probs={policy}")
-    assert ranks.run(train_with_bad_samples, layout, words, 0.5, LOG_PROBS["nan"][0]) == [None] * 2
+    save = f"--save-rollouts={tmp_path}/records"
+    assert ranks.run(train_with_bad_samples, layout, [*words, save], 0.5, LOG_PROBS["nan"][0]) == [None] * 2
     (row,) = rows(tmp_path)
     assert row["rollout_corr/bad_log_probs"] == 4
     assert math.isfinite(row["grad_norm"])
     assert row["rollout/dropped_samples"] == 0
+    # Recorded ones too.
+    assert (
+        ranks.run(run_training, layout, [*words[:-1], f"--load-rollouts={tmp_path}/records"])
+        == [f"AgreedError: the rollout of step 0 failed: ValueError: {NOT_FINITE}"] * 2
+    )
+    assert ranks.run(run_training, layout, [*words, f"--load-rollouts={tmp_path}/records"]) == [None] * 2
+    (again,) = rows(tmp_path)
+    assert [again[name] for name in ("rollout_corr/bad_log_probs", "grad_norm")] == [4, row["grad_norm"]]
