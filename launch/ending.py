@@ -18,6 +18,8 @@ FOLDER = "MEGATRON_RC_ENDINGS"
 _PR_SET_PDEATHSIG = 1
 # torchrun's number of this start of the ranks, from 0.
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+# Exit code of a run that a condition of the user's ended: it is meant, and never started again.
+GUARD = 3
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,9 @@ def run_ranks(words: Sequence[str]) -> Outcome:
 
 def finished(endings: list[Ending]) -> Outcome:
     """The end of a run whose ranks all ended well; a signal may have come to one of them, or to another machine."""
+    for ending in endings:
+        if ending.error is not None:  # a guard's
+            return Outcome(ending.code, f"error: {ending.error}")
     if all(ending.kept for ending in endings):
         return Outcome(0)
     return Outcome(FAILURE, f"error: a rank was told to stop, and {_NOT_KEPT}")

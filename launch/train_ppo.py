@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import ATTEMPT, end_forks_with_this_process, tell_ending, tell_start
+from megatron_rc.launch.ending import ATTEMPT, GUARD, end_forks_with_this_process, tell_ending, tell_start
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
@@ -97,6 +97,9 @@ def end_together(message: str, code: int) -> NoReturn:
     when all have ended.
     """
     is_told = tell_ending(error=message, code=code)
+    if is_told and code == GUARD:
+        # torchrun would start ranks that failed again; the launcher gives the code.
+        sys.exit(0)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
         time.sleep(WAIT_SECONDS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.ending import GUARD
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
 
@@ -29,7 +30,7 @@ _OTHERWISE = "see docs/metrics.md for what moves it"
 class GuardError(AgreedError):
     """A condition of ``--stop-if`` holds; the weights are good."""
 
-    code = 3
+    code = GUARD
 
 
 class Guards:
