@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.records.rollout import SamplingParams
-from tests.launch.engines.test_servers import Server
+from tests.support.rollout_servers import Server
 
 
 class EngineServer(Server):

@@ -1,217 +1,32 @@
-"""Rollout servers over HTTP: what is sent, what is retried, what is refused. A server in a thread plays their part."""
+"""Rollout servers over HTTP: what is sent, and which answers and weights are refused."""
 
-import functools
-import json
-import logging
 import os
-import socket
 import threading
 import time
-import traceback
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import derive_seed
-from megatron_rc.launch.engines.http_client import HttpClient
 from megatron_rc.launch.engines.model_directory import ModelDirectory
-from megatron_rc.launch.engines.requests import Retries
 from megatron_rc.launch.engines.sglang_server import SglangServerEngine
 from megatron_rc.launch.engines.vllm_engine import TORCHRUN, VllmEngine, without_torchrun
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.records.rollout import SamplingParams
 from tests.support.recorded_training import flags, run_config
-
-EOS, TOKENS = 1, 4
-QUICK = Retries(attempts=4, first_wait=0.01, longest_wait=0.05)
-CONFIG = LlamaConfig(
-    vocab_size=13,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    tie_word_embeddings=True,
+from tests.support.rollout_servers import (
+    CONFIG,
+    EOS,
+    GENERATE,
+    TOKENS,
+    draw,
+    generate_path,
+    make_engine,
+    running,
+    sample,
+    weights,
 )
-GENERATE = {VllmServerEngine: "/v1/completions", SglangServerEngine: "/generate"}
-
-
-class Server(ThreadingHTTPServer):
-    """Answers as vLLM 0.32 and SGLang 0.5 document it; tokens and log-probs follow from prompt and seed.
-
-    Attributes:
-        seen: (path, body) of all requests.
-        faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
-        always: a function that changes every answer of a path.
-        most: requests that were under way at once.
-        connections: that were made.
-        hold: seconds that a response takes.
-        breaks: connections end without an answer.
-    """
-
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, port=0):
-        super().__init__(("127.0.0.1", port), Handler)
-        self.lock = threading.Lock()
-        self.seen, self.faults, self.always = [], {}, {}
-        self.most = self.now = self.connections = 0
-        self.hold, self.version, self.breaks = 0.0, "default", False
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-
-    def paths(self):
-        return [path for path, _ in self.seen]
-
-    def handle_error(self, request, address):
-        """A client that gave up is no error."""
-
-    def respond(self, path, body):
-        """(status, answer) for one request."""
-        if self.breaks:
-            raise ConnectionResetError
-        with self.lock:
-            self.seen.append((path, body))
-            fault = self.faults[path].pop(0) if self.faults.get(path) else None
-            self.now += 1
-            self.most = max(self.most, self.now)
-        time.sleep(self.hold if path in GENERATE.values() else 0)
-        with self.lock:
-            self.now -= 1
-        if isinstance(fault, float):
-            time.sleep(fault)
-        if isinstance(fault, tuple):
-            return fault
-        answer = self.answer(path, body)
-        for change in (self.always.get(path), fault if callable(fault) else None):
-            answer = change(answer) if change else answer
-        return 200, answer
-
-    def answer(self, path, body):
-        match path:
-            case "/v1/models":
-                return {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
-            case "/server_info":
-                return {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
-            case "/update_weight_version":
-                self.version = body["new_version"]
-            case "/weight_info":
-                return {"weight_version": self.version}
-            case "/collective_rpc":
-                return {"results": [None]}
-            case "/reset_prefix_cache":
-                return {"success": True}
-            case "/update_weights_from_disk":
-                self.version = body["weight_version"]
-                return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-            case "/v1/completions":
-                return completion(body)
-            case "/generate":
-                return generation(body, self.version)
-        return {}
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def setup(self):
-        super().setup()
-        self.server.connections += 1
-
-    def do_GET(self):
-        self.do_POST()
-
-    def do_POST(self):
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
-        status, answer = self.server.respond(self.path.partition("?")[0], body)
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *words):
-        pass
-
-
-def draw(prompt, seed, count):
-    """Tokens that are no end of text, and log-probs."""
-    tokens = [2 + (prompt[-1] + seed + step) % 11 for step in range(count)]
-    return tokens, [-0.25 - 0.001 * token for token in tokens]
-
-
-def completion(body):
-    tokens, values = draw(body["prompt"], body["seed"], body["max_tokens"])
-    logprobs = {"text_offset": [], "token_logprobs": values, "tokens": [f"token_id:{t}" for t in tokens]}
-    choice = {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
-    choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
-    return {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice]}
-
-
-def generation(body, version):
-    sampling = body["sampling_params"]
-    tokens, values = draw(body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"])
-    pairs = [[value, token, None] for token, value in zip(tokens, values, strict=True)]
-    meta = {"id": "0", "finish_reason": {"type": "length", "length": len(tokens)}, "weight_version": version}
-    meta |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(tokens), "output_token_logprobs": pairs}
-    meta["output_top_logprobs"] = [[[-0.5 / sampling["temperature"], 3, None]]]
-    return {"text": "", "output_ids": tokens, "meta_info": meta}
-
-
-@pytest.fixture
-def server():
-    with running() as started:
-        yield started
-
-
-@contextmanager
-def running(port=0):
-    started = Server(port)
-    thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield started
-    started.shutdown()
-    thread.join()
-    started.server_close()
-
-
-def random_weights(config, seed):
-    torch.manual_seed(seed)
-    return dict(AutoModelForCausalLM.from_config(config).named_parameters())
-
-
-@functools.cache
-def weights(seed=0):
-    return random_weights(CONFIG, seed)
-
-
-def make_engine(kind, server, folder, **more):
-    client = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
-    return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=0.3, **more)
-
-
-@pytest.fixture(params=GENERATE, ids=["vllm", "sglang"])
-def engine(request, server, tmp_path):
-    made = make_engine(request.param, server, tmp_path)
-    made.load_weights(weights().items(), 3)
-    server.seen.clear()
-    return made
-
-
-def generate_path(engine):
-    return GENERATE[type(engine)]
-
-
-def sample(engine, prompts=((5, 6),), tokens=TOKENS, **params):
-    return engine.sample(prompts, SamplingParams(**params), tokens, seed=9)
 
 
 def sample_to_train_on(engine, folder):
@@ -229,22 +44,6 @@ def test_samples_are_the_servers_in_the_order_of_the_prompts(engine, server):
     assert 8 <= server.most <= engine.concurrency == 64
 
 
-def test_connections_are_kept_for_the_next_request(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
-    engine.load_weights(weights().items(), 0)
-    before = server.connections
-    sample(engine, [[2]] * 30)
-    assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
-
-
-def test_requests_under_way_are_bounded(server, tmp_path):
-    server.hold = 0.05
-    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
-    engine.load_weights(weights().items(), 0)
-    sample(engine, [[2]] * 12)
-    assert server.most == 3
-
-
 def test_every_sampling_parameter_is_named(engine, server):
     """What a request leaves out, a server takes from the model's generation_config.json."""
     sample(engine, temperature=0.6)
@@ -260,162 +59,6 @@ def test_seeds_differ_between_prompts_and_steps():
     seeds = {derive_seed(seed, index) for seed in range(30) for index in range(100)}
     assert len(seeds) == 3000
     assert all(0 <= seed < 2**31 for seed in seeds)
-
-
-@pytest.mark.parametrize("fault", [(500, b"oops"), (503, b""), (429, b"busy")], ids=["500", "503", "429"])
-def test_a_passing_fault_is_retried(engine, server, fault):
-    server.faults[generate_path(engine)] = [fault, fault]
-    (got,) = sample(engine)
-    assert got.token_ids == draw([5, 6], derive_seed(9, 0), TOKENS)[0]
-    assert server.paths().count(generate_path(engine)) == 3
-    asked = {json.dumps(body) for path, body in server.seen if path == generate_path(engine)}
-    assert len(asked) == 1, "a retry asks the same, seed included"
-
-
-def test_retries_are_bounded(engine, server):
-    server.faults[generate_path(engine)] = [(500, b"out of\n memory")] * 99
-    with pytest.raises(EngineError, match=r"failed 4 times, at last with status 500: out of memory: check that"):
-        sample(engine)
-    assert server.paths().count(generate_path(engine)) == QUICK.attempts
-
-
-def test_a_refusal_is_not_retried(engine, server):
-    server.faults[generate_path(engine)] = [(400, b"maximum context length is 8")]
-    with pytest.raises(EngineError, match="refused the request with status 400: maximum context length is 8"):
-        sample(engine)
-    assert len(server.seen) == 1
-
-
-def test_the_first_error_ends_the_batch(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=2)
-    engine.load_weights(weights().items(), 0)
-    server.faults["/v1/completions"] = [(400, b"no")]
-    server.hold = 0.01
-    with pytest.raises(EngineError, match="status 400"):
-        sample(engine, [[2]] * 200)
-    assert server.paths().count("/v1/completions") < 100
-
-
-def test_the_first_error_ends_those_under_way(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
-    server.faults["/v1/completions"] = [3.0, 3.0, (400, b"no")]
-    begun = time.monotonic()
-    with pytest.raises(EngineError, match="status 400"):
-        sample(engine, [[2]] * 3)
-    assert time.monotonic() - begun < 2
-
-
-def test_waits_double_are_bounded_and_heed_the_server():
-    retries = Retries(first_wait=1.0, longest_wait=8.0)
-    for failures, longest in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0)):
-        assert longest / 2 <= retries.wait(failures, 0) <= longest
-    assert retries.wait(9, 0) == 8
-    assert retries.wait(1, 5) == 5
-    assert retries.wait(1, 500) == 8
-
-
-LATE = r"/v1/completions gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
-
-
-def test_a_silent_server_is_an_error_in_time(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
-    engine.load_weights(weights().items(), 0)
-    server.faults["/v1/completions"] = [1.5]
-    start = time.monotonic()
-    with pytest.raises(EngineError, match=LATE):
-        sample(engine)
-    assert time.monotonic() - start < 1.4
-    assert server.paths().count("/v1/completions") == 1
-
-
-@contextmanager
-def raw_server(begin, part, pause):
-    """Answers whatever it is sent with ``begin`` and then, without an end, with ``part``; yields url and bytes sent."""
-    sent = [0]
-
-    def answer(connection):
-        with connection, suppress(OSError):
-            connection.recv(1 << 16)
-            connection.sendall(begin)
-            while True:
-                connection.sendall(part)
-                sent[0] += len(part)
-                time.sleep(pause)
-
-    def accept():
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", sent
-        listening.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "],
-    ids=["body", "known-length", "headers"],
-)
-def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
-    client = HttpClient("http://localhost", timeout=0.3, retries=QUICK)
-    with raw_server(begin, b"1", 0.02) as (client.url, _):
-        start = time.monotonic()
-        with pytest.raises(EngineError, match=LATE):
-            client.call("POST", "/v1/completions", {})
-        assert time.monotonic() - start < 1
-
-
-def test_an_answer_has_a_limit_of_size(server, tmp_path):
-    """It is the answer to a long request, and no more of it is held."""
-    engine = make_engine(VllmServerEngine, server, tmp_path)
-    engine.load_weights(weights().items(), 0)
-    with raw_server(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (1 << 16), 0) as (engine.client.url, sent):
-        with pytest.raises(EngineError, match=r"answered with more than 1155072 bytes: is this the rollout server's"):
-            sample(engine, tokens=102)
-        assert sent[0] < 8 << 20, "sockets hold some of what was sent"
-    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
-    engine.client.url = server.url
-    assert sample(engine), "a large answer that may be one is read"
-
-
-def test_a_refusal_without_an_end_is_a_refusal():
-    client = HttpClient("http://localhost", retries=QUICK)
-    answer = raw_server(b"HTTP/1.1 403 No\r\n\r\n", b"no " * 10000, 0)
-    with answer as (client.url, _), pytest.raises(EngineError, match="refused the request with status 403: no no no"):
-        client.call("GET", "/health")
-
-
-def nowhere():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("kind", GENERATE)
-def test_a_server_that_is_not_there(kind, tmp_path):
-    engine = make_engine(kind, nowhere(), tmp_path)
-    with pytest.raises(
-        EngineError, match=r"there is no rollout server at http.*ConnectionRefused.*: start it, or name its"
-    ):
-        engine.load_weights(weights().items(), 0)
-    assert (tmp_path / "weights" / "config.json").is_file(), "a server can be started on the directory"
-    with pytest.raises(EngineError, match="holds no weights of this trainer: call load_weights first"):
-        sample(engine)
-
-
-def test_a_server_that_dies_is_retried_then_named(tmp_path):
-    with running() as server:
-        engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
-        engine.load_weights(weights().items(), 0)
-    begun = time.monotonic()
-    with pytest.raises(
-        EngineError, match=r"failed \d+ times, at last with ConnectionRefusedError.*: check that the ser"
-    ):
-        sample(engine)
-    assert 0.3 < time.monotonic() - begun < 1.5
 
 
 @pytest.mark.parametrize("kind", GENERATE)
@@ -446,20 +89,6 @@ def test_a_server_that_comes_back_costs_nothing_but_time(kind, tmp_path, caplog)
     assert "lost the weights of step 5, as a server does that is restarted: it gets them again" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://host", "http://", "http://host/v1", "http://host?a=b", "http://host:99999"]
-)
-def test_wrong_addresses(url):
-    with pytest.raises(ValueError, match="expected http://host:port, without a path"):
-        HttpClient(url)
-
-
-def test_an_address_with_a_password_is_not_repeated():
-    with pytest.raises(ValueError, match=r"user or a password in it: .* variable ROLLOUT_API_KEY$") as caught:
-        HttpClient("http://me:secret@host:8000")
-    assert "secret" not in str(caught.value)
-
-
 def in_choice(**fields):
     def change(answer):
         choice = answer["choices"][0]
@@ -483,6 +112,7 @@ def shorter(answer):
 
 
 NO_LOG_PROB = "expected a finite number of at most 0"
+
 WRONG_COMPLETIONS = {
     "html": ((200, b"<html>Not here</html>"), "answered '<html>Not here</html>', expected JSON"),
     "number": ((200, b"7"), "answered without model"),
@@ -747,96 +377,6 @@ def test_sglang_with_log_probs_before_temperature_is_found_out(server, tmp_path)
         sample(engine, top_k=2)
     assert sample(engine, top_k=1), "the likeliest tokens, which evaluations ask for"
     assert server.seen[-1][-1]["sampling_params"]["top_k"] == 1
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("shard_bytes", [1 << 30, 600], ids=["one-file", "files"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_directory_is_a_model_with_an_output_layer_of_its_own(tmp_path, family, shard_bytes, tied):
-    small = {"vocab_size": 13, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
-    config = {"llama": LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})}.get(family) or GPT2Config(
-        **small, tie_word_embeddings=tied
-    )
-    directory = ModelDirectory(tmp_path / "weights", config, EOS, shard_bytes=shard_bytes)
-    for seed in (0, 1):
-        given = random_weights(config, seed)
-        path = directory.write(given.items())
-    assert config.tie_word_embeddings == tied, "the caller's config is left alone"
-    stored = json.loads((path / "config.json").read_text())
-    assert stored["tie_word_embeddings"] is False
-    assert stored["eos_token_id"] == EOS
-    assert stored["architectures"] == [{"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}[family]]
-    files = sorted(path.glob("*.safetensors"))
-    assert (len(files) > 2) == (shard_bytes == 600)
-    names = [name for file in files for name in safe_open(file, "pt").keys()]  # noqa: SIM118
-    assert sorted(names) == sorted({*given, "lm_head.weight"})
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert all(torch.equal(parameter, given[name]) for name, parameter in model.named_parameters() if name in given)
-    tokens = torch.tensor([[3, 4, 5]])
-    want = AutoModelForCausalLM.from_config(config)
-    want.load_state_dict(given, strict=not tied)
-    want.tie_weights()
-    torch.testing.assert_close(model.eval()(tokens).logits, want.eval()(tokens).logits)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda w: [*w.items(), ("model.extra", torch.zeros(1))], "has no weight model.extra"),
-        (lambda w: [*w.items(), ("lm_head.weight", torch.zeros(13, 8))], "has no weight lm_head.weight"),
-        (lambda w: [*w.items(), *w.items()], "weight model.embed_tokens.weight came twice"),
-        (lambda w: (w | {"model.norm.weight": torch.zeros(5)}).items(), r"model.norm.weight is \(8,\), got \(5,\)"),
-        (lambda w: list(w.items())[:-1], "weight model.norm.weight never came"),
-    ],
-    ids=["unknown", "tied-head", "twice", "shape", "missing"],
-)
-def test_wrong_weights_leave_the_old_ones(engine, tmp_path, change, message):
-    stored = (tmp_path / "weights" / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(ValueError, match=message):
-        engine.load_weights(change(weights()), 4)
-    assert (tmp_path / "weights" / "model.safetensors").stat().st_mtime_ns == stored
-    assert engine.version == -1
-
-
-def test_the_directory_needs_a_parent(tmp_path):
-    with pytest.raises(ValueError, match=r"absent does not exist"):
-        ModelDirectory(tmp_path / "absent" / "weights", CONFIG, EOS)
-
-
-def test_a_directory_that_cannot_be_written_is_an_error_of_the_engine(engine, tmp_path):
-    (tmp_path / "weights.part").write_text("in the way")
-    with pytest.raises(EngineError, match=r"cannot be written to .*weights: .*File exists.*: make room there"):
-        engine.load_weights(weights().items(), 4)
-    assert engine.version == -1
-
-
-def test_the_key_is_sent(server):
-    keys = []
-    handler = server.RequestHandlerClass
-    server.RequestHandlerClass = type(
-        "Keyed", (handler,), {"do_GET": lambda self: (keys.append(self.headers["Authorization"]), handler.do_GET(self))}
-    )
-    HttpClient(server.url, api_key="secret").call("GET", "/health")
-    assert keys == ["Bearer secret"]
-
-
-def test_the_key_is_never_shown(server, caplog):
-    caplog.set_level(logging.DEBUG)
-    client = HttpClient(server.url, api_key="secret-7", retries=QUICK)
-    for status in (401, 200, 500):
-        server.faults["/x"] = [(status, b"no such key: secret-7")] * 4
-        with pytest.raises(EngineError, match="no such key: ROLLOUT_API_KEY") as caught:
-            client.json("GET", "/x")
-        assert "secret" not in "".join(traceback.format_exception(caught.value))
-    assert "secret" not in caplog.text
-
-
-@pytest.mark.parametrize("key", ["secret\n", "se cret", "sécret", "\x00secret"])
-def test_a_key_that_no_header_can_carry(key):
-    with pytest.raises(
-        ValueError, match="variable ROLLOUT_API_KEY has characters other than printable ASCII without spaces"
-    ):
-        HttpClient("http://host", api_key=key)
 
 
 def test_vllm_in_process_needs_vllm(tmp_path, monkeypatch):

@@ -1,0 +1,3 @@
+from tests.support.rollout_servers import engine, server
+
+__all__ = ["engine", "server"]

@@ -1,0 +1,243 @@
+"""Requests to rollout servers: what is retried, how long and how much is waited for, and the key."""
+
+import json
+import logging
+import socket
+import threading
+import time
+import traceback
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from megatron_rc.launch.engines import EngineError
+from megatron_rc.launch.engines.answers import derive_seed
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.requests import Retries
+from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from tests.support.rollout_servers import (
+    GENERATE,
+    QUICK,
+    TOKENS,
+    draw,
+    generate_path,
+    make_engine,
+    running,
+    sample,
+    weights,
+)
+
+
+def test_connections_are_kept_for_the_next_request(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
+    engine.load_weights(weights().items(), 0)
+    before = server.connections
+    sample(engine, [[2]] * 30)
+    assert server.connections - before <= 3 + 1, "three sample, one asks for the version"
+
+
+def test_requests_under_way_are_bounded(server, tmp_path):
+    server.hold = 0.05
+    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
+    engine.load_weights(weights().items(), 0)
+    sample(engine, [[2]] * 12)
+    assert server.most == 3
+
+
+@pytest.mark.parametrize("fault", [(500, b"oops"), (503, b""), (429, b"busy")], ids=["500", "503", "429"])
+def test_a_passing_fault_is_retried(engine, server, fault):
+    server.faults[generate_path(engine)] = [fault, fault]
+    (got,) = sample(engine)
+    assert got.token_ids == draw([5, 6], derive_seed(9, 0), TOKENS)[0]
+    assert server.paths().count(generate_path(engine)) == 3
+    asked = {json.dumps(body) for path, body in server.seen if path == generate_path(engine)}
+    assert len(asked) == 1, "a retry asks the same, seed included"
+
+
+def test_retries_are_bounded(engine, server):
+    server.faults[generate_path(engine)] = [(500, b"out of\n memory")] * 99
+    with pytest.raises(EngineError, match=r"failed 4 times, at last with status 500: out of memory: check that"):
+        sample(engine)
+    assert server.paths().count(generate_path(engine)) == QUICK.attempts
+
+
+def test_a_refusal_is_not_retried(engine, server):
+    server.faults[generate_path(engine)] = [(400, b"maximum context length is 8")]
+    with pytest.raises(EngineError, match="refused the request with status 400: maximum context length is 8"):
+        sample(engine)
+    assert len(server.seen) == 1
+
+
+def test_the_first_error_ends_the_batch(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=2)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [(400, b"no")]
+    server.hold = 0.01
+    with pytest.raises(EngineError, match="status 400"):
+        sample(engine, [[2]] * 200)
+    assert server.paths().count("/v1/completions") < 100
+
+
+def test_the_first_error_ends_those_under_way(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [3.0, 3.0, (400, b"no")]
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match="status 400"):
+        sample(engine, [[2]] * 3)
+    assert time.monotonic() - begun < 2
+
+
+def test_waits_double_are_bounded_and_heed_the_server():
+    retries = Retries(first_wait=1.0, longest_wait=8.0)
+    for failures, longest in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0)):
+        assert longest / 2 <= retries.wait(failures, 0) <= longest
+    assert retries.wait(9, 0) == 8
+    assert retries.wait(1, 5) == 5
+    assert retries.wait(1, 500) == 8
+
+
+LATE = r"/v1/completions gave no whole answer within 0.3 s: raise --rollout-timeout or lower --rollout-concurrency"
+
+
+def test_a_silent_server_is_an_error_in_time(server, tmp_path):
+    engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
+    engine.load_weights(weights().items(), 0)
+    server.faults["/v1/completions"] = [1.5]
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=LATE):
+        sample(engine)
+    assert time.monotonic() - start < 1.4
+    assert server.paths().count("/v1/completions") == 1
+
+
+@contextmanager
+def raw_server(begin, part, pause):
+    """Answers whatever it is sent with ``begin`` and then, without an end, with ``part``; yields url and bytes sent."""
+    sent = [0]
+
+    def answer(connection):
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(begin)
+            while True:
+                connection.sendall(part)
+                sent[0] += len(part)
+                time.sleep(pause)
+
+    def accept():
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", sent
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "],
+    ids=["body", "known-length", "headers"],
+)
+def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
+    client = HttpClient("http://localhost", timeout=0.3, retries=QUICK)
+    with raw_server(begin, b"1", 0.02) as (client.url, _):
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=LATE):
+            client.call("POST", "/v1/completions", {})
+        assert time.monotonic() - start < 1
+
+
+def test_an_answer_has_a_limit_of_size(server, tmp_path):
+    """It is the answer to a long request, and no more of it is held."""
+    engine = make_engine(VllmServerEngine, server, tmp_path)
+    engine.load_weights(weights().items(), 0)
+    with raw_server(b"HTTP/1.1 200 OK\r\n\r\n", b" " * (1 << 16), 0) as (engine.client.url, sent):
+        with pytest.raises(EngineError, match=r"answered with more than 1155072 bytes: is this the rollout server's"):
+            sample(engine, tokens=102)
+        assert sent[0] < 8 << 20, "sockets hold some of what was sent"
+    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
+    engine.client.url = server.url
+    assert sample(engine), "a large answer that may be one is read"
+
+
+def test_a_refusal_without_an_end_is_a_refusal():
+    client = HttpClient("http://localhost", retries=QUICK)
+    answer = raw_server(b"HTTP/1.1 403 No\r\n\r\n", b"no " * 10000, 0)
+    with answer as (client.url, _), pytest.raises(EngineError, match="refused the request with status 403: no no no"):
+        client.call("GET", "/health")
+
+
+def nowhere():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", GENERATE)
+def test_a_server_that_is_not_there(kind, tmp_path):
+    engine = make_engine(kind, nowhere(), tmp_path)
+    with pytest.raises(
+        EngineError, match=r"there is no rollout server at http.*ConnectionRefused.*: start it, or name its"
+    ):
+        engine.load_weights(weights().items(), 0)
+    assert (tmp_path / "weights" / "config.json").is_file(), "a server can be started on the directory"
+    with pytest.raises(EngineError, match="holds no weights of this trainer: call load_weights first"):
+        sample(engine)
+
+
+def test_a_server_that_dies_is_retried_then_named(tmp_path):
+    with running() as server:
+        engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
+        engine.load_weights(weights().items(), 0)
+    begun = time.monotonic()
+    with pytest.raises(
+        EngineError, match=r"failed \d+ times, at last with ConnectionRefusedError.*: check that the ser"
+    ):
+        sample(engine)
+    assert 0.3 < time.monotonic() - begun < 1.5
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host/v1", "http://host?a=b", "http://host:99999"]
+)
+def test_wrong_addresses(url):
+    with pytest.raises(ValueError, match="expected http://host:port, without a path"):
+        HttpClient(url)
+
+
+def test_an_address_with_a_password_is_not_repeated():
+    with pytest.raises(ValueError, match=r"user or a password in it: .* variable ROLLOUT_API_KEY$") as caught:
+        HttpClient("http://me:secret@host:8000")
+    assert "secret" not in str(caught.value)
+
+
+def test_the_key_is_sent(server):
+    keys = []
+    handler = server.RequestHandlerClass
+    server.RequestHandlerClass = type(
+        "Keyed", (handler,), {"do_GET": lambda self: (keys.append(self.headers["Authorization"]), handler.do_GET(self))}
+    )
+    HttpClient(server.url, api_key="secret").call("GET", "/health")
+    assert keys == ["Bearer secret"]
+
+
+def test_the_key_is_never_shown(server, caplog):
+    caplog.set_level(logging.DEBUG)
+    client = HttpClient(server.url, api_key="secret-7", retries=QUICK)
+    for status in (401, 200, 500):
+        server.faults["/x"] = [(status, b"no such key: secret-7")] * 4
+        with pytest.raises(EngineError, match="no such key: ROLLOUT_API_KEY") as caught:
+            client.json("GET", "/x")
+        assert "secret" not in "".join(traceback.format_exception(caught.value))
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("key", ["secret\n", "se cret", "sécret", "\x00secret"])
+def test_a_key_that_no_header_can_carry(key):
+    with pytest.raises(
+        ValueError, match="variable ROLLOUT_API_KEY has characters other than printable ASCII without spaces"
+    ):
+        HttpClient("http://host", api_key=key)

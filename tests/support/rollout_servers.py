@@ -1,0 +1,207 @@
+"""Rollout servers that threads play, and engines of them."""
+
+import functools
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatron_rc.launch.engines.http_client import HttpClient
+from megatron_rc.launch.engines.model_directory import ModelDirectory
+from megatron_rc.launch.engines.requests import Retries
+from megatron_rc.launch.engines.sglang_server import SglangServerEngine
+from megatron_rc.launch.engines.vllm_server import VllmServerEngine
+from megatron_rc.records.rollout import SamplingParams
+
+EOS, TOKENS = 1, 4
+
+QUICK = Retries(attempts=4, first_wait=0.01, longest_wait=0.05)
+
+CONFIG = LlamaConfig(
+    vocab_size=13,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    tie_word_embeddings=True,
+)
+
+GENERATE = {VllmServerEngine: "/v1/completions", SglangServerEngine: "/generate"}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as vLLM 0.32 and SGLang 0.5 document it; tokens and log-probs follow from prompt and seed.
+
+    Attributes:
+        seen: (path, body) of all requests.
+        faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
+        always: a function that changes every answer of a path.
+        most: requests that were under way at once.
+        connections: that were made.
+        hold: seconds that a response takes.
+        breaks: connections end without an answer.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.lock = threading.Lock()
+        self.seen, self.faults, self.always = [], {}, {}
+        self.most = self.now = self.connections = 0
+        self.hold, self.version, self.breaks = 0.0, "default", False
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def paths(self):
+        return [path for path, _ in self.seen]
+
+    def handle_error(self, request, address):
+        """A client that gave up is no error."""
+
+    def respond(self, path, body):
+        """(status, answer) for one request."""
+        if self.breaks:
+            raise ConnectionResetError
+        with self.lock:
+            self.seen.append((path, body))
+            fault = self.faults[path].pop(0) if self.faults.get(path) else None
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(self.hold if path in GENERATE.values() else 0)
+        with self.lock:
+            self.now -= 1
+        if isinstance(fault, float):
+            time.sleep(fault)
+        if isinstance(fault, tuple):
+            return fault
+        answer = self.answer(path, body)
+        for change in (self.always.get(path), fault if callable(fault) else None):
+            answer = change(answer) if change else answer
+        return 200, answer
+
+    def answer(self, path, body):
+        match path:
+            case "/v1/models":
+                return {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
+            case "/server_info":
+                return {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/collective_rpc":
+                return {"results": [None]}
+            case "/reset_prefix_cache":
+                return {"success": True}
+            case "/update_weights_from_disk":
+                self.version = body["weight_version"]
+                return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+            case "/v1/completions":
+                return completion(body)
+            case "/generate":
+                return generation(body, self.version)
+        return {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self):
+        super().setup()
+        self.server.connections += 1
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        status, answer = self.server.respond(self.path.partition("?")[0], body)
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *words):
+        pass
+
+
+def draw(prompt, seed, count):
+    """Tokens that are no end of text, and log-probs."""
+    tokens = [2 + (prompt[-1] + seed + step) % 11 for step in range(count)]
+    return tokens, [-0.25 - 0.001 * token for token in tokens]
+
+
+def completion(body):
+    tokens, values = draw(body["prompt"], body["seed"], body["max_tokens"])
+    logprobs = {"text_offset": [], "token_logprobs": values, "tokens": [f"token_id:{t}" for t in tokens]}
+    choice = {"index": 0, "text": "", "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+    choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
+    return {"id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice]}
+
+
+def generation(body, version):
+    sampling = body["sampling_params"]
+    tokens, values = draw(body["input_ids"], sampling["sampling_seed"], sampling["max_new_tokens"])
+    pairs = [[value, token, None] for token, value in zip(tokens, values, strict=True)]
+    meta = {"id": "0", "finish_reason": {"type": "length", "length": len(tokens)}, "weight_version": version}
+    meta |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(tokens), "output_token_logprobs": pairs}
+    meta["output_top_logprobs"] = [[[-0.5 / sampling["temperature"], 3, None]]]
+    return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+@pytest.fixture
+def server():
+    with running() as started:
+        yield started
+
+
+@contextmanager
+def running(port=0):
+    started = Server(port)
+    thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield started
+    started.shutdown()
+    thread.join()
+    started.server_close()
+
+
+def random_weights(config, seed):
+    torch.manual_seed(seed)
+    return dict(AutoModelForCausalLM.from_config(config).named_parameters())
+
+
+@functools.cache
+def weights(seed=0):
+    return random_weights(CONFIG, seed)
+
+
+def make_engine(kind, server, folder, **more):
+    client = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
+    return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=0.3, **more)
+
+
+@pytest.fixture(params=GENERATE, ids=["vllm", "sglang"])
+def engine(request, server, tmp_path):
+    made = make_engine(request.param, server, tmp_path)
+    made.load_weights(weights().items(), 3)
+    server.seen.clear()
+    return made
+
+
+def generate_path(engine):
+    return GENERATE[type(engine)]
+
+
+def sample(engine, prompts=((5, 6),), tokens=TOKENS, **params):
+    return engine.sample(prompts, SamplingParams(**params), tokens, seed=9)
