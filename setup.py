@@ -40,7 +40,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=packages(),
     package_dir={"megatron_rc": "megatron_rc", **{f"megatron_rc.{folder}": folder for folder in MOVED}},
-    package_data={"megatron_rc": ["py.typed"], "megatron_rc.configs": ["**/*.yaml"]},
+    package_data={"megatron_rc": ["py.typed"], "megatron_rc.configs": ["**/*.yaml"], "megatron_rc.launch": ["*.sh"]},
     install_requires=["torch>=2.6"],
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20", "numpy"],

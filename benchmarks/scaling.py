@@ -30,56 +30,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
-from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
-from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.launch.dry_run import tracing
+from megatron_rc.launch.dry_run.tracing import COUNTS, PHASES, Batch, Call, Layout, amount, once, sent
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_size
 from megatron_rc.settings.criteria import CRITERIA
 
-PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # Bytes a token that all ranks of a CP group of 8 send together, for the sequence statistics of one batch.
 GATHERING = {"verl": (28, 28), "NeMo-RL": (29, 29), "slime": (58, 117)}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks split each dimension."""
-
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.tp * self.cp * self.pp * self.dp
-
-    def size(self, group: str) -> int:
-        """Ranks of one group."""
-        return {"cp": self.cp, "dp_cp": self.dp * self.cp, "pp": self.pp}[group]
-
-    @property
-    def first_of_last_stage(self) -> int:
-        """The first rank of the last pipeline stage."""
-        return self.tp * self.cp * self.dp * (self.pp - 1)
-
-    def corners(self) -> list[int]:
-        """First and last rank of CP, PP and DP in all combinations, in Megatron's order tp, cp, dp, pp."""
-        ends = [sorted({0, size - 1}) for size in (self.pp, self.dp, self.cp)]
-        return [self.tp * (cp + self.cp * (dp + self.dp * pp)) for pp, dp, cp in itertools.product(*ends)]
-
-    def __str__(self) -> str:
-        return f"TP {self.tp} × CP {self.cp} × PP {self.pp} × DP {self.dp}"
 
 
 LAYOUTS = (
@@ -94,42 +59,6 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one data-parallel replica holds of a rollout batch.
-
-    Attributes:
-        length: tokens of each sequence, or of the longest one of a packed batch.
-        micro_size: sequences of a micro-batch.
-        micro_batches: of one optimizer step.
-        mini_batches: optimizer steps.
-        prompts: of the whole batch, all replicas together.
-        max_staleness: the last bucket of staleness.
-        packed: sequences of different lengths one after the other, instead of rows.
-    """
-
-    length: int = 64
-    micro_size: int = 2
-    micro_batches: int = 2
-    mini_batches: int = 2
-    prompts: int = 4
-    max_staleness: int = 0
-    packed: bool = False
-
-    def counts(self) -> dict[str, int]:
-        """What formulas are made of."""
-        sequences = self.micro_size * self.micro_batches * self.mini_batches
-        return dict(
-            zip(
-                COUNTS,
-                (1, sequences, self.micro_size, self.prompts, self.mini_batches, self.max_staleness),
-                strict=True,
-            )
-        )
-
-
-# One; sequences of a replica; of a micro-batch; prompts of the batch; mini-batches; largest staleness.
-COUNTS = ("1", "n", "b", "G", "M", "A")
 BASE = Batch()
 # Each differs from BASE in one of the counts.
 VARIANTS = {
@@ -196,57 +125,6 @@ CASES = {
 SHOWN = ("token IS", "bypass, token IS")  # whose bytes are printed
 
 
-class Call(NamedTuple):
-    """One collective: SUM, MAX or BROADCAST, in one of ``PHASES``, over ``cp``, ``dp_cp`` or ``pp``."""
-
-    phase: str
-    kind: str
-    group: str
-    elements: int
-    payload: int  # bytes
-
-
-class Recorder(TorchDispatchMode):
-    """Every collective that reaches torch's dispatcher, in order."""
-
-    def __init__(self, groups: ParallelGroups) -> None:
-        super().__init__()
-        known = {"cp": groups.cp, "dp_cp": groups.dp_cp, "pp": groups.pp}
-        self._names = {str(group.group_name): name for name, group in known.items() if group is not None}
-        self._operation = "all-reduce"
-        self.calls: list[Call] = []
-        self.phase = PHASES[0]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.calls.append(self._call(func, args))
-        return func(*args, **(kwargs or {}))
-
-    def _call(self, func: Any, args: tuple[Any, ...]) -> Call:
-        tensors = [value for value in torch.utils._pytree.tree_leaves(args) if isinstance(value, Tensor)]
-        # The group comes before the operation; functional collectives have none of the two as objects.
-        group = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
-        name = "another" if group is None else str(dist.ProcessGroup.unbox(group).group_name)
-        kind = {"allreduce_": self._operation, "broadcast_": "BROADCAST"}.get(func._opname, func._opname)
-        elements = sum(tensor.numel() for tensor in tensors)
-        payload = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return Call(self.phase, kind, self._names.get(name, name), elements, payload)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[Recorder]:
-        """Record; the dispatcher does not show which reduction it is, so the public function is looked at as well."""
-        original = dist.all_reduce
-
-        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> Any:
-            self._operation = str(op).rpartition(".")[2]
-            work = original(tensor, op=op, **rest)
-            self._operation = "all-reduce"
-            return work
-
-        with mock.patch.object(dist, "all_reduce", all_reduce), self:
-            yield self
-
-
 @contextlib.contextmanager
 def fake_groups(layout: Layout, rank: int) -> Iterator[tuple[ParallelGroups, float]]:
     """(Megatron's groups as one rank of the layout sees them, seconds that it took to make them)."""
@@ -276,98 +154,9 @@ def fake_groups(layout: Layout, rank: int) -> Iterator[tuple[ParallelGroups, flo
         dist.destroy_process_group()
 
 
-class MicroBatch(NamedTuple):
-    """This rank's tokens of some sequences."""
-
-    layout: SequenceLayout
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
-
-
-def micro_batch(batch: Batch, layout: Layout, groups: ParallelGroups, index: int) -> MicroBatch:
-    """Other tokens on every rank, and none that count on the last of all."""
-    rank, local = group_rank(groups.cp), batch.length // layout.cp
-    if batch.packed:
-        lengths = [2 * (1 + 7 * (index + row) % (local // 2)) for row in range(batch.micro_size)]
-        cut = SequenceLayout.packed([0, *itertools.accumulate(lengths)], cp_rank=rank, cp_size=layout.cp)
-    else:
-        cut = SequenceLayout.padded(batch.micro_size, local, cp_rank=rank, cp_size=layout.cp)
-    place = group_rank(groups.dp_cp)
-    generator = torch.Generator().manual_seed(place * 1000 + index)
-    rollout = -3 * torch.rand(cut.shape, generator=generator) - 0.01
-    train = (rollout + 0.05 * torch.randn(cut.shape, generator=generator)).clamp(max=0)
-    mask = torch.rand(cut.shape, generator=generator) > 0.25
-    return MicroBatch(cut, train, rollout, mask & (place < layout.dp * layout.cp - 1))
-
-
-def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> PlanInputs:
-    """The rollout batch of this rank, with all that a trainer knows of it."""
-    size, steps = batch.micro_size, len(parts) // batch.mini_batches
-    ids = [torch.full((size,), index // steps) for index in range(len(parts))]
-    return PlanInputs(
-        None if bypass else [part.train for part in parts],
-        [part.rollout for part in parts],
-        [part.mask for part in parts],
-        [part.layout for part in parts],
-        advantages=[torch.ones(size)] * len(parts),
-        rewards=[torch.ones(size)] * len(parts),
-        group_ids=[torch.arange(size) % batch.prompts] * len(parts),
-        policy_versions=[torch.zeros(size, dtype=torch.int64)] * len(parts),
-        mini_batch_ids=ids,
-    )
-
-
-def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
-    """What the loss function does with a micro-batch."""
-    weights, old, mean_log_ratio = None, part.train, None
-    if correction.config.bypass_mode:
-        versions = torch.zeros(part.layout.num_sequences, dtype=torch.int64)
-        found = correction.in_loss(
-            part.train, part.rollout, part.mask, layout=part.layout, policy_versions=versions, mini_batch=step
-        )
-        weights, old, mean_log_ratio = found.weights, part.rollout, found.mean_log_ratio
-    policy = policy_loss(
-        part.train,
-        old,
-        torch.ones(part.layout.num_sequences),
-        part.mask,
-        algorithm=correction.loss.algorithm or "ppo_clip",
-        weights=weights,
-        layout=part.layout,
-        groups=correction.groups,
-        sequence_log_ratio=mean_log_ratio,
-    )
-    correction.steps.record(policy.statistics)
-
-
 def trace(case: Case, batch: Batch, layout: Layout, groups: ParallelGroups) -> list[Call]:
     """All collectives of a rollout batch and its optimizer steps, on this rank."""
-    correction = RolloutCorrection(case.config, groups, loss=PolicyLossConfig(algorithm=case.algorithm))
-    count, parts = batch.micro_batches, []
-    if groups.is_last_stage:
-        parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
-    with Recorder(groups).active() as recorder:
-        plan = correction.plan(
-            plan_inputs(parts, batch, correction.config.bypass_mode) if parts else None,
-            num_mini_batches=batch.mini_batches,
-            num_groups=batch.prompts,
-            current_version=batch.max_staleness,
-            max_staleness=batch.max_staleness,
-        )
-        plan.check()
-        plan.metrics()
-        for step in range(batch.mini_batches):
-            recorder.phase = PHASES[1]
-            for part in parts[step * count : (step + 1) * count]:
-                score(correction, part, step)
-            recorder.phase = PHASES[2]
-            correction.finish_step(torch.device("cpu"))
-            correction.loss_metrics()
-            if correction.step is not None:
-                correction.step.check()
-                correction.step.metrics()
-    return recorder.calls
+    return tracing.trace(case.config, PolicyLossConfig(algorithm=case.algorithm), batch, layout, groups)
 
 
 class Formula(NamedTuple):
@@ -399,13 +188,6 @@ class Formula(NamedTuple):
         return cls(phase, kind, group, tuple(factors.values()))
 
 
-def once(calls: Sequence[Call], batch: Batch) -> list[Call]:
-    """One micro-batch and one optimizer step of a trace in which they are all alike."""
-    found = {phase: [call for call in calls if call.phase == phase] for phase in PHASES}
-    times = {PHASES[0]: 1, PHASES[1]: batch.micro_batches * batch.mini_batches, PHASES[2]: batch.mini_batches}
-    return [call for phase in PHASES for call in found[phase][: len(found[phase]) // times[phase]]]
-
-
 def fit(traced: Callable[[Batch], list[Call]]) -> list[Formula]:
     """The formulas, from traces that differ in one count each."""
     base = once(traced(BASE), BASE)
@@ -429,13 +211,6 @@ def expected(formulas: Sequence[Formula], batch: Batch, layout: Layout, is_last_
             calls[formula.phase].append(Call(*formula[:3], elements, 8 * elements))
     first, micro, last = (calls[phase] for phase in PHASES)
     return first + (micro * batch.micro_batches + last) * batch.mini_batches
-
-
-def sent(calls: Sequence[Call], layout: Layout, group: str) -> float:
-    """Bytes that one rank sends over a group."""
-    size = layout.size(group)
-    ring = 2 * (size - 1) / size
-    return sum(call.payload * (1 if call.kind == "BROADCAST" else ring) for call in calls if call.group == group)
 
 
 def gathered(per_token: int, batch: Batch, layout: Layout) -> float:
@@ -506,14 +281,6 @@ def check_large(formulas: dict[str, list[Formula]], layout: Layout = LAYOUTS[-2]
         for name, case in CASES.items():
             if trace(case, LARGE, layout, groups) != expected(formulas[name], LARGE, layout, True):
                 raise RuntimeError(f"{name} with {LARGE} is not as the formulas say")
-
-
-def amount(number: float) -> str:
-    """A number of bytes as a person writes it."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
 
 
 def table_of_bytes(formulas: dict[str, list[Formula]], name: str, layouts: Sequence[Layout]) -> str:

@@ -61,7 +61,8 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     if mine.dry_run:
         from megatron_rc.launch.dry_run.command import dry_run
 
-        sys.exit(dry_run(flags, mine.nproc_per_node * mine.nnodes, as_json=mine.json))
+        world_size = mine.nproc_per_node * mine.nnodes
+        sys.exit(dry_run(flags, world_size, as_json=mine.json, device_memory_gib=mine.device_memory_gib))
     config, _ = configure(flags, mine.nproc_per_node * mine.nnodes, folders=not mine.print_config)
     _check_restarts(mine.max_restarts, config.checkpoints)
     if mine.print_config:
@@ -83,8 +84,12 @@ def _check(mine: argparse.Namespace) -> None:
     for name in ("nproc_per_node", "nnodes"):
         if getattr(mine, name) < 1:
             raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} must be positive")
-    if mine.json and not mine.dry_run:
-        raise ConfigurationError("--json does nothing without --dry-run: give both, or neither")
+    memory = mine.device_memory_gib
+    for name, given in (("--json", mine.json), (f"--device-memory-gib {memory}", memory is not None)):
+        if given and not mine.dry_run:
+            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
     for name in ("node_rank", "master_addr", "master_port"):
         if mine.nnodes == 1 and getattr(mine, name) is not None:
             raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} does nothing without --nnodes above 1")
@@ -113,6 +118,8 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     text = "check the flags, say what the run would need on its ranks, and start nothing; no GPU is needed"
     group.add_argument("--dry-run", action="store_true", help=text)
     group.add_argument("--json", action="store_true", help="the dry run as one JSON object")
+    text = "what a rank's device has: a dry run ends with 2 where a rank needs more"
+    group.add_argument("--device-memory-gib", type=float, metavar="GIB", help=text)
     group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")
     text = "start all ranks again, from the newest checkpoint, when one has failed; at most this often"
     group.add_argument("--max-restarts", type=int, default=0, help=text)

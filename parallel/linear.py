@@ -29,7 +29,7 @@ from megatron_rc.parallel.vocab import (
     statistics_of,
 )
 
-_CHUNK = 256  # tokens of a chunk: enough for a matmul to be efficient
+CHUNK_TOKENS = 256  # tokens of a chunk: enough for a matmul to be efficient
 
 
 def linear_log_probs_and_entropy(
@@ -142,7 +142,7 @@ class _Options:
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
         """Slices over the local rows of the hidden states."""
-        size = max(1, (self.spec.chunk_size or _CHUNK) // self.ranks)
+        size = max(1, (self.spec.chunk_size or CHUNK_TOKENS) // self.ranks)
         yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
 
     def positions(self, part: slice, rows: Tensor) -> slice | Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 # Elements of a chunk: so many stay in a CPU's cache; are worth a compiled call; fill a GPU.
-_EAGER, _COMPILED, _GPU = 2**19, 2**22, 2**25
-_LEAST_ROWS = 8  # of an eager chunk: threads divide a reduction by rows, and need some each
+EAGER_ELEMENTS, _COMPILED, _GPU = 2**19, 2**22, 2**25
+LEAST_ROWS = 8  # of an eager chunk: threads divide a reduction by rows, and need some each
 LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
 
 
@@ -50,7 +50,7 @@ class SoftmaxOptions:
             size = self.chunk_size or max(1, _COMPILED // width)
             start = len(rows) // size * size
             yield from ((slice(first, first + size), True) for first in range(0, start, size))
-        size = self.chunk_size or max(_LEAST_ROWS, (_GPU if rows.is_cuda else _EAGER) // width)
+        size = self.chunk_size or max(LEAST_ROWS, (_GPU if rows.is_cuda else EAGER_ELEMENTS) // width)
         for first in range(start, len(rows), size):
             yield slice(first, min(first + size, len(rows))), False
 

@@ -25,8 +25,9 @@ LAUNCH = (
     {"rollouts"},
     {"flags"},
     {"training"},
+    {"train_ppo"},
     {"dry_run"},
-    {"__main__", "train_ppo"},
+    {"__main__"},
     {"check_engine", "export"},
 )
 

@@ -5,60 +5,136 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers, numbers_in_words, vocabulary_numbers
+from megatron_rc.launch.dry_run.engine_share import engine_bytes
 from megatron_rc.launch.dry_run.places import as_mappings, places, places_in_words
-from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
+from megatron_rc.launch.errors import ConfigurationError, flag, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.train_ppo import ignore_megatron_warnings
+
+if TYPE_CHECKING:
+    from megatron_rc.launch.dry_run.memory import StageMemory
+    from megatron_rc.launch.dry_run.tracing import Call
 
 USAGE_ERROR = 2
 
 
-def dry_run(flags: Sequence[str], world_size: int, *, as_json: bool = False) -> int:
+@dataclass(frozen=True)
+class DryRun:
+    """What was found of a run that works.
+
+    Attributes:
+        config: of the run.
+        missing: packages that its machines need and this one has not, in words.
+        memories: of the pipeline stages.
+        engine: bytes of the engine on the first rank of each replica; None: not known.
+        calls: collectives of the correction.
+    """
+
+    config: RunConfig
+    missing: Sequence[str]
+    memories: Sequence[StageMemory]
+    engine: int | None
+    calls: Sequence[Call]
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Plain values."""
+        from megatron_rc.launch.dry_run import collectives
+        from megatron_rc.launch.dry_run.memory_report import memory_as_mapping
+
+        parallel = self.config.parallel
+        return {
+            "world_size": self.config.launch.world_size,
+            "layout": {
+                "tp": parallel.tensor_model_parallel_size,
+                "cp": parallel.context_parallel_size,
+                "pp": parallel.pipeline_model_parallel_size,
+                "dp": self.config.data_parallel_size,
+                "ep": parallel.expert_model_parallel_size,
+            },
+            "batch": batch_numbers(self.config),
+            "vocabulary": vocabulary_numbers(self.config),
+            "memory": memory_as_mapping(self.memories, self.engine),
+            "collectives": collectives.as_mapping(self.config, self.calls),
+            "notes": self.notes,
+            "ranks": as_mappings(places(self.config)),
+        }
+
+    def in_words(self) -> list[str]:
+        """Lines for a person."""
+        from megatron_rc.launch.dry_run import collectives
+        from megatron_rc.launch.dry_run.memory_report import memory_in_words
+
+        parts = [
+            numbers_in_words(self.config),
+            memory_in_words(self.memories, self.engine),
+            collectives.in_words(self.config, self.calls),
+            places_in_words(places(self.config)),
+            self.notes,
+        ]
+        return [line for part in parts if part for line in (*part, "")][:-1]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run's own machines must have, and what the figures leave out."""
+        from megatron_rc.launch.dry_run.fake_ranks import of_gpus
+
+        notes = [f"not looked for on this machine: {words}" for words in self.missing]
+        names = ", ".join(flag(name) for name in of_gpus(self.config))
+        return [*notes, *[f"the memory is that without {names}"] * bool(names)]
+
+
+def dry_run(
+    flags: Sequence[str], world_size: int, *, as_json: bool = False, device_memory_gib: float | None = None
+) -> int:
     """Say what this run would be, on standard output; its exit code: 0, or 2 where it would not run.
 
     Args:
         flags: of the run.
         world_size: number of its processes.
         as_json: one JSON object instead of words; an error is its only entry.
+        device_memory_gib: what a rank has; None: whatever it needs.
     """
     try:
-        with missing_packages_noted() as missing:
-            config, _ = configure(flags, world_size, folders=False, elsewhere=True)
-        found = _found(config, missing)
+        found = examine(flags, world_size, device_memory_gib)
     except ConfigurationError as error:
         if as_json:
             sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         sys.stderr.write(f"error: {error}\n")
         return USAGE_ERROR
-    text = json.dumps(found, indent=2) if as_json else "\n".join(_in_words(config, found))
+    text = json.dumps(found.as_mapping(), indent=2) if as_json else "\n".join(found.in_words())
     sys.stdout.write(text + "\n")
     return 0
 
 
-def _found(config: RunConfig, missing: Sequence[str]) -> dict[str, Any]:
-    parallel = config.parallel
-    return {
-        "world_size": config.launch.world_size,
-        "layout": {
-            "tp": parallel.tensor_model_parallel_size,
-            "cp": parallel.context_parallel_size,
-            "pp": parallel.pipeline_model_parallel_size,
-            "dp": config.data_parallel_size,
-            "ep": parallel.expert_model_parallel_size,
-        },
-        "batch": batch_numbers(config),
-        "vocabulary": vocabulary_numbers(config),
-        "notes": [f"not looked for on this machine: {words}" for words in missing],
-        "ranks": as_mappings(places(config)),
-    }
+def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | None = None) -> DryRun:
+    """Check the settings, then build and trace what a rank of each kind would have and do.
+
+    Raises:
+        ConfigurationError: the run would not start, or would not fit.
+    """
+    ignore_megatron_warnings()
+    with missing_packages_noted() as missing:
+        config, _ = configure(flags, world_size, folders=False, elsewhere=True)
+    from megatron_rc.launch.dry_run.collectives import correction_calls
+    from megatron_rc.launch.dry_run.memory_report import GIB, check_fit
+
+    engine = engine_bytes(config, None if device_memory_gib is None else device_memory_gib * GIB)
+    memories = _memories(config)
+    if device_memory_gib is not None:
+        check_fit(config, memories, engine, device_memory_gib)
+    return DryRun(config, missing, memories, engine, correction_calls(config))
 
 
-def _in_words(config: RunConfig, found: dict[str, Any]) -> list[str]:
-    return [*numbers_in_words(config), "", *places_in_words(places(config)), *_notes(found["notes"])]
+def _memories(config: RunConfig) -> list[StageMemory]:
+    from megatron_rc.launch.dry_run.memory import stage_memories
 
-
-def _notes(notes: Sequence[str]) -> list[str]:
-    return ["", *notes] if notes else []
+    try:
+        return stage_memories(config)
+    except (ValueError, AssertionError, RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"Megatron-Core cannot build or run this model ({reason})") from error

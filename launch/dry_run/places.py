@@ -28,7 +28,7 @@ class Place:
 def places(config: RunConfig) -> list[Place]:
     """The place of every rank, in Megatron's order: TP varies fastest, then CP, DP and PP.
 
-    Experts are spread anew over the ranks of a stage: TP varies fastest, then EP.
+    Experts are spread anew over the ranks of a stage: what splits one of them varies fastest, then EP.
     """
     parallel, dp = config.parallel, config.data_parallel_size
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -45,11 +45,16 @@ def places(config: RunConfig) -> list[Place]:
                 cp=inside // tp % cp,
                 dp=inside // (tp * cp),
                 pp=rank // stage,
-                ep=inside // tp % parallel.expert_model_parallel_size,
+                ep=inside // expert_tp(config) % parallel.expert_model_parallel_size,
                 engine=engine if is_first else "",
             )
         )
     return found
+
+
+def expert_tp(config: RunConfig) -> int:
+    """Ranks that share an expert's matrices."""
+    return config.megatron.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
 
 
 def places_in_words(ranks: Sequence[Place]) -> list[str]:

@@ -18,6 +18,7 @@ from benchmarks import scaling
 from benchmarks.scaling import BASE, CASES, LAYOUTS, OTHERS, PHASES, SHOWN, Call
 from megatron_rc.correction.header_fields import LENGTH_BUCKETS
 from megatron_rc.correction.histogram import NUM_BINS
+from megatron_rc.launch.dry_run import tracing
 from megatron_rc.settings.criteria import CRITERIA
 from tests.support.paths import ROOT
 
@@ -68,13 +69,13 @@ def trace_gathering(batch, layout, groups):
     import torch
     import torch.distributed as dist
 
-    right = scaling.policy_loss
+    right = tracing.policy_loss
 
     def wrong(log_probs, *args, **kwargs):
         dist.all_gather([torch.empty_like(log_probs) for _ in range(layout.cp)], log_probs, group=groups.cp)
         return right(log_probs, *args, **kwargs)
 
-    with mock.patch.object(scaling, "policy_loss", wrong):
+    with mock.patch.object(tracing, "policy_loss", wrong):
         return scaling.trace(CASES["token IS"], batch, layout, groups)
 
 

@@ -1,0 +1,91 @@
+"""The collectives of the correction in a run: how often, how large, over which groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rc.launch.dry_run.batches import batch_numbers, sequences_of_micro_batch
+from megatron_rc.launch.dry_run.fake_ranks import fake_groups, first_rank_of_stage, megatron_here
+from megatron_rc.launch.dry_run.tracing import PHASES, Batch, Call, Layout, amount, once, sent, trace
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.parallel import ParallelGroups
+
+
+def correction_calls(config: RunConfig) -> list[Call]:
+    """Those of one rollout batch, one micro-batch and one optimizer step, on a rank of the last pipeline stage.
+
+    Sizes do not depend on tokens, so sequences are as short as can be; nor on ranks, so there are few of them.
+    """
+    numbers, layout = batch_numbers(config), _layout(config)
+    mini, each = numbers["mini_batches"], numbers["sequences_of_a_replica"] // numbers["mini_batches"]
+    common = Batch(
+        length=2 * layout.cp,
+        mini_batches=mini,
+        prompts=numbers["prompts"],
+        max_staleness=config.rollouts.rollout_staleness or 0,
+    )
+    # The plan sees the same sequences however they are cut into micro-batches.
+    whole = dataclasses.replace(common, micro_size=each, micro_batches=1)
+    piece = dataclasses.replace(common, micro_size=sequences_of_micro_batch(config), micro_batches=1, mini_batches=1)
+    small = _small(config)
+    with megatron_here(), fake_groups(small, first_rank_of_stage(small, layout.pp - 1)):
+        groups = ParallelGroups.from_megatron()
+        calls, micro = (
+            once(trace(config.correction, config.loss, batch, _layout(small), groups), batch)
+            for batch in (whole, piece)
+        )
+    found = {PHASES[0]: calls, PHASES[1]: micro, PHASES[2]: calls}
+    return [call for phase in PHASES for call in found[phase] if call.phase == phase]
+
+
+def bytes_sent(config: RunConfig, calls: Sequence[Call]) -> float:
+    """What one rank of the last stage sends for a rollout batch with all its optimizer steps."""
+    numbers = batch_numbers(config)
+    steps = numbers["optimizer_steps"]
+    times = dict(zip(PHASES, (1, steps * numbers["micro_batches"], steps), strict=True))
+    layout = _layout(config)
+    return sum(times[call.phase] * sent([call], layout, call.group) for call in calls)
+
+
+def as_mapping(config: RunConfig, calls: Sequence[Call]) -> dict[str, Any]:
+    """Plain values."""
+    found: dict[str, Any] = {phase: [] for phase in PHASES}
+    for call in calls:
+        found[call.phase].append(
+            {"operation": call.kind, "group": call.group, "numbers": call.elements, "bytes": call.payload}
+        )
+    return found | {"bytes_sent": bytes_sent(config, calls)}
+
+
+def in_words(config: RunConfig, calls: Sequence[Call]) -> list[str]:
+    """A line for each phase that has any, and one for their sum."""
+    lines = []
+    for phase in PHASES:
+        of_phase = [call for call in calls if call.phase == phase]
+        if of_phase:
+            shown = ", ".join(f"{call.kind} {call.group} {amount(call.payload)}" for call in of_phase)
+            lines.append(f"the correction's collectives of {phase}: {shown}")
+    total = amount(bytes_sent(config, calls))
+    return [*lines, f"the correction sends {total} a rank for a rollout batch and its optimizer steps"]
+
+
+def _layout(config: RunConfig) -> Layout:
+    parallel = config.parallel
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=config.data_parallel_size,
+    )
+
+
+def _small(config: RunConfig) -> RunConfig:
+    """The run with two data-parallel ranks at most; a group of one would send nothing, and experts have no part."""
+    ranks = config.parallel.model_size * min(2, config.data_parallel_size)
+    return dataclasses.replace(
+        config,
+        launch=dataclasses.replace(config.launch, on_cpu=True, world_size=ranks),
+        parallel=dataclasses.replace(config.parallel, expert_model_parallel_size=1),
+    )

@@ -1,0 +1,40 @@
+"""What the rollout engine takes of the device of a rank that it samples on."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rc.launch.dry_run.batches import batch_numbers
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.weights import find_family
+from megatron_rc.launch.weights.checkpoint_names import empty_model
+
+# Of the whole device: vLLM's own default of gpu_memory_utilization.
+VLLM_FRACTION = 0.92
+
+
+def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
+    """On the first rank of each replica, the others have none; None: a fraction of a device whose size is not given.
+
+    Servers are other machines, or have devices of their own.
+    """
+    name = config.engine.rollout_engine
+    if config.rollouts.load_rollouts or name.endswith("-server"):
+        return 0
+    if name == "transformers":
+        return _transformers_bytes(config)
+    return None if device_bytes is None else round(VLLM_FRACTION * device_bytes)
+
+
+def _transformers_bytes(config: RunConfig) -> int:
+    """The whole model, and the keys and values of all sequences of a replica at their full length."""
+    family, layers = find_family(config), config.transformer
+    if family is None:
+        raise RuntimeError("an engine needs a model of a Hugging Face architecture")
+    lower = not config.launch.on_cpu and config.engine.rollout_dtype != "fp32"
+    itemsize = (torch.bfloat16 if lower else torch.float32).itemsize
+    model = empty_model(family.hugging_face_config(config))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    tokens = batch_numbers(config)["sequences_of_a_replica"] * config.training.seq_length
+    cache = 2 * layers.num_layers * layers.num_query_groups * layers.kv_channels * tokens
+    return int(itemsize * (weights + cache))

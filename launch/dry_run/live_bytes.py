@@ -1,0 +1,53 @@
+"""How many bytes of tensors live, and how many lived at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside the block make, for as long as anything refers to them.
+
+    What an operation needs inside itself is not seen, nor is a tensor that is older than the block.
+
+    Attributes:
+        live: bytes now.
+        peak: the most that there were at once; may be set back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # What is older may come back as a view.
+        older = {storage._cdata for storage in _storages((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for storage in _storages(found):
+            self._add(storage, older)
+        return found
+
+    def _add(self, storage: torch.UntypedStorage, older: set[int]) -> None:
+        key = storage._cdata
+        if key not in self._sizes and key not in older:
+            weakref.finalize(storage, self._remove, key)
+            self._sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _remove(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))

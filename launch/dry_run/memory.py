@@ -1,0 +1,318 @@
+"""What each pipeline stage's ranks hold, by kind, and the most that they hold at once.
+
+The model of a stage is built as a run builds it and one micro-batch goes through it, forward and back, while the bytes
+that live are counted. How many micro-batches are under way at once follows from Megatron's schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_rc.launch.dry_run.batches import batch_numbers
+from megatron_rc.launch.dry_run.fake_ranks import (
+    fake_groups,
+    fake_tensors,
+    first_rank_of_stage,
+    megatron_here,
+    on_this_machine,
+)
+from megatron_rc.launch.dry_run.live_bytes import LiveBytes
+from megatron_rc.launch.dry_run.places import expert_tp
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+from megatron_rc.launch.training.model import build_chunks
+from megatron_rc.parallel.linear import CHUNK_TOKENS
+from megatron_rc.parallel.softmax import EAGER_ELEMENTS, LEAST_ROWS
+
+# Layers of a chunk after which one more adds what every other adds.
+_FEW_LAYERS = 2
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+# Of a token of the rollout batch: whole sequences as they were sampled, and this rank's part as it is trained on.
+_SAMPLED_BYTES, _LOCAL_BYTES = 17, 46
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank of one pipeline stage.
+
+    Attributes:
+        stage: its number.
+        parameters: number of them on this rank.
+        weights: of the policy.
+        gradients: Megatron's buffer, in float32.
+        optimizer: its state, and float32 copies of lower-precision weights.
+        reference: the frozen copy that the KL penalty compares with.
+        batch: the rollout batch.
+        activations: kept for the backward, and at work, where most lives.
+        logits: with their gradients, or what stands in their place.
+        in_flight: micro-batches that are forward and not yet backward, where most are.
+    """
+
+    stage: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    batch: int
+    activations: int
+    logits: int
+    in_flight: int
+
+    @property
+    def peak(self) -> int:
+        """All of them."""
+        return sum(getattr(self, name) for name in KINDS)
+
+
+KINDS = ("weights", "gradients", "optimizer", "reference", "batch", "activations", "logits")
+
+
+def stage_memories(config: RunConfig) -> list[StageMemory]:
+    """What every stage holds; those between the first and the last are alike but for what is in flight."""
+    local, found = on_this_machine(config), list[StageMemory]()
+    last = config.parallel.pipeline_model_parallel_size - 1
+    measured: dict[int, list[_Chunk]] = {}
+    with megatron_here():
+        for stage in range(last + 1):
+            like = stage if stage in (0, last) else 1
+            if like not in measured:
+                measured[like] = _measure_stage(config, local, like)
+            found.append(_stage_memory(config, stage, measured[like]))
+    return found
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One virtual stage of a rank.
+
+    Attributes:
+        dense: parameters that all data-parallel ranks hold.
+        experts: those that ranks of other experts have not.
+        kept: bytes of buffers that stay: Megatron's for what it gathers, rotary angles.
+        held: bytes that a micro-batch keeps until its backward.
+        peak: the most that one micro-batch needs, forward and back.
+        logits: of ``peak``.
+    """
+
+    dense: int
+    experts: int
+    kept: int
+    held: int
+    peak: int
+    logits: int
+
+    def plus(self, other: _Chunk, layers: int) -> _Chunk:
+        """With so many layers more, each as the one that ``other`` has more."""
+        names = [field.name for field in dataclasses.fields(self)]
+        mine, its = ([getattr(chunk, name) for name in names] for chunk in (self, other))
+        return _Chunk(*(low + layers * (high - low) for low, high in zip(mine, its, strict=True)))
+
+
+def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
+    """Of many equal layers each needs what the one before needs: a few are gone through, and the others added."""
+    chunks = config.parallel.pipeline_model_parallel_size * (config.parallel.virtual_pipeline_model_parallel_size or 1)
+    layers = config.transformer.num_layers // chunks
+    if layers <= _FEW_LAYERS + 1 or not _layers_are_alike(config):
+        return _measure(config, local, stage)
+    few, more = (
+        _measure(
+            config,
+            dataclasses.replace(local, transformer=dataclasses.replace(local.transformer, num_layers=number * chunks)),
+            stage,
+        )
+        for number in (_FEW_LAYERS, _FEW_LAYERS + 1)
+    )
+    return [one.plus(other, layers - _FEW_LAYERS) for one, other in zip(few, more, strict=True)]
+
+
+def _layers_are_alike(config: RunConfig) -> bool:
+    compute, given = config.compute, config.megatron.given
+    if any(word in name for name in given for word in ("layer", "freq", "split")):
+        return False
+    return compute.recompute_granularity != "full" or (
+        compute.recompute_method == "uniform" and compute.recompute_num_layers == 1
+    )
+
+
+def _measure(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
+    with fake_groups(local, first_rank_of_stage(local, stage)), fake_tensors(config):
+        transformer = build_transformer_config(local)
+        if local.experts is not None and local.experts.moe_token_dispatcher_type == "alltoall":
+            # Every expert gets its share of the tokens, which makes all lengths known.
+            transformer.moe_pad_expert_input_to_capacity, transformer.moe_expert_capacity_factor = True, 1.0
+        chunks, measured = build_chunks(local, transformer), dict[Any, _Chunk]()
+        kinds = [_kind(config, chunk, index) for index, chunk in enumerate(chunks)]
+        for kind, chunk in zip(kinds, chunks, strict=True):
+            if kind not in measured:
+                measured[kind] = _measure_chunk(config, chunk)
+        return [measured[kind] for kind in kinds]
+
+
+def _kind(config: RunConfig, chunk: GPTModel, index: int) -> Any:
+    """Chunks of one kind need the same."""
+    return (chunk.pre_process, chunk.post_process) if _layers_are_alike(config) else index
+
+
+def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
+    _lower(chunk, config.dtype)
+    for parameter in chunk.parameters():
+        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    with LiveBytes() as live:
+        output = _forward(config, chunk)
+        logits = 0
+        if chunk.post_process:
+            logits = 2 * output.numel() * output.element_size()
+            output = _loss(config, chunk, output)
+        held = live.live
+        output.backward(torch.empty_like(output) if not chunk.post_process else None)
+        del output
+        chunk.set_input_tensor(None)
+        kept = live.live
+    if config.training.fused_linear_log_probs and chunk.post_process:
+        logits = _fused_bytes(chunk)
+    sizes = [(parameter.numel(), getattr(parameter, "allreduce", True)) for parameter in chunk.parameters()]
+    return _Chunk(
+        dense=sum(size for size, is_dense in sizes if is_dense),
+        experts=sum(size for size, is_dense in sizes if not is_dense),
+        kept=kept,
+        held=held - kept,
+        peak=live.peak - kept,
+        logits=logits,
+    )
+
+
+def _lower(chunk: GPTModel, dtype: torch.dtype) -> None:
+    """What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype."""
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype != dtype:
+                setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype)))
+
+
+def _forward(config: RunConfig, chunk: GPTModel) -> Tensor:
+    numbers, parallel = batch_numbers(config), config.parallel
+    rows, length = numbers["rows_of_a_micro_batch"], numbers["tokens_of_a_row"] // parallel.context_parallel_size
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    if not chunk.pre_process:
+        part = length // parallel.tensor_model_parallel_size if parallel.sequence_parallel else length
+        chunk.set_input_tensor(
+            torch.zeros(part, rows, config.transformer.hidden_size, dtype=config.dtype, requires_grad=True)
+        )
+    output: Tensor = chunk(tokens, tokens, None)
+    return output
+
+
+def _loss(config: RunConfig, chunk: GPTModel, output: Tensor) -> Tensor:
+    weight: Tensor | None = None
+    if config.training.fused_linear_log_probs:
+        tied = chunk.share_embeddings_and_output_weights
+        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    found: Tensor = _LogProbs.apply(output, weight, config.launch.on_cpu)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LogProbs(torch.autograd.Function):
+    """What the log-probs keep and make: the logits' gradient; from hidden states a chunk of logits at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weight: Tensor | None, on_cpu: bool) -> Tensor:
+        ctx.save_for_backward(output, weight)
+        ctx.on_cpu = on_cpu
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        output, weight = ctx.saved_tensors
+        gradient = torch.empty_like(output)
+        if weight is None:
+            _work(output.numel() // output.shape[-1], output.shape[-1], ctx.on_cpu)
+            return gradient, None, None
+        added_up = torch.empty_like(weight, dtype=torch.float32)
+        logits = torch.empty(CHUNK_TOKENS, weight.shape[0], dtype=output.dtype)
+        _work(CHUNK_TOKENS, weight.shape[0], ctx.on_cpu)
+        del logits
+        return gradient, added_up.to(weight.dtype), None
+
+
+def _work(rows: int, width: int, on_cpu: bool) -> None:
+    """Two buffers for some of the rows, which the kernels of a GPU do without."""
+    if on_cpu:
+        torch.empty(2, min(rows, max(LEAST_ROWS, EAGER_ELEMENTS // width)), width, dtype=torch.float32)
+
+
+def _fused_bytes(chunk: GPTModel) -> int:
+    """The gradient of the output layer in float32 and in the weights' dtype, and a chunk of logits."""
+    rows = chunk.vocab_size // chunk.config.tensor_model_parallel_size
+    weight = rows * chunk.config.hidden_size
+    return int(weight * (4 + chunk.config.params_dtype.itemsize) + 4 * CHUNK_TOKENS * rows)
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    """Megatron's DDP adds it to its buffer and drops it."""
+    parameter.grad = None
+
+
+def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> StageMemory:
+    parameters = sum(chunk.dense + chunk.experts for chunk in chunks)
+    weights = parameters * config.dtype.itemsize
+    order = _in_flight(config, stage, len(chunks))
+    working = max(chunks, key=lambda chunk: chunk.peak)
+    dynamic = sum(chunks[index].held for index in order[:-1]) + working.peak + max(chunk.kept for chunk in chunks)
+    numbers = batch_numbers(config)
+    tokens = numbers["sequences_of_a_replica"] * config.training.seq_length
+    return StageMemory(
+        stage=stage,
+        parameters=parameters,
+        weights=weights,
+        gradients=parameters * (4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize),
+        optimizer=_optimizer_bytes(config, chunks),
+        reference=weights if config.loss.kl_coef else 0,
+        batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
+        activations=dynamic - min(working.logits, dynamic),
+        logits=min(working.logits, dynamic),
+        in_flight=len(order),
+    )
+
+
+def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:
+    """The chunks whose activations are held at once in Megatron's schedules, in the order of their forward passes."""
+    stages, number = config.parallel.pipeline_model_parallel_size, batch_numbers(config)["micro_batches"]
+    if chunks == 1:
+        return [0] * min(number, stages - stage)
+    under_way = min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, number * chunks)
+    return [index // stages % chunks for index in range(under_way)]
+
+
+def _optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk]) -> int:
+    """Moments, and copies of lower-precision weights; split over the data-parallel ranks or not."""
+    dense, experts = sum(chunk.dense for chunk in chunks), sum(chunk.experts for chunk in chunks)
+    if config.optimizer.use_distributed_optimizer:
+        parallel = config.parallel
+        stage = config.launch.world_size // parallel.pipeline_model_parallel_size
+        dense = -(-dense * parallel.tensor_model_parallel_size // stage)
+        experts = -(-experts * expert_tp(config) * parallel.expert_model_parallel_size // stage)
+    return round(_state_bytes(config) * (dense + experts))
+
+
+def _state_bytes(config: RunConfig) -> float:
+    """Of one parameter, on the device."""
+    given = config.megatron.given
+    moments = ("exp_avg_dtype", "exp_avg_sq_dtype") if config.optimizer.optimizer == "adam" else ("exp_avg_dtype",)
+    names = [*moments, *["main_params_dtype"] * (config.dtype is not torch.float32)]
+    kinds = given if given.get("use_precision_aware_optimizer") else {}
+    each = sum(_ITEM_BYTES[kinds.get(name, "fp32")] for name in names)
+    offloaded = given.get("optimizer_offload_fraction", 1.0) if given.get("optimizer_cpu_offload") else 0.0
+    return float(each * (1 - offloaded))
+
+
+def as_mapping(memory: StageMemory) -> dict[str, int]:
+    """Plain values."""
+    return dataclasses.asdict(memory) | {"peak": memory.peak}

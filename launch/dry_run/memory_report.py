@@ -1,0 +1,78 @@
+"""The memory of every stage in words and as plain values, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rc.launch.dry_run.engine_share import VLLM_FRACTION
+from megatron_rc.launch.dry_run.memory import KINDS, StageMemory, as_mapping
+from megatron_rc.launch.dry_run.places import aligned
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config import RunConfig
+
+GIB = 2**30
+
+
+def memory_in_words(memories: Sequence[StageMemory], engine: int | None) -> list[str]:
+    """A table, a row a stage, and what the engine takes."""
+    unit, size = ("GiB", GIB) if max(memory.peak for memory in memories) > GIB else ("MiB", 2**20)
+    rows = [["stage", "parameters", *KINDS, "in flight", "peak"]]
+    for memory in memories:
+        cells = [f"{getattr(memory, name) / size:.2f}" for name in (*KINDS, "peak")]
+        cells.insert(-1, str(memory.in_flight))
+        rows.append([str(memory.stage), f"{memory.parameters:,}", *cells])
+    lines = [f"memory of a rank, in {unit}", *aligned(rows)]
+    if engine is None:
+        lines.append(f"and vLLM takes {VLLM_FRACTION:.0%} of the device of the first rank of each replica")
+    elif engine:
+        lines.append(f"and the engine {engine / size:.2f} {unit} on the first rank of each replica")
+    return lines
+
+
+def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None) -> dict[str, Any]:
+    """Plain values."""
+    return {"stages": [as_mapping(memory) for memory in memories], "engine": engine}
+
+
+def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:
+    """Whether every rank's share fits into a device of so many GiB.
+
+    Raises:
+        ConfigurationError: names the stage, its largest part and what makes that smaller.
+    """
+    for memory in memories:
+        here = (engine or 0) if memory.stage == 0 else 0
+        needed = memory.peak + here
+        if needed > device_gib * GIB:
+            parts = {name: getattr(memory, name) for name in KINDS} | {"engine": here}
+            largest = max(parts, key=lambda name: parts[name])
+            raise ConfigurationError(
+                f"--device-memory-gib {device_gib:g} is less than the {needed / GIB:.1f} GiB of a rank of stage "
+                f"{memory.stage}, of which {parts[largest] / GIB:.1f} are {_WORDS.get(largest, largest)}: "
+                f"{_remedy(config, largest)}"
+            )
+
+
+_WORDS = {"engine": "the engine's", "batch": "the rollout batch"}
+
+
+def _remedy(config: RunConfig, part: str) -> str:
+    split = "raise --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    if part == "optimizer" and not config.optimizer.use_distributed_optimizer:
+        return "give --use-distributed-optimizer"
+    if part == "logits":
+        return "give --fused-linear-log-probs, or lower --micro-batch-size"
+    if part == "activations":
+        if config.compute.recompute_granularity != "full":
+            return "lower --micro-batch-size, or give --recompute-granularity full"
+        return "lower --micro-batch-size, or raise --context-parallel-size"
+    if part == "reference":
+        return f"give --grpo-kl-beta 0, or {split}"
+    if part == "batch":
+        return "lower --grpo-prompts-per-step"
+    if part == "engine":
+        return "use --rollout-engine vllm-server or sglang-server"
+    if part == "optimizer":
+        return f"start more data-parallel ranks, or {split}"
+    return split

@@ -1,0 +1,184 @@
+"""The launch files for real hardware: each works on its number of ranks, and what is broken in one is said.
+
+The scripts run with stand-ins for the programs that they start.
+"""
+
+import os
+import subprocess
+
+import pytest
+import yaml
+
+from megatron_rc.launch.dry_run.places import places
+from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.launch_file import CONFIGS
+from megatron_rc.launch.flags.parser import build_parser
+from tests.launch.dry_run.test_command import dry_run
+from tests.support.paths import ROOT
+
+RANKS = {
+    "qwen2_7b_8gpus": 8,
+    "llama3_70b_64gpus": 64,
+    "qwen3_30b_a3b_32gpus": 32,
+    "qwen3_480b_a35b_512gpus": 512,
+}
+# Billions of parameters, as they are published.
+SIZES = {
+    "qwen2_7b_8gpus": 7.62,
+    "llama3_70b_64gpus": 70.6,
+    "qwen3_30b_a3b_32gpus": 30.5,
+    "qwen3_480b_a35b_512gpus": 480.2,
+}
+FAMILIES = {
+    "qwen2_7b_8gpus": "qwen2",
+    "llama3_70b_64gpus": "llama",
+    "qwen3_30b_a3b_32gpus": "qwen3_moe",
+    "qwen3_480b_a35b_512gpus": "qwen3_moe",
+}
+
+
+def made(name, *more, ranks=None):
+    with missing_packages_noted():
+        return configure([f"--config={name}", *more], ranks or RANKS[name], folders=False, elsewhere=True)[0]
+
+
+def test_every_launch_file_for_gpus_is_tried():
+    assert {path.stem for path in (CONFIGS / "launch").glob("*gpus.yaml")} == set(RANKS)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_launch_file_describes_the_published_model(name):
+    from megatron_rc.launch.weights import find_family
+    from megatron_rc.launch.weights.checkpoint_names import empty_model
+
+    config = made(name)
+    family = find_family(config)
+    assert family.name == FAMILIES[name]
+    billions = sum(weight.numel() for weight in empty_model(family.hugging_face_config(config)).parameters()) / 1e9
+    assert billions == pytest.approx(SIZES[name], rel=0.005)
+    assert config.correction.rollout_is == "token"
+    engines = [place for place in places(config) if place.engine]
+    assert len(engines) == len(config.engine.rollout_url.split(",")) == config.data_parallel_size
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", RANKS)
+def test_a_launch_file_fits(name, capsys):
+    ranks = RANKS[name]
+    code, output, errors = dry_run(capsys, f"--config {name} --device-memory-gib 72", 8, ranks // 8)
+    assert (code, errors) == (0, "")
+    assert f"{ranks} ranks = " in output
+
+
+@pytest.mark.processes
+def test_what_does_not_fit_is_said_with_what_mends_it(capsys):
+    code, _, errors = dry_run(capsys, "--config qwen2_7b_8gpus --device-memory-gib 30")
+    assert code == 2
+    assert "--device-memory-gib 30 is less than the" in errors
+    assert "GiB of a rank of stage 0, of which" in errors
+    assert "are activations: lower --micro-batch-size, or give --recompute-granularity full" in errors
+
+
+BROKEN = {
+    ("qwen2_7b_8gpus", "--tensor-model-parallel-size=8"): "--num-attention-heads 28 must be a multiple",
+    ("qwen2_7b_8gpus", "--rl-sequence-packing-bin-size=4000"): "--rl-sequence-packing-bin-size 4000",
+    ("qwen2_7b_8gpus", "--rollout-url=http://engines:8000"): "--rollout-url names 1 servers for 2",
+    ("llama3_70b_64gpus", "--pipeline-model-parallel-size=6"): "6 processes",
+    ("llama3_70b_64gpus", "--num-layers-per-virtual-pipeline-stage=3"): "--num-layers 80 must be a multiple",
+    ("llama3_70b_64gpus", "--global-batch-size=100"): "--global-batch-size 100",
+    ("llama3_70b_64gpus", "--recompute-granularity=selective"): "--recompute-method and --recompute-num-layers",
+    ("qwen3_30b_a3b_32gpus", "--expert-model-parallel-size=3"): "--num-experts 128 must be a multiple",
+    ("qwen3_30b_a3b_32gpus", "--no-sequence-parallel"): "needs --sequence-parallel",
+    ("qwen3_30b_a3b_32gpus", "--moe-router-topk=1"): "--moe-router-topk 1",
+    ("qwen3_480b_a35b_512gpus", "--pipeline-model-parallel-size=4"): "--num-layers 62 must be a multiple",
+    ("qwen3_480b_a35b_512gpus", "--seq-length=32772"): "--seq-length 32772",
+    ("qwen3_480b_a35b_512gpus", "--max-response-length=40000"): "--max-response-length 40000",
+}
+
+
+@pytest.mark.parametrize(("name", "word"), BROKEN, ids=["".join(key) for key in BROKEN])
+def test_a_broken_variant_is_refused(name, word):
+    with pytest.raises(ConfigurationError) as error:
+        made(name, word)
+    assert BROKEN[name, word].split(" processes")[0] in str(error.value)
+
+
+def run_script(tmp_path, name, *words, **environment):
+    """(exit code, the command that was started, one word a line, standard error)."""
+    for program in ("torchrun", "srun"):
+        path = tmp_path / program
+        path.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
+        path.chmod(0o755)
+    hosts = tmp_path / "scontrol"
+    hosts.write_text('#!/bin/sh\nprintf "node-4\\nnode-5\\n"\n')
+    hosts.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", str(ROOT / "launch" / name), *words],
+        env={"PATH": path, **environment},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+SCRIPTS = {
+    "one_node.sh": ({}, "torchrun --standalone --nproc-per-node 8"),
+    "several_nodes.sh": (
+        {"NODES": "4", "NODE_RANK": "2", "MASTER": "node-4", "GPUS": "4"},
+        "torchrun --nnodes 4 --node-rank 2 --nproc-per-node 4 --master-addr node-4 --master-port 29500",
+    ),
+    "slurm.sh": (
+        {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[4-5]", "SLURM_JOB_ID": "77"},
+        "srun --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+        "node-4:29500 --rdzv-id 77",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_starts_torchrun(name, tmp_path):
+    environment, command = SCRIPTS[name]
+    code, words, errors = run_script(tmp_path, name, "my run.yaml", "--lr", "1e-6", **environment)
+    assert (code, errors) == (0, "")
+    trainer = ["-m", "megatron_rc.launch.train_ppo", "--config", "my run.yaml", "--lr", "1e-6"]
+    assert words == [*command.split(), *trainer]
+    torchrun_takes(words[words.index("torchrun") + 1 :])
+
+
+def torchrun_takes(words):
+    from torch.distributed.run import parse_args
+
+    assert parse_args(words).training_script == "megatron_rc.launch.train_ppo"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_a_script_lacks_is_said(name, tmp_path):
+    environment, _ = SCRIPTS[name]
+    code, words, errors = run_script(tmp_path, name, **environment)
+    assert (code != 0, words) == (True, [])
+    assert "usage: " in errors
+    for missing in set(environment) - {"GPUS"}:
+        rest = {key: value for key, value in environment.items() if key != missing}
+        code, words, errors = run_script(tmp_path, name, "count_up", **rest)
+        assert (code != 0, words) == (True, []), missing
+        assert missing in errors
+
+
+def test_the_scripts_are_all_tried_and_can_be_run():
+    scripts = sorted((ROOT / "launch").glob("*.sh"))
+    assert [path.name for path in scripts] == sorted(SCRIPTS)
+    for path in scripts:
+        assert os.access(path, os.X_OK)
+        assert subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False).returncode == 0
+
+
+def test_the_servers_of_a_launch_file_are_one_string():
+    """Over two lines of a file."""
+    for name in RANKS:
+        urls = yaml.safe_load((CONFIGS / "launch" / f"{name}.yaml").read_text())["rollout-url"].split(",")
+        assert all(url == url.strip() and url.startswith("http://") for url in urls)
+    assert "--rollout-url" in {text for action in build_parser()._actions for text in action.option_strings}
