@@ -56,6 +56,7 @@ class RolloutCollector:
             elsewhere, and with ``--load-rollouts``, which reads what another run sampled.
 
     Attributes:
+        is_window_over: nothing is sampled ahead of the last batch yet: weights of its step sample what follows.
         reward_metrics: of the last batch, equal on all ranks; empty with ``--load-rollouts``.
     """
 
@@ -82,6 +83,7 @@ class RolloutCollector:
         self._has_named_experts = False
         steps = 0 if config.rollouts.load_rollouts else config.rollouts.rollout_staleness or 0
         self.window = steps // config.updates_per_rollout
+        self.is_window_over, self._window_end = True, -1
         elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.reward_metrics: dict[str, float] = {}
         self._unscored = self._asked = 0
@@ -108,13 +110,36 @@ class RolloutCollector:
         batch = self.collect(step)
         self._check_scored(step)
         lap("rollout")
-        if not len(self.prefetched):
-            following = [step + number * self.config.updates_per_rollout for number in range(1, self.window + 1)]
-            following = [later for later in following if later < self.config.training.train_iters]
+        # Not by what is left of the orders: a run that goes on for longer takes up the window where this one ends.
+        self.is_window_over = is_fresh or step == self._window_end
+        if self.is_window_over:
+            following = self._following(step)
             if not is_fresh and (following or weight_sync.is_wanted):
                 weight_sync(lap)
-            self.prefetched.order(following)
+            self._order(following, step)
         return batch
+
+    def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
+        """Have what was under way when a run ended sampled again.
+
+        Args:
+            step: that the run goes on at.
+            version: step of the weights that the engines had; −1: it is not known.
+            weight_sync: gives them these weights once more.
+        """
+        following = self._following(version) if version >= 0 else []
+        if step in following:
+            weight_sync()
+            self._order([later for later in following if later >= step], version)
+
+    def _order(self, steps: Sequence[int], version: int) -> None:
+        self.prefetched.order(steps)
+        self._window_end = version + self.window * self.config.updates_per_rollout
+
+    def _following(self, version: int) -> list[int]:
+        """The steps whose batches are sampled ahead by weights of one step."""
+        steps = [version + number * self.config.updates_per_rollout for number in range(1, self.window + 1)]
+        return [later for later in steps if later < self.config.training.train_iters]
 
     def close(self) -> None:
         """End the sampling that is under way, if any is, what scores, and the engine where it can be.

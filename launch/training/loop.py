@@ -84,6 +84,7 @@ def train(config: RunConfig, task: Task) -> bool:
         stack.enter_context(closing(collector))
         weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
         saver = stack.enter_context(CheckpointSaves(config, trainer))
+        weight_sync.go_on()
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
         steps, guards = BadSteps(config, trainer, collector), Guards(config)
         while trainer.iteration < config.training.train_iters and not stop:
@@ -179,8 +180,7 @@ class _WeightSync:
     def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
         """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
         step = self.trainer.iteration
-        self.collector.sync_weights(self.trainer.chunks, step)
-        self.metrics = {} if self.check is None else self.check()
+        self._send(step)
         lap("sync")
         if self.is_wanted:
             self.evaluated = step
@@ -188,6 +188,20 @@ class _WeightSync:
             if self.reporter is not None:
                 self.reporter.evaluation(step, metrics)
             lap("eval")
+
+    def go_on(self) -> None:
+        """Let the engines sample what was under way when the checkpoint was written, from the weights they had."""
+        kept = self.trainer.sampling_weights
+
+        def send() -> None:
+            with kept.in_place_of(self.trainer.chunks):
+                self._send(kept.version)
+
+        self.collector.go_on(self.trainer.iteration, kept.version, send)
+
+    def _send(self, version: int) -> None:
+        self.collector.sync_weights(self.trainer.chunks, version)
+        self.metrics = {} if self.check is None else self.check()
 
 
 def _rollout_steps(
@@ -211,6 +225,8 @@ def _rollout_steps(
 
     data = collector.data_metrics(trainer.iteration)
     batch = collector.next_batch(trainer.iteration, weight_sync, lap)
+    if collector.is_window_over:
+        trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
     prepared = steps.prepare(batch)
     lap("plan")
     common = summarize_rollouts(batch, groups, trainer.version) | collector.reward_metrics

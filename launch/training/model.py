@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,16 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig) -> list[GPTM
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
     return chunks
+
+
+def frozen_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
+    """The same chunks with the same weights, which do not train."""
+    copy = build_chunks(config, chunks[0].config)
+    for frozen, chunk in zip(copy, chunks, strict=True):
+        # What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype.
+        frozen.to(config.dtype).load_state_dict(chunk.state_dict())
+        frozen.requires_grad_(False)
+    return copy
 
 
 def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:

@@ -24,11 +24,13 @@ from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, c
 from megatron_rc.launch.training.model import (
     build_chunks,
     build_optimizer,
+    frozen_copy,
     unwrap,
     wrap_chunks,
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
+from megatron_rc.launch.training.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups
@@ -53,6 +55,7 @@ class Trainer:
 
     Attributes:
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
+        sampling_weights: those of the rollouts under way, kept for checkpoints.
         writer: of checkpoints.
         skipped: steps of this run that were not made: no token was accepted, none had a weight, or they were bad.
         bad: those of the last kind.
@@ -71,7 +74,9 @@ class Trainer:
         # Megatron asks for it before it changes a weight.
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
-        self.reference = self._build_reference() if config.loss.kl_coef else []
+        # Of the initial policy.
+        self.reference = frozen_copy(config, self.chunks) if config.loss.kl_coef else []
+        self.sampling_weights = SamplingWeights(config, self.chunks)
         self.correction = RolloutCorrection(
             config.correction,
             groups,
@@ -84,7 +89,7 @@ class Trainer:
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped, self.bad, self._scored_at = 0, 0, 0, -1
         if config.checkpoints.load:
-            parts = self.model, self.optimizer, self.scheduler, self.reference
+            parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights
             self.iteration = load_checkpoint(config.checkpoints.load, config, *parts)
 
     @property
@@ -96,7 +101,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
         self._gather_weights()
-        self.writer.save(self.iteration, self.model, self.optimizer, self.scheduler, self.reference)
+        parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights
+        self.writer.save(self.iteration, *parts)
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.
@@ -240,15 +246,6 @@ class Trainer:
         except ValueError as problem:
             error = f"--load-hf: {problem}"
         agree(self.config, error)
-
-    def _build_reference(self) -> list[torch.nn.Module]:
-        """A frozen copy of the initial policy."""
-        reference = build_chunks(self.config, self.chunks[0].config)
-        for frozen, chunk in zip(reference, self.chunks, strict=True):
-            # What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype.
-            frozen.to(self.config.dtype).load_state_dict(chunk.state_dict())
-            frozen.requires_grad_(False)
-        return reference
 
     def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
         """The local tokens with what the plan alone looks at."""

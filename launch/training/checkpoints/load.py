@@ -19,6 +19,7 @@ from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_f
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.sampling_weights import SamplingWeights
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (
@@ -28,7 +29,13 @@ _UNREADABLE = (
 
 
 def load_checkpoint(
-    load: str, config: RunConfig, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]
+    load: str,
+    config: RunConfig,
+    model: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    reference: list[Any],
+    sampling: SamplingWeights,
 ) -> int:
     """Load the newest checkpoint of the folder ``--load``.
 
@@ -51,7 +58,6 @@ def load_checkpoint(
         state["optimizer"] = optimizer_state(optimizer, model, is_loading=True)
     if with_reference:
         state |= model_state(reference, "reference")
-    asked = {name: set(part) for name, part in state.items() if name != "optimizer"}
     wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference}
     with _failing_together(where, folder, config):
         index = read_index(folder / ".metadata")
@@ -59,12 +65,18 @@ def load_checkpoint(
         dist_checkpointing.load_common_state_dict(str(folder))
         problem = misfit(where, folder, index, config, **wanted)
     agree(config, problem)
+    with_sampling = not files.finetune and sampling.are_among(index.state_dict_metadata)
+    if with_sampling:
+        state |= sampling.wanted_state()
+    asked = {name: set(part) for name, part in state.items() if name != "optimizer"}
     with _failing_together(where, folder, config):
         loaded = dist_checkpointing.load(state, str(folder))
     agree(config, _unasked(where, asked, loaded))
     with _failing_together(where, folder, config):
         load_model(model, loaded)
         load_model(reference, loaded, "reference" if with_reference else "model")
+        if with_sampling:
+            sampling.load(loaded)
         if with_optimizer:
             check_schedule(where, config, scheduler, optimizer, loaded)
             load_optimizer_and_schedule(config, optimizer, scheduler, loaded)

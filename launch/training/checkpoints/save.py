@@ -20,6 +20,7 @@ from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, 
 from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
+from megatron_rc.launch.training.sampling_weights import SamplingWeights
 
 _log = logging.getLogger("megatron_rc")
 
@@ -39,7 +40,15 @@ class CheckpointWriter:
         self.config, self.files = config, config.checkpoints
         self.pending: BackgroundWrite | None = None
 
-    def save(self, iteration: int, model: list[Any], optimizer: Any, scheduler: Any, reference: list[Any]) -> None:
+    def save(
+        self,
+        iteration: int,
+        model: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        reference: list[Any],
+        sampling: SamplingWeights,
+    ) -> None:
         """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
 
         Args:
@@ -48,6 +57,7 @@ class CheckpointWriter:
             optimizer: Megatron's optimizer; left out with ``--no-save-optim``.
             scheduler: of the learning rate.
             reference: chunks of the reference policy; empty without a KL penalty.
+            sampling: weights of the rollouts under way.
 
         Raises:
             SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
@@ -55,7 +65,7 @@ class CheckpointWriter:
         """
         self.finish()
         _check_weights(self.config, iteration, model)
-        state = model_state(model) | model_state(reference, "reference") | {"iteration": iteration}
+        state = model_state(model) | model_state(reference, "reference") | sampling.state() | {"iteration": iteration}
         if not self.files.no_save_optim:
             state["optimizer"] = optimizer_state(optimizer, model)
             state["opt_param_scheduler"] = scheduler.state_dict()
@@ -69,8 +79,7 @@ class CheckpointWriter:
             SaveError: it could not be written.
         """
         if self.pending is not None:
-            with self._failing_together(self.pending.iteration):
-                self._go_on(self.pending, wait=False)
+            self._go_on(self.pending, wait=False)
 
     def finish(self) -> None:
         """Wait until the checkpoint that is under way is whole.
@@ -79,8 +88,7 @@ class CheckpointWriter:
             SaveError: it could not be written.
         """
         while self.pending is not None:
-            with self._failing_together(self.pending.iteration):
-                self._go_on(self.pending, wait=True)
+            self._go_on(self.pending, wait=True)
 
     @property
     def save_folder(self) -> str:
@@ -108,16 +116,17 @@ class CheckpointWriter:
         """The next step of what is under way, if all ranks are ready for it."""
         if not pending.is_done(wait=wait):
             return
-        if pending.thread is None:
-            agree(self.config, pending.ended_badly)
-            with agreed_failures(self.config):
-                for end in pending.request.finalize_fns:
-                    end()
-            pending.start_digests(_names(self.config, pending.folder))
-            return
-        agree(self.config, None if pending.error is None else reason_of(pending.error))
-        self._name(pending.iteration, _gathered(pending.digests))
-        self.pending = None
+        with self._failing_together(pending.iteration):
+            if pending.thread is None:
+                agree(self.config, pending.ended_badly)
+                with agreed_failures(self.config):
+                    for end in pending.request.finalize_fns:
+                        end()
+                pending.start_digests(_names(self.config, pending.folder))
+                return
+            agree(self.config, None if pending.error is None else reason_of(pending.error))
+            self._name(pending.iteration, _gathered(pending.digests))
+            self.pending = None
 
     def _name(self, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
         _on_rank_0(self.config, lambda: _finish(self.config, self.save_folder, iteration, digests))

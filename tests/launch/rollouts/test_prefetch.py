@@ -257,8 +257,8 @@ def stop_at(engines, iteration):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_ends_the_sampling_and_a_resumed_run_begins_fresh(ranks, tmp_path):
-    """What was sampled ahead is not in a checkpoint."""
+def test_a_stop_ends_the_sampling_and_a_resumed_run_asks_for_it_again(ranks, tmp_path):
+    """The batch under way was to come from the weights of step 0, and does."""
     layout = Layout(pp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), *STALE, f"--save={tmp_path}/save", f"--load={tmp_path}/save")
     found = ranks.run(run_with, layout, words, CountingEngine, stop_at)
@@ -266,8 +266,53 @@ def test_a_stop_ends_the_sampling_and_a_resumed_run_begins_fresh(ranks, tmp_path
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     ((error, calls, _, left), _) = ranks.run(run_with, layout, words, CountingEngine)
     assert (error, left) == (None, [])
-    assert calls == [[2, 2, 2, 4]]
-    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1, 2, 1]
+    assert calls == [[0, 2, 2, 4]]
+    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == AGES
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "stops"),
+    [
+        (Layout(tp=2), ["--use-distributed-optimizer", "--bf16", "--rollout-dtype=bf16"], [1, 4]),
+        (Layout(pp=2), ["--grpo-iterations=2", "--async-save", "--save-interval=2"], [2]),
+    ],
+    ids=["tp2-bf16", "pp2-two-passes-async"],
+)
+def test_a_resumed_run_takes_the_same_steps(ranks, tmp_path, layout, more, stops):
+    """Wherever it stops within a window: equal to the last digit, weight sync by weight sync."""
+    words = [*LIVE, *layout.flags(), "--rollout-staleness=2", *more]
+    whole, broken, save = tmp_path / "whole", tmp_path / "broken", [f"--save={tmp_path}/s", f"--load={tmp_path}/s"]
+    plain = [word for word in words if word not in ("--async-save", "--save-interval=2")]
+    assert set(ranks.run(run_training, layout, flags(whole, *plain, "--train-iters=6"))) == {None}
+    for end in (*stops, 6):
+        assert set(ranks.run(run_training, layout, flags(broken, *words, *save, f"--train-iters={end}"))) == {None}
+    # The last sync of a run that is to end has nobody to serve, and is not made.
+    found, expected = (
+        [{k: v for k, v in row.items() if k != "rollout/sync_error"} for row in without_times(place)]
+        for place in (broken, whole)
+    )
+    assert found == expected
+    assert max(row["rollout/staleness_max"] for row in found) == 2
+
+
+def test_what_was_under_way_is_sampled_in_another_layout(ranks, tmp_path):
+    """Responses depend on the weights and the step alone, with as many replicas."""
+    for layout, place, end in ((Layout(tp=2), "whole", 3), (Layout(tp=2), "broken", 1), (Layout(pp=2), "broken", 3)):
+        folder, save = tmp_path / place, tmp_path / place / "save"
+        words = flags(folder, *LIVE, *layout.flags(), "--rollout-staleness=2", f"--save={save}", f"--load={save}")
+        assert ranks.run(run_training, layout, [*words, f"--train-iters={end}"]) == [None, None]
+    names = "reward/mean", "rollout/tokens", "rollout/staleness_max"
+    found, expected = ([[row[name] for name in names] for row in rows(tmp_path / f)] for f in ("broken", "whole"))
+    assert found == expected
+
+
+def test_what_a_run_of_other_windows_cannot_use_is_left_alone(ranks, tmp_path):
+    """Weights of step 0 are too old for the batch of step 2 where rollouts may be one step old; or there are none."""
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", *LIVE]
+    for staleness, end in ((2, 2), (1, 4), (0, 5), (2, 7)):
+        words = flags(tmp_path, *save, f"--rollout-staleness={staleness}", f"--train-iters={end}")
+        assert ranks.run(run_with, Layout(), words, CountingEngine)[0][0] is None
+    assert [row["rollout/staleness_max"] for row in rows(tmp_path)] == [0, 1, 0, 1, 0, 0, 1]
 
 
 def run_elsewhere(words, elsewhere):

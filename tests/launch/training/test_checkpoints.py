@@ -399,7 +399,9 @@ def test_an_index_that_is_none_is_one_error(tmp_path, content):
 
 
 def test_an_index_without_its_parts_is_none(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata.__new__(Metadata)))
+    index = Metadata.__new__(Metadata)
+    index.storage_data = {}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ValueError, match="is no index of a checkpoint"):
         read_index(tmp_path / ".metadata")
 

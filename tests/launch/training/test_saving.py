@@ -18,7 +18,7 @@ from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.test_loop import rows, run_training, without_times
 from tests.support.ranks import Layout
-from tests.support.recorded_training import GPT2, flags, make_trainer, recorded_batch, save_initial
+from tests.support.recorded_training import GPT2, LENGTH, SEQUENCES, flags, make_trainer, recorded_batch, save_initial
 
 SMALL = ["--num-layers=2", "--lr=1e-3"]
 
@@ -281,22 +281,38 @@ def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, mess
     assert message is None or message in said
 
 
-def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "layouts"),
+    [
+        ([], [Layout(tp=2, pp=2), Layout(), Layout(tp=2), Layout(pp=2, vpp=True), Layout(cp=2)]),
+        (EXPERTS, [Layout(dp=2, ep=2), Layout(), Layout(tp=2, sp=True)]),
+    ],
+    ids=["dense", "experts"],
+)
+def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path, more, layouts):
     """The log-probs of one batch, whatever layout reads the weights."""
-    words = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=8")
-    layouts = [Layout(tp=2, pp=2), Layout(), Layout(tp=2), Layout(pp=2, vpp=True)]
+    words = flags(tmp_path, "--lr=1e-3", *more, "--num-layers=4", "--micro-batch-size=8")
     ranks.run(steps, layouts[0], [*words, f"--save={tmp_path}/save", *layouts[0].flags()])
-    scores = [
-        ranks.run(score_loaded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()])[-1] for layout in layouts
-    ]
+    scores = []
+    for layout in layouts:
+        score = torch.full((SEQUENCES, LENGTH), torch.nan)
+        for part in ranks.run(score_loaded, layout, [*words, f"--load={tmp_path}/save", *layout.flags()]):
+            for index, positions, values in [part] if part else []:
+                score[index, positions] = values
+        scores.append(score)
     assert scores[0].abs().max() > 1
     for score in scores[1:]:
         torch.testing.assert_close(score, scores[0], rtol=0, atol=2e-6)
 
 
 def score_loaded(words):
-    trainer = make_trainer(words)
-    return trainer.score(trainer.prepare(recorded_batch(3)).batch)
+    """The rank's part of the log-probs, with its rows and positions; None on stages before the last."""
+    trainer = make_trainer([*words, "--no-load-optim"])
+    dp, replicas = group_rank(trainer.groups.dp), trainer.config.data_parallel_size
+    batch = trainer.prepare(recorded_batch(3, dp, replicas)).batch
+    scores = trainer.score(batch)
+    rows = dp * len(batch.rows) + batch.rows.unsqueeze(1)
+    return None if scores is None else (rows, batch.local.positions, scores)
 
 
 # Steps that must not be made
