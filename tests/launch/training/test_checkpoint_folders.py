@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 
 from megatron_rc.launch.distributed import AgreedError
-from megatron_rc.launch.training import trainer as trainers
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.checkpoints import folders
 from megatron_rc.launch.training.checkpoints import save as saving
+from megatron_rc.launch.training.step_checks import telling_bad_steps
 
 
 def written(folder, text):
@@ -95,7 +95,7 @@ def test_what_is_due_is_written_although_the_one_before_failed(caplog):
     assert "checkpoint 1 could not be written; the run goes on" in caplog.text
 
 
-def test_what_the_correction_finds_is_agreed(tmp_path):
+def test_what_the_correction_finds_is_agreed():
     """A checkpoint under way becomes whole only where all ranks are known to end together."""
-    with pytest.raises(AgreedError, match="bad log-probs"), trainers._agreed():
+    with pytest.raises(AgreedError, match="bad log-probs"), telling_bad_steps():
         raise ValueError("bad log-probs")
