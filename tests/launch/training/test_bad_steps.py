@@ -123,7 +123,7 @@ def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
         *("step-0000001-replica-0000.safetensors", "step-0000001.jsonl")
     ]
     # A new run of that name sets them aside.
-    more = ["--bad-steps=skip", "--max-skipped-steps=2", "--bypass-mode", "--rollout-is=none"]
+    more = ["--bad-steps=skip", "--max-skipped-steps=2", "--bypass-mode"]
     (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*words, *more], [2, 3, 4])
     assert first == second[0]
     assert first.startswith(
