@@ -19,6 +19,7 @@ from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
+from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
@@ -30,7 +31,6 @@ from megatron_rc.launch.training.model import (
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
-from megatron_rc.launch.training.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups

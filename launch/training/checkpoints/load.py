@@ -16,10 +16,10 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
+from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
-from megatron_rc.launch.training.sampling_weights import SamplingWeights
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (

@@ -18,9 +18,9 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
 from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
+from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
-from megatron_rc.launch.training.sampling_weights import SamplingWeights
 
 _log = logging.getLogger("megatron_rc")
 
