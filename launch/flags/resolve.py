@@ -20,6 +20,7 @@ from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.flags.idle import check_idle
 from megatron_rc.launch.flags.parser import PENALTIES
 from megatron_rc.launch.flags.resolve_data import choose_prompts
+from megatron_rc.launch.flags.resolve_samples import resolve_samples
 from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
@@ -43,6 +44,7 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     Raises:
         ConfigurationError: a value that is missing or out of its range, or a flag that does nothing beside the others.
     """
+    resolve_samples(args)
     _check_values(args)
     choose_prompts(args)
     args.world_size = world_size

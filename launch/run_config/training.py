@@ -83,6 +83,7 @@ class TrainingSection:
         "stop before a step whose loss is ten times the largest of the first 100 steps", default=False
     )
     check_for_large_grads: bool = option("the same for the norm of the gradient", default=False)
+    train_samples: int | None = option("sequences in all, in the place of --train-iters", positive=True)
     seed: int = option("of weights, prompts and sampling", default=1234, not_negative=True)
 
 
@@ -90,9 +91,32 @@ class TrainingSection:
 class ScheduleSection:
     """The learning rate over the optimizer steps, up to ``--lr`` and down to ``--min-lr``."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine"] = option("schedule", default="linear")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+        "schedule", default="linear"
+    )
     lr_decay_iters: int = option("steps of the decay; default: --train-iters", positive=True)
+    lr_decay_samples: int | None = option("the same in sequences, with --train-samples", positive=True)
     lr_warmup_iters: int = option("steps of linear warm-up", default=0, not_negative=True)
+    lr_warmup_samples: int = option("the same in sequences, with --train-samples", default=0, not_negative=True)
+    lr_warmup_fraction: float | None = option("the same as a share of --lr-decay-iters", not_negative=True)
+    lr_warmup_init: float = option("learning rate that the warm-up starts from", default=0.0, not_negative=True)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "how the rate falls at the end of --lr-decay-style WSD", default="exponential"
+    )
+    lr_wsd_decay_iters: int | None = option("over how many steps", positive=True)
+    lr_wsd_decay_samples: int | None = option("the same in sequences, with --train-samples", positive=True)
+    start_weight_decay: float | None = option("weight decay of the first step", not_negative=True)
+    end_weight_decay: float | None = option("weight decay of the last step", not_negative=True)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        "how it goes from one to the other", default="constant"
+    )
+
+    @property
+    def warmup_steps(self) -> float:
+        """Steps of the warm-up, which need not be whole."""
+        return (
+            self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * self.lr_decay_iters
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +125,7 @@ class CheckpointSection:
 
     save: str | None = option("write checkpoints here", metavar="DIR")
     save_interval: int | None = option("optimizer steps between checkpoints; default: at the end", positive=True)
+    ckpt_format: Literal["torch_dist"] = option("how checkpoints are written", default="torch_dist")
     async_save: bool = option("write checkpoints in a process of their own while training goes on", default=False)
     keep_last: int | None = option("remove all but the newest N checkpoints; default: all stay", positive=True)
     save_retain_interval: int | None = option(

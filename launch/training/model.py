@@ -101,16 +101,18 @@ def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> 
     model[0].config.grad_scale_func = lambda loss: optimizer.scale_loss(loss)
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=schedule.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_warmup_steps=schedule.warmup_steps,
         lr_decay_steps=schedule.lr_decay_iters,
         lr_decay_style=schedule.lr_decay_style,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
+        start_wd=settings.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        end_wd=settings.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        wd_incr_steps=config.training.train_iters,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        wsd_decay_steps=schedule.lr_wsd_decay_iters,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
     return optimizer, scheduler
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron import OptimizerSection
+from megatron_rc.launch.run_config.training import ScheduleSection
 
 
 def check_model(config: RunConfig) -> None:
@@ -85,7 +87,30 @@ def check_optimizer(config: RunConfig) -> None:
             raise ConfigurationError(f"{flag(name)} {beta} must lie in [0, 1)")
     if optimizer.min_lr > optimizer.lr:
         raise ConfigurationError(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
-    if schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+    _check_schedule(optimizer, schedule)
+
+
+def _check_schedule(optimizer: OptimizerSection, schedule: ScheduleSection) -> None:
+    share = schedule.lr_warmup_fraction
+    if share is not None and (schedule.lr_warmup_iters or share >= 1):
+        raise ConfigurationError(
+            f"--lr-warmup-fraction {share} must be below 1, and stand without --lr-warmup-iters "
+            f"{schedule.lr_warmup_iters}"
+        )
+    if schedule.warmup_steps >= schedule.lr_decay_iters:
         raise ConfigurationError(
             f"--lr-warmup-iters {schedule.lr_warmup_iters} must be below --lr-decay-iters {schedule.lr_decay_iters}"
+        )
+    if schedule.lr_warmup_init > optimizer.lr:
+        raise ConfigurationError(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {optimizer.lr}")
+    end, is_wsd = schedule.lr_wsd_decay_iters, schedule.lr_decay_style == "WSD"
+    if is_wsd != (end is not None):
+        raise ConfigurationError(
+            f"--lr-decay-style {schedule.lr_decay_style} with --lr-wsd-decay-iters {end}: WSD needs both, or neither"
+        )
+    decay = (schedule.start_weight_decay, schedule.end_weight_decay)
+    if (schedule.weight_decay_incr_style == "constant") != (decay == (None, None)) or (None in decay and any(decay)):
+        raise ConfigurationError(
+            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} with --start-weight-decay {decay[0]} and "
+            f"--end-weight-decay {decay[1]}: a constant one is --weight-decay, linear and cosine need both"
         )

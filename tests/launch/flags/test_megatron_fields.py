@@ -191,3 +191,14 @@ def test_a_pattern_of_layers_is_read(word, value):
 def test_another_pattern_is_refused(word):
     with pytest.raises(ValueError, match="expected a number, or a list"):
         number_or_pattern(word)
+
+
+def test_the_page_says_what_is_refused(tmp_path):
+    """Each flag that its table names, with the value that it names, or any."""
+    text = (ROOT / "docs" / "megatron_flags.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `--")]
+    named = [flag for row in rows for flag in re.findall("`(--[a-z0-9-]+)(?: delayed)?`", row)]
+    assert len(named) > 10
+    known = {f"--{flag}": field for field in passed_through().values() for flag in field.on}
+    for flag in set(named) - {"--attention-dropout", "--hidden-dropout", "--fp8-recipe"}:
+        assert any(re.fullmatch(names, known[flag].name) for names, _ in megatron._REFUSED), flag

@@ -14,8 +14,8 @@ MEGATRON = {
     (int, None): "num-layers-per-virtual-pipeline-stage num-layers hidden-size ffn-hidden-size num-attention-heads "
     "kv-channels seq-length max-position-embeddings vocab-size padded-vocab-size num-experts moe-ffn-hidden-size "
     "micro-batch-size global-batch-size train-iters recompute-num-layers lr-decay-iters save-interval eval-interval "
-    "save-retain-interval",
-    (int, 0): "lr-warmup-iters",
+    "save-retain-interval train-samples lr-decay-samples lr-wsd-decay-iters lr-wsd-decay-samples",
+    (int, 0): "lr-warmup-iters lr-warmup-samples",
     (int, 1): "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
     "expert-model-parallel-size num-query-groups",
     (int, 2): "moe-router-topk grpo-group-size grpo-iterations",
@@ -25,8 +25,9 @@ MEGATRON = {
     (int, 128): "make-vocab-size-divisible-by",
     (int, 1234): "seed",
     (int, 10000): "rotary-base",
-    (float, None): "moe-z-loss-coeff lr rl-importance-sampling-truncation-coef",
-    (float, 0.0): "moe-aux-loss-coeff min-lr grpo-entropy-term-weight",
+    (float, None): "moe-z-loss-coeff lr rl-importance-sampling-truncation-coef "
+    + "lr-warmup-fraction start-weight-decay end-weight-decay",
+    (float, 0.0): "lr-warmup-init moe-aux-loss-coeff min-lr grpo-entropy-term-weight",
     (float, 1e-8): "adam-eps",
     (float, 1e-5): "norm-epsilon",
     (float, 0.001): "grpo-kl-beta",
@@ -46,6 +47,9 @@ MEGATRON = {
     (str, "allgather"): "moe-token-dispatcher-type",
     (str, "adam"): "optimizer",
     (str, "linear"): "lr-decay-style",
+    (str, "torch_dist"): "ckpt-format",
+    (str, "exponential"): "lr-wsd-decay-style",
+    (str, "constant"): "weight-decay-incr-style",
     (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
     "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 calculate-per-token-loss finetune "
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "

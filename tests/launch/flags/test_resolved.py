@@ -36,6 +36,7 @@ MORE = {
     "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
     "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2",
     "evaluations": "--task=python:tests.support.user_rewards:Doubles --reward=exact --eval-interval=2",
+    "samples": "--lr-decay-style=WSD --lr-wsd-decay-iters=4 --lr-warmup-fraction=0.1 --lr-warmup-init=1e-5",
     "passed-through": "--overlap-grad-reduce --no-rope-fusion --recompute-granularity=selective "
     "--recompute-modules core_attn mlp --decoupled-lr=1e-4 --use-cpu-initialization",
 }

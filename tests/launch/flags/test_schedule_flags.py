@@ -1,0 +1,66 @@
+"""The learning rate and the weight decay over the steps, by Megatron-LM's flags."""
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, run_config
+
+SAMPLES = "--train-samples=100 --lr-decay-samples=64 --lr-warmup-samples=32 --lr-decay-style=cosine"
+WSD = "--lr-decay-style=WSD --lr-wsd-decay-iters=4 --lr-wsd-decay-style=linear --train-iters=10"
+
+
+def words(tmp_path, more):
+    """The tiny run's flags, without its number of steps where sequences are counted."""
+    return [word for word in flags(tmp_path) if "samples" not in more or "train-iters" not in word] + more.split()
+
+
+def test_samples_are_steps(tmp_path):
+    config = run_config(words(tmp_path, SAMPLES))
+    schedule = config.schedule
+    assert (config.training.train_iters, schedule.lr_decay_iters, schedule.lr_warmup_iters) == (6, 4, 2)
+
+
+REFUSED = {
+    "--train-samples=100 --train-iters=6": "--train-samples 100 and --train-iters 6 say the same: drop one",
+    "--train-samples=8": "--train-samples 8 must be at least one --global-batch-size, got 16",
+    "--train-samples=64 --lr-warmup-samples=5": "--lr-warmup-samples 5 must be a multiple of --global-batch-size 16",
+    "--train-samples=64 --lr-warmup-iters=1": "--lr-warmup-iters 1 counts steps beside --train-samples",
+    "--lr-warmup-samples=16": "--lr-warmup-samples 16 does nothing without --train-samples",
+    "--lr-warmup-fraction=1": "--lr-warmup-fraction 1.0 must be below 1",
+    "--lr-warmup-fraction=0.1 --lr-warmup-iters=2": "must be below 1, and stand without --lr-warmup-iters 2",
+    "--lr-warmup-init=1": "--lr-warmup-init 1.0 is above --lr 0.02",
+    "--lr-decay-style=WSD": "--lr-decay-style WSD with --lr-wsd-decay-iters None: WSD needs both, or neither",
+    "--lr-wsd-decay-iters=3": "WSD needs both, or neither",
+    "--lr-wsd-decay-style=linear": "--lr-wsd-decay-style linear does nothing with --lr-decay-style constant: use WSD",
+    "--start-weight-decay=0.1": "a constant one is --weight-decay, linear and cosine need both",
+    "--weight-decay-incr-style=linear": "linear and cosine need both",
+    "--weight-decay-incr-style=linear --end-weight-decay=0.1": "linear and cosine need both",
+}
+
+
+@pytest.mark.parametrize("more", REFUSED)
+def test_what_does_not_go_together_is_named(tmp_path, more):
+    with pytest.raises(ConfigurationError, match=REFUSED[more]):
+        run_config(words(tmp_path, more))
+
+
+def rates(words, steps):
+    """The learning rate and the weight decay of each step."""
+    trainer = make_trainer(words)
+    found = []
+    for _ in range(steps):
+        group = max(trainer.optimizer.param_groups, key=lambda group: group["weight_decay"])
+        found.append((group["lr"], group["weight_decay"]))
+        trainer.scheduler.step(increment=1)
+    return found
+
+
+def test_megatron_follows_them(ranks, tmp_path):
+    more = f"{WSD} --lr-warmup-fraction=0.25 --lr-warmup-init=0.01 --weight-decay-incr-style=linear "
+    more += "--start-weight-decay=0 --end-weight-decay=0.1"
+    (found,) = ranks.run(rates, Layout(), words(tmp_path, more), 10)
+    assert [rate for rate, _ in found] == pytest.approx(
+        [0.01, 0.014, 0.018, 0.02, 0.02, 0.02, 0.02, 0.015, 0.01, 0.005]
+    )
+    assert [decay for _, decay in found] == pytest.approx([step / 100 for step in range(10)])
