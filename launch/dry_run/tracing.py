@@ -192,7 +192,7 @@ def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> Plan
 def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
     """What the loss function does with a micro-batch."""
     weights, old, mean_log_ratio = None, part.train, None
-    if correction.config.bypass_mode:
+    if correction.config.corrects_in_loss:
         versions = torch.zeros(part.layout.num_sequences, dtype=torch.int64)
         found = correction.in_loss(
             part.train, part.rollout, part.mask, layout=part.layout, policy_versions=versions, mini_batch=step
@@ -222,7 +222,7 @@ def trace(
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
     with Recorder(groups).active() as recorder:
         plan = correction.plan(
-            plan_inputs(parts, batch, correction.config.bypass_mode) if parts else None,
+            plan_inputs(parts, batch, correction.config.corrects_in_loss) if parts else None,
             num_mini_batches=batch.mini_batches,
             num_groups=batch.prompts,
             current_version=batch.max_staleness,

@@ -114,3 +114,12 @@ def test_a_long_table_is_cut_in_the_middle():
     assert rows[9] == "… 240 more"
     assert rows[-1].split() == ["510-511", "1", "127", "0", "0-1", "0"]
     assert len(places_in_words(places(made("", 32)))) == 17
+
+
+def test_a_correction_inside_the_loss_is_traced():
+    from megatron_rc.launch.dry_run.collectives import bytes_sent, correction_calls
+
+    config = made("--proximal-interpolation --rollout-staleness=4", 8)
+    calls = correction_calls(config)
+    assert {call.phase for call in calls} == {"a rollout batch", "an optimizer step"}, "nothing without CP in between"
+    assert bytes_sent(config, calls) > 0

@@ -51,6 +51,7 @@ def test_the_peak_is_that_of_a_real_rank(name, ranks):
             assert found.peak == pytest.approx(measured[rank], rel=TOLERANCES.get(name, 0.1)), f"rank {rank}: {found}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["pipeline-untied", "context-recomputed", "experts-fused"])
 def test_many_layers_are_a_few_and_what_each_adds(name, monkeypatch):
     some = predicted(name, "--num-layers=8")
@@ -67,6 +68,7 @@ def test_what_each_part_is():
     assert predicted("packed-sgd")[0].optimizer == 4 * predicted("packed-sgd")[0].parameters
 
 
+@pytest.mark.processes
 def test_flags_that_spare_memory_do():
     plain, fused = predicted("llama")[0], predicted("llama", "--fused-linear-log-probs", "--vocab-size=8000")[0]
     assert fused.peak < predicted("llama", "--vocab-size=8000")[0].peak
