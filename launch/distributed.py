@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_rc.launch.ending import ATTEMPT
+from megatron_rc.launch.heartbeats import Heartbeats
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
@@ -34,8 +35,13 @@ class AgreedError(RuntimeError):
     code = 1
 
 
-def initialize(config: RunConfig) -> None:
-    """Join torchrun's processes and make Megatron's groups, as the settings describe them."""
+def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
+    """Join torchrun's processes and make Megatron's groups, as the settings describe them.
+
+    Args:
+        config: of the run.
+        heartbeats: to start as soon as there is a store.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     if not config.launch.on_cpu:
@@ -43,6 +49,8 @@ def initialize(config: RunConfig) -> None:
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
         store, rank, world = _store_of_this_start(timeout)
+        if heartbeats is not None:
+            heartbeats.start()
         backend = "gloo" if config.launch.on_cpu else "nccl"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(

@@ -33,6 +33,8 @@ class Ending:
         kept: every step is made, or a checkpoint holds those that were.
         error: one sentence, if it failed.
         code: the exit code that the error asks for.
+        lost: the rank that the error is about, if that is another one.
+        lost_in: where that one was and what it did, when it was last heard of.
     """
 
     rank: int
@@ -41,6 +43,8 @@ class Ending:
     kept: bool = True
     error: str | None = None
     code: int = 0
+    lost: int | None = None
+    lost_in: str = ""
 
 
 def tell_start() -> None:
@@ -49,13 +53,15 @@ def tell_start() -> None:
         (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").touch()
 
 
-def tell_ending(*, kept: bool = True, error: str | None = None, code: int = 0) -> bool:
-    """Leave word for the launcher; whether there is one that reads it."""
+def tell_ending(
+    *, kept: bool = True, error: str | None = None, code: int = 0, lost: int | None = None, lost_in: str = ""
+) -> bool:
+    """Leave word for the launcher, see :class:`Ending`; whether there is one that reads it."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return False
     rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get(ATTEMPT, "0"))
-    ending = Ending(rank, attempt, time.time(), kept, error, code)
+    ending = Ending(rank, attempt, time.time(), kept, error, code, lost, lost_in)
     partial = Path(folder) / f"{attempt}-{rank}.partial"
     partial.write_text(json.dumps(asdict(ending)), encoding="utf-8")
     partial.replace(partial.with_suffix(".json"))

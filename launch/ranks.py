@@ -105,9 +105,9 @@ def failed(failures: dict[int, ProcessFailure], endings: list[Ending]) -> Outcom
     for rank, failure in failures.items():
         cause = _CAUSES.get(-failure.exitcode)
         if cause and failure.timestamp < begun + _KILLED_BY_TORCHRUN:
-            return Outcome(
-                FAILURE, f"error: rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}: {cause}"
-            )
+            where = next((f"; it was {ending.lost_in}" for ending in endings if ending.lost == rank), "")
+            how = f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}: {cause}{where}"
+            return Outcome(FAILURE, f"error: {how}")
     # torchrun lists failures in the order in which it saw them.
     rank, failure = next(iter(failures.items()))
     told = [ending for ending in endings if ending.error is not None]

@@ -23,7 +23,9 @@ if __package__ in (None, ""):
 from megatron_rc.launch.ending import ATTEMPT, GUARD, end_forks_with_this_process, tell_ending, tell_start
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.heartbeats import Heartbeats, Missed
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.stopping import leaves_by_sigterm
 from megatron_rc.launch.tasks import Task
 
 USAGE_ERROR, FAILURE = 2, 1
@@ -56,13 +58,20 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
         _say_restart(rank)
         end_forks_with_this_process()
+        heartbeats = Heartbeats(60 * config.launch.distributed_timeout_minutes, _end_at_once)
         try:
-            initialize(config)
+            initialize(config, heartbeats)
             tell_ending(kept=(run or train)(config, task))
+            heartbeats.close()
             shut_down()
         except (AgreedError, ValueError) as error:
+            heartbeats.close()
             end_together(str(error), getattr(error, "code", FAILURE))
         except Exception as error:
+            missed = heartbeats.who_is_missed(error)
+            if missed is not None:
+                end_together(missed.words, FAILURE, missed=missed, is_first=heartbeats.is_first_alive())
+            heartbeats.close(failed=True)
             tell_ending(error=f"rank {rank}: {type(error).__name__}: {error}", code=FAILURE)
             raise
 
@@ -90,23 +99,33 @@ def _say_restart(rank: int) -> None:
         sys.stderr.write(f"a rank failed: all are started again (restart {attempt} of {most})\n")
 
 
-def end_together(message: str, code: int) -> NoReturn:
+def end_together(message: str, code: int, *, missed: Missed | None = None, is_first: bool | None = None) -> NoReturn:
     """The first rank of each machine says why and ends; the others wait for torchrun to end them, lest that be lost.
 
     A rank that nobody ended met its error alone, and says so itself. Where the launcher started the ranks, it says why
     when all have ended.
     """
-    is_told = tell_ending(error=message, code=code)
+    lost, lost_in = (None, "") if missed is None else (missed.rank, missed.last_seen)
+    is_told = tell_ending(error=message, code=code, lost=lost, lost_in=lost_in)
     if is_told and code == GUARD:
         # torchrun would start ranks that failed again; the launcher gives the code.
         sys.exit(0)
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not is_first:
+    if is_first is None:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not (is_first or leaves_by_sigterm()):
         time.sleep(WAIT_SECONDS)
     if not is_told and (is_first or code != USAGE_ERROR):
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
     sys.exit(code)
+
+
+def _end_at_once(missed: Missed) -> NoReturn:
+    """From a thread, while the main one waits for a rank that does not answer."""
+    if not tell_ending(error=missed.words, code=FAILURE, lost=missed.rank, lost_in=missed.last_seen):
+        sys.stderr.write(f"error: {missed.words}\n")
+        sys.stderr.flush()
+    os._exit(FAILURE)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from tests.support.paths import LINKED, ROOT
 LIBRARY = ("numerics", "parallel", "loss", "settings", "correction", "schedule", "public")
 # What stands in one row does not know of each other.
 LAUNCH = (
-    {"errors", "ending", "resolved", "environment", "own_folders", "set_aside"},
-    {"ranks", "python_specs"},
+    {"errors", "ending", "resolved", "environment", "own_folders", "phases", "set_aside"},
+    {"ranks", "python_specs", "heartbeats", "stopping"},
     {"run_config"},
     {"distributed"},
     {"tasks", "weights"},

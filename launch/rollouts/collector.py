@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from megatron.core import parallel_state
 
+from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
@@ -20,7 +21,9 @@ from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollout
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
+from megatron_rc.launch.rollouts.waiting import EngineWaits
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.stopping import Interrupted, Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.weights.converter import export_model
@@ -54,6 +57,7 @@ class RolloutCollector:
         groups: of this rank.
         engine: on the first rank of each replica; default there: the one that ``--rollout-engine`` names. Unused
             elsewhere, and with ``--load-rollouts``, which reads what another run sampled.
+        request: to stop; it ends what the engines have under way.
 
     Attributes:
         is_window_over: nothing is sampled ahead of the last batch yet: weights of its step sample what follows.
@@ -61,12 +65,19 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, config: RunConfig, task: Task, groups: ParallelGroups, engine: RolloutEngine | None = None
+        self,
+        config: RunConfig,
+        task: Task,
+        groups: ParallelGroups,
+        engine: RolloutEngine | None = None,
+        request: StopRequest | None = None,
     ) -> None:
         self.config, self.task, self.groups = config, task, groups
         self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
+        self.request = request or StopRequest()
+        self.waits = EngineWaits(config, self.replica, self.is_engine_rank)
         self.engine, self.recorded, self.sampler = None, None, None
         if self.is_engine_rank and config.rollouts.load_rollouts:
             rollouts, length = config.rollouts, config.training.seq_length
@@ -74,6 +85,7 @@ class RolloutCollector:
                 config.rollouts.load_rollouts, length, rollouts.sequences, rollouts.grpo_prompts_per_step
             )
         elif self.is_engine_rank:
+            phases.enter("its start", engine=self._engine_in_words())
             self.engine = engine or self._default_engine()
             self.sampler = RolloutSampler(config, task, self.engine, self.replica)
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
@@ -88,6 +100,8 @@ class RolloutCollector:
         self.reward_metrics: dict[str, float] = {}
         self._unscored = self._asked = 0
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
+        phases.enter("the start of the engines", waits=True)
+        self.waits.meet("the start of the engines")
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
@@ -164,6 +178,7 @@ class RolloutCollector:
         """
         if self.config.rollouts.load_rollouts:
             return
+        phases.enter("the weight sync")
         error = None
         weights = export_model(chunks, self.config, self.groups)
         if self.engine is not None:
@@ -174,6 +189,7 @@ class RolloutCollector:
         # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
         for _ in weights:
             pass
+        self.waits.meet("the weight sync")
         agree(self.config, error)
 
     def collect(self, step: int) -> RolloutBatch:
@@ -181,6 +197,7 @@ class RolloutCollector:
 
         Raises:
             AgreedError: on every rank, if sampling, scoring or the checks failed on any.
+            Stopped: on every rank, if any was told to stop; so do :meth:`probe` and :meth:`evaluate`.
         """
         if not self.is_engine_rank:
             self.prefetched.forget(step)
@@ -276,12 +293,28 @@ class RolloutCollector:
         """The result there, None elsewhere; whatever it raises, every rank raises."""
         result, error = None, None
         if self.is_engine_rank:
+            minutes = self.config.launch.rollout_wait_minutes
+            late = f"it did not end in {minutes:g} minutes (--rollout-wait-minutes)"
+            phases.enter(what, engine=self._engine_in_words())
             try:
-                result = work()
+                with self.request.interrupts(60 * minutes, late):
+                    result = work()
+            except Interrupted:
+                pass  # the request says so
             except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
                 error = f"{what} failed: {type(problem).__name__}: {problem}"
-        agree(self.config, error)
+        phases.enter(what, waits=True)
+        self.waits.meet(what)
+        if agree(self.config, error, stop=self.request.signal is not None):
+            raise Stopped
         return result
+
+    def _engine_in_words(self) -> str:
+        if self.recorded is not None:
+            return f"what reads {self.config.rollouts.load_rollouts}"
+        urls = (self.config.engine.rollout_url or "").split(",")
+        where = f" at {urls[self.replica % len(urls)]}" if urls[0] else ""
+        return f"the engine {self.config.engine.rollout_engine}{where}"
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
         """The records, if they can be trained on; written down where that is asked for."""

@@ -20,6 +20,9 @@ class LaunchSection:
     run_name: str = option("name of the folder in runs/; default: the launch file's name, else 'ppo'")
     runs_dir: str = option("where run folders are written", default="runs", metavar="DIR")
     distributed_timeout_minutes: int = option("limit for one collective", default=10, positive=True)
+    rollout_wait_minutes: float = option(
+        "limit for all answers to one rollout batch, check or evaluation", default=240.0, positive=True
+    )
     on_cpu: bool
     world_size: int
 

@@ -24,22 +24,39 @@ class CheckpointSaves:
         trainer: that makes the steps.
 
     Attributes:
+        begun: steps that lay behind at the start.
         saved: step of the newest one; −1: none.
         metrics: how long training waited for the last one; reported with the step after it.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer) -> None:
         self.files, self.trainer = config.checkpoints, trainer
+        self.begun = trainer.iteration
         self.saved = trainer.iteration if self.files.load == self.files.save else -1
         self.metrics: dict[str, float] = {}
 
     def __enter__(self) -> CheckpointSaves:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let a checkpoint that is under way become whole where all ranks end together."""
-        if kind is not None and issubclass(kind, AgreedError):
-            self._attempt(self.trainer.writer.finish, is_ending=True)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Where all ranks end together by an error, their weights are as good as before it: they are kept.
+
+        A checkpoint under way becomes whole. The error's sentence goes on with where the steps are that were made.
+        """
+        if not isinstance(error, AgreedError):
+            return
+        step, save = self.trainer.iteration, self.files.save
+        finished = self._attempt(self.trainer.writer.finish, is_ending=True)
+        if save is None or step == self.begun or isinstance(error, SaveError):
+            return
+        if self.saved != step or not finished:
+            try:
+                self.trainer.save()
+                self.trainer.writer.finish()
+            except AgreedError as second:
+                error.args = (f"{error}; {second}",)
+                return
+        error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that",)
 
     def on_the_way(self) -> None:
         """After a step: begin what is due, go on with what is under way."""

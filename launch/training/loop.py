@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from megatron_rc.launch.distributed import agree, number_of_rank_0
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.launch.training.bad_steps import BadSteps
@@ -32,27 +31,6 @@ from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.records.rollout import RolloutBatch
-
-
-class StopRequest:
-    """Set by SIGINT or SIGTERM; the loop looks at it between two optimizer steps."""
-
-    def __init__(self) -> None:
-        self.signal: str | None = None
-
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        """Take note of the signal; it can arrive more than once."""
-        self.signal = signal.Signals(number).name
-
-    @contextmanager
-    def installed(self) -> Iterator[StopRequest]:
-        """Handle both signals inside the block, as before after it."""
-        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def train(config: RunConfig, task: Task) -> bool:
@@ -76,11 +54,12 @@ def train(config: RunConfig, task: Task) -> bool:
         reporter = begin_report(config, trainer.iteration)
         if reporter is not None:
             stack.enter_context(reporter)
-        collector = RolloutCollector(config, task, groups)
+        request = StopRequest()
+        collector = RolloutCollector(config, task, groups, request=request)
         if reporter is not None and trainer.iteration:
             reporter.say(f"goes on from checkpoint {trainer.iteration} of {config.checkpoints.load}")
         # What an engine and workers hold is given back whatever fails from here on.
-        request = stack.enter_context(StopRequest().installed())
+        stack.enter_context(request.installed())
         stack.enter_context(closing(collector))
         weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
         saver = stack.enter_context(CheckpointSaves(config, trainer))
@@ -88,22 +67,27 @@ def train(config: RunConfig, task: Task) -> bool:
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
         steps, guards = BadSteps(config, trainer, collector), Guards(config)
         while trainer.iteration < config.training.train_iters and not stop:
-            for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps):
-                complaint = steps.complaint(row)
-                if reporter is not None:
-                    reporter.step(trainer.iteration, row | saver.metrics)
-                    complaint = reporter.error or complaint or guards.step(trainer.iteration, row)
-                with telling_guards():
-                    stop = agree(config, complaint, stop=request.signal is not None)
-                saver.on_the_way()
-                save_hf()
-                trim_heap(trainer.iteration)
-                if stop or trainer.iteration >= config.training.train_iters:
-                    break
+            try:
+                for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps):
+                    complaint = steps.complaint(row)
+                    if reporter is not None:
+                        reporter.step(trainer.iteration, row | saver.metrics)
+                        complaint = reporter.error or complaint or guards.step(trainer.iteration, row)
+                    with telling_guards():
+                        stop = agree(config, complaint, stop=request.signal is not None)
+                    saver.on_the_way()
+                    save_hf()
+                    trim_heap(trainer.iteration)
+                    request.took(row | saver.metrics)
+                    if stop or trainer.iteration >= config.training.train_iters:
+                        break
+            except Stopped:
+                stop = True
         saver.at_the_end()
         save_hf(at_end=True)
         if weight_sync.is_wanted and not stop:
-            weight_sync()
+            with suppress(Stopped):
+                weight_sync()
         agree(config, reporter.error if reporter else None)
         if reporter is not None:
             unscored = collector.unscored_in_words()

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -121,6 +122,7 @@ class Trainer:
         Raises:
             BadStepError: on every rank, if a log-prob at a trained position is unusable on any.
         """
+        phases.enter(f"the scoring of step {self.iteration + 1}")
         if self.config.rewards.overlong == "mask":
             batch = without_overlong(batch)
         cut = cut_batch(batch, self.config, self.groups)
@@ -159,6 +161,7 @@ class Trainer:
             BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or in bypass mode a
                 log-prob at a trained position is unusable on any; the weights are as before the step.
         """
+        phases.enter(f"the training of step {self.iteration + 1}")
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:

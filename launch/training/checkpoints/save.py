@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
@@ -63,6 +64,7 @@ class CheckpointWriter:
             SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
             AgreedError: a weight is not finite: such a model is never saved.
         """
+        phases.enter(f"the saving of step {iteration}")
         self.finish()
         _check_weights(self.config, iteration, model)
         state = model_state(model) | model_state(reference, "reference") | sampling.state() | {"iteration": iteration}

@@ -73,11 +73,11 @@ moe-token-dispatcher-type grpo-kl-beta grpo-entropy-term-weight rl-inference-log
 OURS = """config run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task apply-chat-template
 eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key overlong-prompts
 max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
-rollout-timeout rollout-attempts save-rollouts load-rollouts rollout-staleness allow-truncated-sampling
-rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation loss-scale-factor
-ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers reward-timeout
-reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor sliding-window hf-model-type save-hf
-save-hf-interval bad-steps max-skipped-steps stop-if
+rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts load-rollouts rollout-staleness
+allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation
+loss-scale-factor ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers
+reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
+sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if
 bad-samples bad-sample-attempts""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 

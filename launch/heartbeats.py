@@ -1,0 +1,253 @@
+"""Signs of life: a thread of each rank tells torchrun's store every second what the rank does; who is silent is named.
+
+No collective is made and no step waits for it. Rank 0 watches all others, rank 1 watches rank 0. How long a rank is
+silent is counted in looks of the one who watches, so that a job that was suspended as a whole goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from megatron_rc.launch import phases
+from megatron_rc.launch.ending import ATTEMPT
+from megatron_rc.launch.phases import clock
+
+BEAT_SECONDS = 1.0
+LINE_SECONDS = 30.0
+# So many missed beats make a rank silent for one that has just lost its connection to somebody.
+_MISSED = 4
+_GONE = "its process is dead, stopped or cut off"
+_DISTRIBUTED = str(Path("torch", "distributed")) + os.sep
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank tells of itself.
+
+    Attributes:
+        count: how often it has told.
+        host: its machine.
+        phase: what it is doing.
+        since: when it began to, in seconds since 1970.
+        engine: what it waits for, if that is an engine.
+        waits: it waits for other ranks.
+        end: empty, or how it ended: ``ended`` or ``failed``.
+    """
+
+    count: int
+    host: str
+    phase: str
+    since: float
+    engine: str
+    waits: bool
+    end: str = ""
+
+    @property
+    def doing(self) -> str:
+        """The phase, and since when."""
+        return f"in {self.phase} since {clock(self.since)}"
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A rank that the others wait for in vain.
+
+    Attributes:
+        rank: which.
+        last_seen: its machine and what it did, in words.
+        words: one sentence.
+    """
+
+    rank: int
+    last_seen: str
+    words: str
+
+
+@dataclass
+class _Heard:
+    """What one rank knows of another: its last beat, when that came, and how often nothing came since."""
+
+    rank: int
+    beat: Beat
+    time: float
+    missed: int = 0
+
+    @property
+    def where(self) -> str:
+        """Rank and machine."""
+        return f"rank {self.rank} on {self.beat.host}"
+
+    @property
+    def silence(self) -> str:
+        """In words."""
+        return f"{self.where} has not answered since {clock(self.time)}, {self.beat.doing}"
+
+    @property
+    def is_silent(self) -> bool:
+        """For one that looks for the culprit."""
+        return self.missed >= _MISSED - 1
+
+    def blamed(self, words: str) -> Missed:
+        """As the rank that others wait for."""
+        return Missed(self.rank, f"on {self.beat.host}, {self.beat.doing}", words)
+
+
+class Heartbeats:
+    """The thread that tells, and on ranks 0 and 1 watches.
+
+    Args:
+        limit: seconds after which a silent rank ends the run: that of a collective.
+        end: ends this process because of a rank that is silent.
+    """
+
+    def __init__(self, limit: float, end: Callable[[Missed], NoReturn]) -> None:
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.limit, self._end = limit, end
+        self.heard: dict[int, _Heard] = {}
+        self._store: Any = None
+        self._count, self._over = 0, threading.Event()
+        self._lines: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._work, name="heartbeats", daemon=True)
+
+    def start(self) -> None:
+        """Begin, by a connection to torchrun's store that nothing else uses."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # What answers late must not hold up the end of the run.
+        timeout = timedelta(seconds=self.limit)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"heartbeats of start {os.environ.get(ATTEMPT, '0')}", store)
+        self._tell()
+        self._thread.start()
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the thread; the others hear that this rank ended, or failed by an error of its own."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(BEAT_SECONDS)
+        try:
+            if self._store is not None:
+                self._tell("failed" if failed else "ended")
+        except RuntimeError:
+            pass  # nobody is left who would hear it
+
+    def who_is_missed(self, error: BaseException) -> Missed | None:
+        """The rank that others wait for, after a collective of this rank failed.
+
+        Takes a few seconds: who is alive says so every second. None: the error is none of a collective, or no rank
+        stands out.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        if self._store is None or not frames or _DISTRIBUTED not in frames[-1].filename:
+            return None
+        self._over.set()
+        try:
+            self._tell("ended")
+            for _ in range(_MISSED):
+                self._look()
+                time.sleep(BEAT_SECONDS)
+            self._look()
+        except RuntimeError:
+            return None
+        return self._culprit()
+
+    def is_first_alive(self) -> bool:
+        """Whether no rank below this one is left that could speak."""
+        gone = {rank for rank, heard in self.heard.items() if heard.is_silent or heard.beat.end == "failed"}
+        return all(rank in gone for rank in range(self.rank))
+
+    def _culprit(self) -> Missed | None:
+        others = [heard for _, heard in sorted(self.heard.items()) if heard.beat.end != "ended"]
+        for heard in others:
+            if heard.beat.end == "failed":
+                return heard.blamed(f"{heard.where} failed {heard.beat.doing}: see what it said")
+        for heard in others:
+            if heard.is_silent:
+                return heard.blamed(f"{heard.silence}: {_GONE}")
+        for heard in others:
+            if not heard.beat.waits:
+                return heard.blamed(f"{heard.where} did not come to where the others wait: it is {heard.beat.doing}")
+        return None
+
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(BEAT_SECONDS):
+                self._tell()
+                if self.rank < 2:
+                    self._look()
+                    self._watch()
+        except RuntimeError:
+            pass  # the store is gone: torchrun has ended, or ends this process
+
+    def _tell(self, end: str = "") -> None:
+        self._count += 1
+        phase = phases.current()
+        waits = phase.waits or _is_in_collective()
+        beat = Beat(self._count, socket.gethostname(), phase.name, phase.since, phase.engine, waits, end)
+        self._store.set(str(self.rank), json.dumps(asdict(beat)))
+
+    def _look(self) -> None:
+        for rank in range(self.world):
+            if not self._store.check([str(rank)]):
+                continue
+            beat, before = Beat(**json.loads(self._store.get(str(rank)))), self.heard.get(rank)
+            if before is None or before.beat.count != beat.count:
+                self.heard[rank] = _Heard(rank, beat, time.time())
+            else:
+                before.missed += 1
+
+    def _watch(self) -> None:
+        for rank, heard in self.heard.items():
+            if heard.beat.end:
+                continue
+            if (self.rank == 1) == (rank == 0):
+                self._watch_silence(heard)
+            if self.rank == 0 and heard.beat.engine:
+                self._say_who_is_slow(heard)
+
+    def _watch_silence(self, heard: _Heard) -> None:
+        """Say who is silent, soon; end the run where it lasts."""
+        if heard.missed * BEAT_SECONDS >= self.limit:
+            self._end(heard.blamed(f"{heard.silence}: {_GONE}"))
+        if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / BEAT_SECONDS):
+            say(f"{heard.silence}; the run ends if it stays so for {self.limit:.0f} s")
+
+    def _say_who_is_slow(self, heard: _Heard) -> None:
+        """Every half minute, who still works for an engine's answers."""
+        beat, now = heard.beat, time.time()
+        if heard.is_silent or now - max(self._lines.get(heard.rank, 0.0), beat.since) < LINE_SECONDS:
+            return
+        self._lines[heard.rank] = now
+        say(f"waiting for {heard.where}: {beat.engine} is {beat.doing} ({now - beat.since:.0f} s)")
+
+
+def say(text: str) -> None:
+    """A line on standard error that does not break a progress bar."""
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _is_in_collective() -> bool:
+    """Whether the main thread is somewhere inside ``torch.distributed``."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    while frame is not None:
+        if _DISTRIBUTED in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,103 @@
+"""A rollout of any length: who waits, how it is given up, and what is kept then."""
+
+import os
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.training.checkpoints.folders import iterations
+from tests.launch.training.test_loop import LIVE, rows, run_training, without_times
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags
+
+LAYOUT = Layout(dp=2)
+FOREVER = 60
+# Before each rollout the engine is asked for the check of its weights.
+ROLLOUT_0, ROLLOUT_1 = 2, 4
+
+
+class SlowEngine:
+    """Of replica 1: the n-th rollout takes long, or fails."""
+
+    def __init__(self, seconds, slow, error=None):
+        self.seconds, self.slow, self.error, self.version, self.asked = seconds, slow, error, 0, 0
+
+    def load_weights(self, weights, version):
+        self.version = len(list(weights)) and version
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        self.asked += 1
+        if self.asked == self.slow and torch.distributed.get_rank() == 1:
+            if self.error:
+                raise TimeoutError(self.error)
+            time.sleep(self.seconds)
+        return [Sample([3 + index % 2, 4], [-2.2, -2.2], "stop") for index, _ in enumerate(prompts)]
+
+
+def run_slowly(words, engine, signalled=None):
+    """A run with this engine, how it ended, and its seconds; ``signalled`` gets SIGTERM in the slow rollout."""
+    take = RolloutCollector.collect
+
+    def collect(collector, step):
+        if engine.asked == engine.slow - 1 and torch.distributed.get_rank() == signalled:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return take(collector, step)
+
+    begun = time.monotonic()
+    with (
+        mock.patch.object(RolloutCollector, "_default_engine", return_value=engine),
+        mock.patch.object(RolloutCollector, "collect", collect),
+    ):
+        return run_training(words), time.monotonic() - begun
+
+
+def words_of(folder, *more):
+    save = [f"--save={folder}/save", f"--load={folder}/save"]
+    return flags(folder, *LIVE, "--rollout-check-tolerance=100", "--train-iters=3", *save, *LAYOUT.flags(), *more)
+
+
+@pytest.mark.parametrize("signalled", [0, 1], ids=["the-one-that-waits", "the-one-that-works"])
+def test_a_signal_ends_a_long_rollout_and_keeps_the_steps(ranks, tmp_path, signalled):
+    """The rank that works is told by its own signal, as torchrun sends it to all; then it goes on to the same steps."""
+    whole = tmp_path / "whole"
+    for error, _ in ranks.run(run_slowly, LAYOUT, words_of(whole), SlowEngine(0, slow=ROLLOUT_1)):
+        assert error is None
+    slow = SlowEngine(FOREVER if signalled else 2, slow=ROLLOUT_1)
+    for error, seconds in ranks.run(run_slowly, LAYOUT, words_of(tmp_path), slow, signalled):
+        assert error is None
+        assert seconds < 15
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert iterations(tmp_path / "save") == [1]
+    for error, _ in ranks.run(run_slowly, LAYOUT, words_of(tmp_path), SlowEngine(0, slow=ROLLOUT_1)):
+        assert error is None
+    assert without_times(tmp_path) == without_times(whole)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (None, "it did not end in 0.02 minutes (--rollout-wait-minutes)"),
+        ("no answer in 60 s", "no answer in 60 s"),
+    ],
+    ids=["too-slow", "dead"],
+)
+def test_an_engine_that_is_given_up_costs_no_step(ranks, tmp_path, error, sentence):
+    words = words_of(tmp_path, "--rollout-wait-minutes=0.02")
+    found = ranks.run(run_slowly, LAYOUT, words, SlowEngine(FOREVER, slow=ROLLOUT_1, error=error))
+    assert {said for said, _ in found} == {
+        f"AgreedError: the rollout of step 1 failed: TimeoutError: {sentence}; checkpoint 1 in {tmp_path}/save holds "
+        "the steps before that"
+    }
+    assert iterations(tmp_path / "save") == [1]
+
+
+def test_before_the_first_step_there_is_nothing_to_keep(ranks, tmp_path):
+    found = ranks.run(run_slowly, LAYOUT, words_of(tmp_path), SlowEngine(0, slow=ROLLOUT_0, error="gone"))
+    assert {said for said, _ in found} == {"AgreedError: the rollout of step 0 failed: TimeoutError: gone"}
+    assert iterations(tmp_path / "save") == []

@@ -1,0 +1,146 @@
+"""Who is silent, slow or dead is named: heartbeats through a real store, and ranks of a real run that are stopped."""
+
+import os
+import re
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megatron_rc.launch import heartbeats, phases
+from megatron_rc.launch.heartbeats import Heartbeats
+from tests.support.runs import SMALL, TWO, finish, read, start, wait_for
+
+HOST = socket.gethostname()
+SINCE = r"since \d\d:\d\d:\d\d"
+BEAT = 0.02
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Ranks of one store, all in this process and so in one phase; ``ended`` is what they ended the run for."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", BEAT)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    made, ended = [], []
+
+    def make_rank(rank, limit=60):
+        monkeypatch.setenv("RANK", str(rank))
+        one = Heartbeats(limit, ended.append)
+        one.start()
+        made.append(one)
+        return one
+
+    make_rank.ended = ended
+    yield make_rank
+    for one in made:
+        one.close()
+
+
+def until(condition):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < 10
+        time.sleep(BEAT / 2)
+
+
+def broken_collective():
+    """What a rank gets that loses a connection."""
+    try:
+        dist.all_reduce(None)
+    except Exception as error:
+        return error
+
+
+def test_a_silent_rank_is_named_soon_and_ends_the_run_at_the_limit(make, capsys):
+    phases.enter("the training of step 3")
+    make(0, limit=10 * BEAT), make(1)
+    silent = make(2)
+    silent._over.set()
+    until(lambda: make.ended)
+    sentence = rf"rank 2 on {HOST} has not answered {SINCE}, in the training of step 3 {SINCE}"
+    assert re.fullmatch(sentence + "; the run ends if it stays so for 0 s", capsys.readouterr().err.splitlines()[0])
+    missed = make.ended[0]
+    assert re.fullmatch(sentence + ": its process is dead, stopped or cut off", missed.words)
+    assert missed.rank == 2
+    assert re.fullmatch(rf"on {HOST}, in the training of step 3 {SINCE}", missed.last_seen)
+
+
+def test_rank_1_watches_rank_0(make):
+    make(1, limit=5 * BEAT), make(2)
+    make(0)._over.set()
+    until(lambda: make.ended)
+    assert make.ended[0].rank == 0
+
+
+def test_ranks_that_ended_are_not_missed(make):
+    make(0, limit=4 * BEAT)
+    make(1).close()
+    time.sleep(20 * BEAT)
+    assert make.ended == []
+
+
+def test_a_rank_that_works_for_an_engine_is_named_every_half_minute(make, capsys, monkeypatch):
+    monkeypatch.setattr(heartbeats, "LINE_SECONDS", 10 * BEAT)
+    make(0)
+    phases.enter("the rollout of step 3", engine="the engine vllm_server at http://a")
+    time.sleep(30 * BEAT)
+    phases.enter("the rollout of step 3", waits=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 3
+    expected = rf"waiting for rank 0 on {HOST}: the engine vllm_server at http://a is in the rollout of step 3 {SINCE}"
+    assert all(re.fullmatch(expected + r" \(\d+ s\)", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ("silent", rf"rank 1 on {HOST} has not answered {SINCE}, in scoring {SINCE}: its process is dead, stopped or"),
+        ("failed", rf"rank 1 on {HOST} failed in scoring {SINCE}: see what it said"),
+        ("elsewhere", rf"rank 1 on {HOST} did not come to where the others wait: it is in scoring {SINCE}"),
+        ("waits", None),
+    ],
+)
+def test_a_rank_whose_collective_failed_names_the_one_it_misses(make, state, sentence):
+    phases.enter("scoring")
+    rank, other = make(0), make(1)
+    if state == "silent":
+        other._over.set()
+    elif state == "failed":
+        other.close(failed=True)
+    elif state == "waits":
+        phases.enter("scoring", waits=True)
+        until(lambda: 1 in rank.heard and rank.heard[1].beat.waits)
+    missed = rank.who_is_missed(broken_collective())
+    assert (missed is None) == (sentence is None)
+    assert sentence is None or re.match(sentence, missed.words)
+    assert rank.is_first_alive()
+    assert other.who_is_missed(ZeroDivisionError()) is None, "an error of the rank's own"
+
+
+@pytest.mark.processes
+def test_a_long_rollout_is_none_too_long_and_a_stopped_rank_is_named(tmp_path):
+    """The limit of collectives is 6 s: the first rollout takes longer, and later rank 1 is stopped."""
+    words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    impatient = ["-c", "from megatron_rc.launch.__main__ import main; main(module='tests.support.impatient')"]
+    process = start([*impatient, *words, f"--runs-dir={tmp_path}"])
+    folder = tmp_path / "count_up"
+    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) > 1, process)
+    assert read(folder)[0]["perf/rollout_seconds"] > 7
+    rank_0, rank_1 = (child.pid for child in psutil.Process(process.pid).children())
+    os.kill(rank_1, signal.SIGSTOP)
+    wait_for(lambda: not psutil.pid_exists(rank_0) or psutil.Process(rank_0).status() == "zombie", process)
+    # torchrun waits 30 s for what does not end; now it does.
+    os.kill(rank_1, signal.SIGCONT)
+    code, _, errors = finish(process)
+    assert code == 1
+    assert "Traceback" not in errors
+    _, _, after = errors.partition("step 1/")
+    assert "gloo" not in after
+    silence = rf"rank 1 on {HOST} has not answered {SINCE}, in the .* {SINCE}"
+    assert re.search(silence + "; the run ends if it stays so for 6 s", after)
+    assert re.fullmatch(f"error: {silence}: its process is dead, stopped or cut off", errors.splitlines()[-1])
