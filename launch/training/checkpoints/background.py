@@ -6,13 +6,16 @@ ended the one before, which they ask each other whenever the trainer looks in.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -122,7 +125,23 @@ def _started(request: Any) -> ForkProcess | None:
         # From the GPU to the host.
         args[1] = request.preload_fn()
     process = multiprocessing.get_context("fork").Process(
-        target=request.async_fn, args=args, kwargs=dict(request.async_fn_kwargs)
+        target=write_with_workers, args=(request.async_fn, args, dict(request.async_fn_kwargs))
     )
     process.start()
     return process
+
+
+def write_with_workers(write: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Megatron's writing, in a process of its own, which ends as the first of its workers that a signal ends.
+
+    Megatron waits for all of them to count themselves off, also for one that the kernel killed where memory ran out.
+    """
+    signal.signal(signal.SIGCHLD, _end_with_a_killed_worker)
+    write(*args, **named)
+
+
+def _end_with_a_killed_worker(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (status := os.waitpid(-1, os.WNOHANG))[0]:
+            if os.WIFSIGNALED(status[1]):
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -56,7 +56,7 @@ def agreed_failures(config: RunConfig) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, _as_function(partial(kept, write))))
         try:
             yield
-        except (OSError, CheckpointException) as error:
+        except (OSError, MemoryError, CheckpointException) as error:
             failures.append(error)
     agree(config, reason_of(failures[0]) if failures else None)
 

@@ -106,12 +106,11 @@ class CheckpointWriter:
         _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
         with agreed_failures(config), results_in(ForkedResults() if self.files.async_save else queue.Queue()):
             if self.files.async_save:
-                request = asynchronous(state, folder)
+                # Within: where one rank cannot fork, the others end what they have begun.
+                self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder))
             else:
                 dist_checkpointing.save(state, str(folder))
-        if self.files.async_save:
-            self.pending = BackgroundWrite(config, iteration, folder, request)
-        else:
+        if not self.files.async_save:
             self._name(iteration, _digests(config, folder))
 
     def _go_on(self, pending: BackgroundWrite, *, wait: bool) -> None:

@@ -4,9 +4,11 @@ import contextlib
 import errno
 import logging
 import math
+import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import time
 from pathlib import Path
 from unittest import mock
@@ -14,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.launch.training.checkpoints import background
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.test_loop import rows, run_training, without_times
@@ -428,6 +431,53 @@ def save_in_background(words, spoil):
     again = make_trainer([*words, f"--load={trainer.config.checkpoints.save}"])
     loaded = [weight for chunk in again.chunks for weight in chunk.parameters()]
     return again.iteration, all(torch.equal(a, b) for a, b in zip(then, loaded, strict=True))
+
+
+def save_where_fork_fails(words):
+    """Rank 1 has no room for another process; what was said, and the processes that rank 0 has left."""
+    trainer = make_trainer(words)
+    start = background.ForkProcess.start
+
+    def fail(process):
+        if torch.distributed.get_rank() == 1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        start(process)
+
+    with mock.patch.object(background.ForkProcess, "start", fail):
+        try:
+            trainer.save()
+        except RuntimeError as error:
+            return str(error), trainer.writer.pending
+
+
+def test_a_background_save_that_cannot_begin_on_one_rank_begins_on_none(ranks, tmp_path):
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--save={folder}", "--save-interval=2", "--async-save", *layout.flags())
+    sentence = "could not be written (Cannot allocate memory); those before it are as they were"
+    found = ranks.run(save_where_fork_fails, layout, words)
+    assert found == [(f"--save {folder}: checkpoint 0 {sentence}", None)] * 2
+    assert list(folder.iterdir()) == []
+
+
+def write_with_a_worker_that_is_killed():
+    """As Megatron's writer waits for its workers."""
+    context = multiprocessing.get_context("fork")
+    counted = context.JoinableQueue()
+    counted.put(0)
+    context.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    counted.join()
+
+
+def test_a_writer_whose_worker_is_killed_ends():
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(
+        target=background.write_with_workers, args=(write_with_a_worker_that_is_killed, (), {}), daemon=False
+    )
+    writer.start()
+    writer.join(20)
+    code = writer.exitcode
+    writer.kill()
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("spoil", [None, "killed", "full"])
