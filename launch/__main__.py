@@ -19,9 +19,10 @@ from pathlib import Path
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.flags.parser import Parser, build_parser
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.training.settings_file import settings_text
@@ -51,83 +52,39 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     Raises:
         ConfigurationError: as in ``configure``.
     """
-    parser = _torchrun_parser()
+    parser = torchrun_parser()
     mine, flags = parser.parse_known_args(words)
     if mine.help:
         parser.print_help()
         build_parser().print_help()
         sys.exit(0)
-    _check(mine)
+    machines = machines_of(mine)
     if mine.dry_run:
         from megatron_rc.launch.dry_run.command import dry_run
 
-        world_size = mine.nproc_per_node * mine.nnodes
-        sys.exit(dry_run(flags, world_size, as_json=mine.json, device_memory_gib=mine.device_memory_gib))
-    config, _ = configure(flags, mine.nproc_per_node * mine.nnodes, folders=not mine.print_config)
-    _check_restarts(mine.max_restarts, config.checkpoints)
+        most = machines.world_sizes()[-1]
+        sys.exit(dry_run(flags, most, as_json=mine.json, device_memory_gib=mine.device_memory_gib))
+    # Each number of machines that a run may begin with has checks of its own; ranks check the number that came.
+    for size in machines.world_sizes():
+        config, _ = configure(flags, size, folders=not mine.print_config)
+    _check_restarts(mine, machines, config.checkpoints)
     if mine.print_config:
         sys.stdout.write(settings_text(config, Path("FILE")))
         sys.exit(0)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // mine.nproc_per_node)))
-    command = ["--nproc-per-node", str(mine.nproc_per_node)]
-    if mine.max_restarts:
-        command += ["--max-restarts", str(mine.max_restarts)]
-    if mine.nnodes == 1:
-        command += ["--standalone"]
-    else:
-        command += ["--nnodes", str(mine.nnodes), "--node-rank", str(mine.node_rank or 0)]
-        command += ["--master-addr", mine.master_addr or "127.0.0.1", "--master-port", str(mine.master_port or 29500)]
-    return [*command, "--module", module, *flags]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machines.processes)))
+    return [*words_for_torchrun(mine, machines), "--module", module, *flags]
 
 
-def _check(mine: argparse.Namespace) -> None:
-    for name in ("nproc_per_node", "nnodes"):
-        if getattr(mine, name) < 1:
-            raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} must be positive")
-    memory = mine.device_memory_gib
-    for name, given in (("--json", mine.json), (f"--device-memory-gib {memory}", memory is not None)):
-        if given and not mine.dry_run:
-            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
-    if memory is not None and not 0 < memory < float("inf"):
-        raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
-    for name in ("node_rank", "master_addr", "master_port"):
-        if mine.nnodes == 1 and getattr(mine, name) is not None:
-            raise ConfigurationError(f"{flag(name)} {getattr(mine, name)} does nothing without --nnodes above 1")
-    if not 0 <= (mine.node_rank or 0) < mine.nnodes:
-        raise ConfigurationError(
-            f"--node-rank {mine.node_rank} must be one of 0 to {mine.nnodes - 1}, with --nnodes {mine.nnodes}"
-        )
-
-
-def _check_restarts(restarts: int, files: CheckpointSection) -> None:
-    if restarts < 0:
-        raise ConfigurationError(f"--max-restarts {restarts} must be 0 or more")
-    if restarts and not (files.save and files.save == files.load and files.save_interval):
-        raise ConfigurationError(
-            f"--max-restarts {restarts} needs --save DIR, --load DIR with the same folder, and --save-interval: ranks "
-            "that are started again go on from the newest checkpoint"
-        )
-
-
-def _torchrun_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
-    group = parser.add_argument_group("torchrun")
-    group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
-    text = "check the flags, print all of them as a launch file, and start nothing"
-    group.add_argument("--print-config", action="store_true", help=text)
-    text = "check the flags, say what the run would need on its ranks, and start nothing; no GPU is needed"
-    group.add_argument("--dry-run", action="store_true", help=text)
-    group.add_argument("--json", action="store_true", help="the dry run as one JSON object")
-    text = "what a rank's device has: a dry run ends with 2 where a rank needs more"
-    group.add_argument("--device-memory-gib", type=float, metavar="GIB", help=text)
-    group.add_argument("--nproc-per-node", type=int, default=1, help="processes on this machine")
-    text = "start all ranks again, from the newest checkpoint, when one has failed; at most this often"
-    group.add_argument("--max-restarts", type=int, default=0, help=text)
-    group.add_argument("--nnodes", type=int, default=1, help="machines")
-    group.add_argument("--node-rank", type=int, help="number of this machine; default: 0")
-    group.add_argument("--master-addr", help="address of machine 0; default: 127.0.0.1")
-    group.add_argument("--master-port", type=int, help="free port of machine 0; default: 29500")
-    return parser
+def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
+    is_safe = files.save and files.save == files.load and files.save_interval
+    remedy = (
+        "needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started again go on "
+        "from the newest checkpoint"
+    )
+    if mine.max_restarts and not is_safe:
+        raise ConfigurationError(f"--max-restarts {mine.max_restarts} {remedy}")
+    if machines.fewest < machines.most and not is_safe:
+        raise ConfigurationError(f"--nnodes {mine.nnodes} {remedy}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks import experts as expert_checks
 from megatron_rc.launch.flags.configure import configure, parse_args
@@ -433,42 +432,3 @@ def test_what_is_missing_is_named(tmp_path, name):
     words = [word for word in flags(tmp_path) if not word.startswith(f"--{name}=")]
     with pytest.raises(ConfigurationError, match=f"--{name} is missing"):
         configure(words, 1)
-
-
-def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):
-    words = flags(tmp_path, "--tensor-model-parallel-size=2")
-    command = torchrun_arguments(["--nproc-per-node", "2", *words])
-    assert command == [
-        *("--nproc-per-node", "2", "--standalone"),
-        *("--module", "megatron_rc.launch.train_ppo", *words),
-    ]
-    command = torchrun_arguments(["--nproc-per-node=1", "--nnodes=2", "--node-rank=1", "--master-addr=a", *words])
-    assert command[2:10] == ["--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "29500"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--nproc-per-node=0", "--nproc-per-node 0 must be positive"),
-        ("--nnodes=-1", "--nnodes -1 must be positive"),
-        ("--node-rank=0", "--node-rank 0 does nothing without --nnodes above 1"),
-        ("--master-port=1234", "--master-port 1234 does nothing without --nnodes above 1"),
-        ("--max-restarts=-1", "--max-restarts -1 must be 0 or more"),
-        (
-            "--max-restarts=2 --save=a --load=a",
-            "--max-restarts 2 needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are "
-            "started again go on from the newest checkpoint",
-        ),
-        ("--nnodes=2 --node-rank=2", "--node-rank 2 must be one of 0 to 1, with --nnodes 2"),
-    ],
-)
-def test_processes_and_machines_that_cannot_be_are_refused(tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
-        torchrun_arguments([*words.split(), *flags(tmp_path)])
-
-
-def test_the_launcher_counts_the_processes_of_all_machines(tmp_path):
-    words = flags(tmp_path, "--tensor-model-parallel-size=2")
-    with pytest.raises(ConfigurationError, match="needs 2 processes, got 1"):
-        torchrun_arguments(words)

@@ -1,0 +1,226 @@
+"""The flags of ``python -m megatron_rc.launch`` alone: what it does instead of a run, and torchrun's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.flags.parser import Parser
+
+# torchrun's, handed on as they were typed. Not here: what names the program that it starts, which is the trainer.
+_HANDED_ON = (
+    *("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "role", "monitor_interval"),
+    *("log_dir", "redirects", "tee", "local_ranks_filter", "numa_binding", "shutdown_timeout"),
+)
+_STATIC = "static"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How many processes torchrun starts.
+
+    Attributes:
+        processes: on each machine.
+        fewest: machines that the run starts with.
+        most: machines that may take part; more than the fewest where they come and go.
+    """
+
+    processes: int
+    fewest: int
+    most: int
+
+    def world_sizes(self) -> list[int]:
+        """Processes altogether, with the fewest and with the most machines."""
+        return sorted({self.fewest * self.processes, self.most * self.processes})
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser of these flags; the trainer's are unknown to it."""
+    parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
+    group = parser.add_argument_group("torchrun")
+    group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
+    text = "check the flags, print all of them as a launch file, and start nothing"
+    group.add_argument("--print-config", action="store_true", help=text)
+    text = "check the flags, say what the run would need on its ranks, and start nothing; no GPU is needed"
+    group.add_argument("--dry-run", action="store_true", help=text)
+    group.add_argument("--json", action="store_true", help="the dry run as one JSON object")
+    text = "what a rank's device has: a dry run ends with 2 where a rank needs more"
+    group.add_argument("--device-memory-gib", type=float, metavar="GIB", help=text)
+    text = "processes on this machine: a number, auto (one a GPU, else one a core), gpu or cpu; default: 1"
+    group.add_argument("--nproc-per-node", "--nproc_per_node", default="1", metavar="N", help=text)
+    text = "start all ranks again, from the newest checkpoint, when one has failed; at most this often; default: 0"
+    group.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="N", help=text)
+    text = "machines, or FEWEST:MOST where machines come and go; default: 1"
+    group.add_argument("--nnodes", default="1", metavar="N", help=text)
+    group.add_argument("--node-rank", "--node_rank", type=int, metavar="N", help="number of this machine; default: 0")
+    group.add_argument("--master-addr", "--master_addr", help="address of machine 0; default: 127.0.0.1")
+    text = "free port of machine 0; default: 29500"
+    group.add_argument("--master-port", "--master_port", type=int, metavar="N", help=text)
+    for action in _torchruns_own()._actions:
+        if action.dest in _HANDED_ON:
+            _hand_on(group, action)
+    parser.set_defaults(handed_on=[])
+    return parser
+
+
+def machines_of(mine: argparse.Namespace) -> Machines:
+    """How many processes these flags ask for, and on how many machines.
+
+    Raises:
+        ConfigurationError: a number that cannot be, or a flag that would do nothing beside the others.
+    """
+    machines = Machines(_processes(mine.nproc_per_node), *_range(mine.nnodes))
+    _check_dry_run(mine)
+    if mine.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {mine.max_restarts} must be 0 or more")
+    _check_meeting(mine, machines, _check_handed_on(mine.handed_on))
+    return machines
+
+
+def words_for_torchrun(mine: argparse.Namespace, machines: Machines) -> list[str]:
+    """The arguments that are torchrun's own, without what it starts."""
+    words = ["--nproc-per-node", str(machines.processes)]
+    if mine.max_restarts:
+        words += ["--max-restarts", str(mine.max_restarts)]
+    names = [word.partition("=")[0] for word in mine.handed_on]
+    meets = any(name.startswith("--rdzv") for name in names)
+    if machines.most == 1:
+        return [*words, *["--standalone"] * (not meets and "--standalone" not in names), *mine.handed_on]
+    words += ["--nnodes", mine.nnodes]
+    if not _is_elastic(mine.handed_on):
+        words += ["--node-rank", str(mine.node_rank or 0)]
+        if "--rdzv-endpoint" not in names:
+            address, port = mine.master_addr or "127.0.0.1", mine.master_port or 29500
+            words += ["--master-addr", address, "--master-port", str(port)]
+    return [*words, *mine.handed_on]
+
+
+class _HandOn(argparse.Action):
+    """Keeps a flag of torchrun's, with its value, as a word."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Take note of it."""
+        name = flag(self.dest)
+        namespace.handed_on = [*namespace.handed_on, name if self.nargs == 0 else f"{name}={values}"]
+
+
+def _torchruns_own() -> argparse.ArgumentParser:
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def _hand_on(group: argparse._ArgumentGroup, theirs: argparse.Action) -> None:
+    names = [text for text in theirs.option_strings if text.startswith("--")]
+    nargs = 0 if theirs.nargs == 0 else None
+    text = " ".join((theirs.help or "").split()).replace("%", "%%")
+    how: dict[str, Any] = {} if nargs == 0 else {"metavar": "TEXT"}
+    group.add_argument(*names, action=_HandOn, dest=theirs.dest, nargs=nargs, default=None, help=text, **how)
+
+
+def _processes(text: str) -> int:
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        found = int(determine_local_world_size(text))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--nproc-per-node {text} is neither a number nor one of auto, cpu, gpu that this machine has ({error})"
+        ) from error
+    if found < 1:
+        raise ConfigurationError(f"--nproc-per-node {text} must be positive")
+    return found
+
+
+def _range(text: str) -> tuple[int, int]:
+    from torch.distributed.run import parse_min_max_nnodes
+
+    try:
+        fewest, most = parse_min_max_nnodes(text)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(f"--nnodes {text} is neither a number nor FEWEST:MOST, as in 1:4") from error
+    if fewest < 1:
+        raise ConfigurationError(f"--nnodes {text} must be positive")
+    if fewest > most:
+        raise ConfigurationError(
+            f"--nnodes {text} has more machines at the least than at the most: give {most}:{fewest}"
+        )
+    return fewest, most
+
+
+def _check_dry_run(mine: argparse.Namespace) -> None:
+    memory = mine.device_memory_gib
+    for name, given in (("--json", mine.json), (f"--device-memory-gib {memory}", memory is not None)):
+        if given and not mine.dry_run:
+            raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
+
+
+def _check_handed_on(words: Sequence[str]) -> argparse.Namespace:
+    """What torchrun reads from these words.
+
+    Raises:
+        ConfigurationError: it would refuse them.
+    """
+    from torch.distributed.run import config_from_args
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigurationError(f"torchrun refuses its {message}")
+
+    parser = _torchruns_own()
+    parser.error = refuse  # type: ignore[method-assign]
+    theirs = parser.parse_args([*words, "module"])
+    # Read apart from the folder, which only a run makes.
+    checked = argparse.Namespace(**{**vars(theirs), "log_dir": None})
+    try:
+        config_from_args(checked)
+    except (ValueError, AssertionError) as error:
+        refuse(f"arguments {' '.join(words)}: {error}")
+    return theirs
+
+
+def _is_elastic(words: Sequence[str]) -> bool:
+    """Machines find each other by a store that numbers them, not by numbers of the user's."""
+    backends = [word.partition("=")[2] for word in words if word.startswith("--rdzv-backend=")]
+    return backends not in ([], [_STATIC])
+
+
+def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless the flags say in one way how the machines find each other."""
+    elastic, many = _is_elastic(mine.handed_on), machines.most > 1
+    if theirs.standalone and (many or elastic or theirs.rdzv_endpoint):
+        raise ConfigurationError(
+            "--standalone is for one machine that meets no other: leave it, --nnodes or --rdzv-* out"
+        )
+    if elastic and not theirs.rdzv_endpoint:
+        raise ConfigurationError(
+            f"--rdzv-backend {theirs.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the same on all machines"
+        )
+    if machines.fewest < machines.most and not elastic:
+        raise ConfigurationError(
+            f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, where machines that "
+            "come find the others"
+        )
+    for name in ("node_rank", "master_addr", "master_port"):
+        value = getattr(mine, name)
+        if value is None:
+            continue
+        if not many:
+            raise ConfigurationError(f"{flag(name)} {value} does nothing without --nnodes above 1")
+        if elastic:
+            raise ConfigurationError(
+                f"{flag(name)} {value} does nothing with --rdzv-backend {theirs.rdzv_backend}, which numbers the "
+                "machines that meet at --rdzv-endpoint: leave it out"
+            )
+        if name != "node_rank" and theirs.rdzv_endpoint:
+            raise ConfigurationError(
+                f"{flag(name)} {value} does nothing with --rdzv-endpoint {theirs.rdzv_endpoint}: leave one out"
+            )
+    if not 0 <= (mine.node_rank or 0) < machines.most:
+        raise ConfigurationError(
+            f"--node-rank {mine.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"
+        )

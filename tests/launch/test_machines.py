@@ -1,0 +1,31 @@
+"""Two machines as two launchers on this one: they meet, make one run together, and end alike."""
+
+import socket
+
+import pytest
+
+from tests.support.runs import SMALL, finish, launch, read, start
+
+# A layout for any number of processes.
+ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.processes
+def test_two_machines_meet_and_train_together(tmp_path):
+    """What their ranks write goes to the launchers and to files; the one rank 0 writes the run's."""
+    meeting = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=7"]
+    words = [*meeting, "--local-addr=127.0.0.1", "--nproc-per-node=1", "--tee=3", *SMALL, *ONE, "--train-iters=1"]
+    folders = [f"--runs-dir={tmp_path}", f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--save-interval=1"]
+    machines = [start(launch(*words, *folders, f"--log-dir={tmp_path}/{name}")) for name in "ab"]
+    ends = [finish(machine) for machine in machines]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert len(read(tmp_path / "count_up")) == 1
+    said = [next((tmp_path / name).rglob("stderr.log")).read_text() for name in "ab"]
+    assert sorted("finished at step 1" in text for text in said) == [False, True]
+    assert sorted("[default0]:" in errors for _, _, errors in ends) == [False, True]
