@@ -14,6 +14,7 @@ from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.resolved import as_launch_file
 from tests.launch.dry_run.test_command import dry_run
 from tests.support.paths import ROOT
 
@@ -60,6 +61,15 @@ def test_a_launch_file_describes_the_published_model(name):
     assert config.correction.rollout_is == "token"
     engines = [place for place in places(config) if place.engine]
     assert len(engines) == len(config.engine.rollout_url.split(",")) == config.data_parallel_size
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_file_that_such_a_run_leaves_makes_the_same_run(name, tmp_path):
+    config, path = made(name), tmp_path / "config.yaml"
+    path.write_text(as_launch_file(config.flags), encoding="utf-8")
+    again = made(path, ranks=RANKS[name])
+    assert again == config
+    assert as_launch_file(again.flags) == as_launch_file(config.flags)
 
 
 @pytest.mark.processes

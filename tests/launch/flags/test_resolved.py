@@ -12,11 +12,11 @@ import yaml
 from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.resolved import ResolvedFlag, as_launch_file, as_mapping
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.presets import PRESETS
+from tests.launch.flags.test_flags import SMALL
 from tests.launch.flags.test_readme_rows import ROWS
 from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
@@ -41,7 +41,7 @@ MORE = {
     "--recompute-modules core_attn mlp --decoupled-lr=1e-4 --use-cpu-initialization",
 }
 RUNS = {
-    **{path.stem: [f"--config={path}"] for path in CONFIGS.glob("launch/*.yaml") if "smollm2" not in path.stem},
+    **{name: [f"--config={name}"] for name in SMALL},
     **{f"row-{number}": [*COUNT_UP, *words.split()] for number, words in enumerate(ROWS.values())},
     **{name: [*COUNT_UP, *words.split()] for name, words in MORE.items()},
     **{f"preset-{name}": [*COUNT_UP, f"--rollout-correction-preset={name}"] for name in sorted(PRESETS)[::6]},
