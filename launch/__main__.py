@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.flags.help import short_help, whole_help
 from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
@@ -52,11 +52,9 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     Raises:
         ConfigurationError: as in ``configure``.
     """
-    parser = torchrun_parser()
-    mine, flags = parser.parse_known_args(words)
-    if mine.help:
-        parser.print_help()
-        build_parser().print_help()
+    mine, flags = torchrun_parser().parse_known_args(words)
+    if mine.help or mine.help_all:
+        sys.stdout.write(whole_help() if mine.help_all else short_help())
         sys.exit(0)
     machines = machines_of(mine)
     if mine.dry_run:

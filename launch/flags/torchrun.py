@@ -41,7 +41,8 @@ def torchrun_parser() -> argparse.ArgumentParser:
     """The parser of these flags; the trainer's are unknown to it."""
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
     group = parser.add_argument_group("torchrun")
-    group.add_argument("-h", "--help", action="store_true", help="show torchrun's and the trainer's flags")
+    group.add_argument("-h", "--help", action="store_true", help="show the flags that a new user needs")
+    group.add_argument("--help-all", action="store_true", help="show torchrun's and the trainer's flags, by group")
     text = "check the flags, print all of them as a launch file, and start nothing"
     group.add_argument("--print-config", action="store_true", help=text)
     text = "check the flags, say what the run would need on its ranks, and start nothing; no GPU is needed"

@@ -1,0 +1,79 @@
+"""What ``--help`` shows: the flags that a new user needs, one screen of them. ``--help-all`` shows all, by group."""
+
+from __future__ import annotations
+
+import copy
+
+from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
+from megatron_rc.launch.flags.torchrun import torchrun_parser
+
+_USAGE = "python -m megatron_rc.launch [--nproc-per-node N] [--config FILE] [flags]"
+_ABOUT = (
+    "PPO with Rollout Correction on Megatron-Core. Flags are Megatron-LM's where it has them. A first run, on 4 "
+    "processes of any machine: python -m megatron_rc.launch --nproc-per-node 4 --config count_up"
+)
+_MORE = "All flags, by group: --help-all. What they do together: README.md and docs/."
+# Flags by title; text that stands in the place of a flag's own, where that is long.
+_NEEDED: dict[str, dict[str, str | None]] = {
+    "processes": {
+        "nproc-per-node": "processes on this machine, or auto: one a GPU",
+        "nnodes": "machines; see docs/runs.md",
+        "dry-run": "check, and say what each rank would need; start nothing",
+        "print-config": "check, and print all flags as a launch file",
+    },
+    "the run": {
+        "config": "launch file (YAML), or the name of one in configs/launch",
+        "train-iters": "optimizer steps in all",
+        "runs-dir": None,
+        "save": None,
+        "save-interval": "optimizer steps between checkpoints",
+        "load": "go on from the newest checkpoint here, if any",
+        "eval-interval": "optimizer steps between evaluations",
+    },
+    "the model and its layout": {
+        "load-hf": "start from this Hugging Face model",
+        "tensor-model-parallel-size": "TP: ranks that share each layer",
+        "pipeline-model-parallel-size": "PP: ranks that share the layers out",
+        "context-parallel-size": "CP: ranks that share each sequence",
+        "seq-length": "tokens of a prompt with its response",
+    },
+    "what is learnt": {
+        "task": "a task that is brought: count_up, reasoning_gym:NAME",
+        "prompt-data": "or prompts of your own (docs/data.md)",
+        "reward": "what scores responses (docs/tasks.md)",
+    },
+    "rollouts and their correction": {
+        "rollout-engine": "what samples responses (docs/rollouts.md)",
+        "grpo-prompts-per-step": None,
+        "grpo-group-size": None,
+        "max-response-length": "tokens of the longest response",
+        "rollout-correction-preset": "a published correction (docs/presets.md)",
+    },
+    "optimizer": {
+        "lr": None,
+        "global-batch-size": "sequences of one optimizer step",
+        "micro-batch-size": None,
+    },
+}
+
+
+def short_help() -> str:
+    """The flags that a new user needs."""
+    known = long_options(build_parser()) | long_options(torchrun_parser())
+    parser = Parser(usage=_USAGE, description=_ABOUT, epilog=_MORE, add_help=False)
+    for title, names in _NEEDED.items():
+        group = parser.add_argument_group(title)
+        for name, text in names.items():
+            shown = copy.copy(known[name])
+            shown.option_strings = [f"--{name}"]
+            shown.help, shown.choices = text or shown.help, None
+            shown.metavar = shown.metavar if isinstance(shown.metavar, str) else None
+            if shown.metavar is None and shown.nargs != 0:
+                shown.metavar = "N" if shown.type is int else name.rpartition("-")[2].upper()
+            group._add_action(shown)
+    return parser.format_help()
+
+
+def whole_help() -> str:
+    """Every flag, by group."""
+    return f"{torchrun_parser().format_help()}\n{build_parser().format_help()}"
