@@ -10,9 +10,10 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks import check
 from megatron_rc.launch.flags.checks.files import check_folders
 from megatron_rc.launch.flags.checks.weights import choose_bridge
+from megatron_rc.launch.flags.hints import unknown
 from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
 from megatron_rc.launch.flags.own_objects import define_own_objects
-from megatron_rc.launch.flags.parser import Parser, build_parser, long_options, unknown
+from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
 from megatron_rc.launch.flags.resolve import resolve
 from megatron_rc.launch.flags.resolved import resolved_flags
 from megatron_rc.launch.run_config import RunConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.flags.parser import long_options, unknown
+from megatron_rc.launch.flags.hints import unknown
+from megatron_rc.launch.flags.parser import long_options
 from megatron_rc.launch.weights.architecture import read_architecture
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"

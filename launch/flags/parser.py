@@ -7,7 +7,6 @@ and those of the loss and the correction, which are the library's.
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -53,7 +52,13 @@ PENALTIES = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are raised instead of printed."""
+    """argparse without abbreviations, whose errors are raised instead of printed.
+
+    Attributes:
+        listing: the flag that shows all flags.
+    """
+
+    listing = "--help"
 
     def error(self, message: str) -> NoReturn:
         """Raise the parser's message instead of ending the process.
@@ -61,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError(f"{message[0].lower()}{message[1:]}; --help lists the flags")
+        raise ConfigurationError(f"{message[0].lower()}{message[1:]}; {self.listing} lists the flags")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -79,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
+    parser.listing = "--help-all"
     groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
     _add_sources(groups)
     for name, section, is_optional in sections_of(RunConfig):
@@ -97,15 +103,6 @@ def build_parser() -> argparse.ArgumentParser:
 def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Every flag by its name without dashes."""
     return {text[2:]: action for action in parser._actions for text in action.option_strings}
-
-
-def unknown(what: str, name: str, parser: argparse.ArgumentParser) -> str:
-    """Why a flag or a key is refused, with the one that may have been meant."""
-    dashes = "--" if what == "flag" else ""
-    names = [text[2:] for action in parser._actions for text in action.option_strings if text.startswith("--")]
-    close = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), names, n=1)
-    hint = f"did you mean {dashes}{close[0]}?" if close else "--help lists them"
-    return f"unknown {what} {name!r}: {hint}"
 
 
 def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:

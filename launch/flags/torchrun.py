@@ -40,6 +40,7 @@ class Machines:
 def torchrun_parser() -> argparse.ArgumentParser:
     """The parser of these flags; the trainer's are unknown to it."""
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
+    parser.listing = "--help-all"
     group = parser.add_argument_group("torchrun")
     group.add_argument("-h", "--help", action="store_true", help="show the flags that a new user needs")
     group.add_argument("--help-all", action="store_true", help="show torchrun's and the trainer's flags, by group")

@@ -1,0 +1,104 @@
+"""What an unknown flag or key may have meant: other programs' names first, then spelling."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+
+from megatron_rc.launch.flags.parser import long_options
+from megatron_rc.launch.flags.torchrun import torchrun_parser
+
+# Names in verl, OpenRLHF, slime, NeMo-RL and older Megatron-LM, by the flag that does it here.
+_MEANT = {
+    "load-hf": "hf-checkpoint model-path pretrain model-name model-name-or-path ref-load from-pretrained path",
+    "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",
+    "tensor-model-parallel-size": "tensor-parallel-size tp tp-size",
+    "pipeline-model-parallel-size": "pipeline-parallel-size pp pp-size",
+    "context-parallel-size": "cp cp-size ulysses-sequence-parallel-size ring-attn-size",
+    "expert-model-parallel-size": "expert-parallel-size ep ep-size",
+    "train-iters": "total-training-steps total-epochs num-epochs num-rollout num-episodes max-num-steps max-steps",
+    "grpo-prompts-per-step": "rollout-batch-size train-batch-size num-prompts-per-step",
+    "grpo-group-size": "n-samples-per-prompt num-generations-per-prompt num-generations rollout-n n",
+    "grpo-iterations": "ppo-epochs max-epochs num-inner-updates",
+    "global-batch-size": "ppo-mini-batch-size train-global-batch-size",
+    "micro-batch-size": "ppo-micro-batch-size ppo-micro-batch-size-per-gpu micro-train-batch-size "
+    "train-micro-batch-size",
+    "lr": "actor-lr learning-rate actor-learning-rate",
+    "lr-warmup-iters": "lr-warmup-steps warmup-steps",
+    "lr-warmup-fraction": "lr-warmup-ratio lr-warmup-steps-ratio warmup-ratio",
+    "clip-grad": "max-norm max-grad-norm grad-clip",
+    "grpo-clamp-eps-lower": "clip-ratio clip-ratio-low eps-clip ratio-clip-min cliprange",
+    "grpo-clamp-eps-upper": "clip-ratio-high eps-clip-high ratio-clip-max",
+    "ppo-dual-clip": "clip-ratio-c eps-clip-c dual-clip",
+    "grpo-entropy-term-weight": "entropy-coeff entropy-coef entropy-loss-coef",
+    "grpo-kl-beta": "kl-loss-coef kl-coef init-kl-coef reference-policy-kl-penalty beta",
+    "kl-estimator": "kl-loss-type kl-penalty reference-policy-kl-type",
+    "loss-aggregation": "loss-agg-mode",
+    "policy-loss": "loss-mode",
+    "seq-length": "max-total-sequence-length max-model-len max-length max-len",
+    "overlong-prompts": "filter-overlong-prompts max-prompt-length prompt-max-len rollout-max-prompt-len",
+    "max-response-length": "max-new-tokens generate-max-len rollout-max-response-len",
+    "rl-default-temperature": "temperature rollout-temperature",
+    "rollout-engine": "rollout-backend generation-backend inference-engine",
+    "rollout-correction-preset": "use-tis enable-vllm-is-correction use-importance-sampling-correction "
+    "rollout-correction",
+    "rollout-is-threshold": "tis-clip tis-imp-ratio-cap truncated-importance-sampling-ratio "
+    "vllm-is-truncated-threshold",
+    "prompt-data": "train-files train-data train-data-path data-path dataset prompt-dataset",
+    "eval-data": "val-files eval-dataset eval-prompt-data val-data validation-files",
+    "input-key": "prompt-key",
+    "label-key": "answer-key",
+    "reward": "rm-type reward-fn custom-rm-path custom-reward-function remote-rm-url reward-function reward-manager",
+    "save": "output-dir default-local-dir checkpoint-dir ckpt-path save-path save-dir",
+    "save-interval": "save-freq save-steps save-period",
+    "load": "resume resume-mode resume-from resume-from-path resume-from-checkpoint load-checkpoint",
+    "eval-interval": "test-freq eval-steps val-period eval-iters",
+    "runs-dir": "log-root logging-dir",
+    "run-name": "experiment-name exp-name wandb-run-name",
+    "wandb-project": "use-wandb project-name",
+    "attention-backend": "use-flash-attn use-flash-attention attn-implementation",
+    "recompute-granularity": "recompute-activations enable-gradient-checkpointing gradient-checkpointing",
+}
+_LAUNCHERS = "it stands on the command line of `python -m megatron_rc.launch`, or of torchrun before the trainer's file"
+_DEFAULT = "what it asks for is always so here: leave it out"
+# Names that no flag stands for.
+_OTHERWISE = {
+    **dict.fromkeys(("n-gpus-per-node", "num-gpus-per-node", "actor-num-gpus-per-node"), "use --nproc-per-node"),
+    **dict.fromkeys(("actor-num-nodes", "num-nodes"), "use --nnodes"),
+    **dict.fromkeys(
+        ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend"), _LAUNCHERS
+    ),
+    **dict.fromkeys(("rdzv-endpoint", "rdzv-id", "max-restarts", "log-dir", "tee"), _LAUNCHERS),
+    **dict.fromkeys(("dry-run", "print-config", "help-all"), "is a flag of `python -m megatron_rc.launch` alone"),
+    **dict.fromkeys(("use-mcore-models", "use-dist-ckpt", "use-rotary-position-embeddings"), _DEFAULT),
+    **dict.fromkeys(
+        ("adv-estimator", "advantage-estimator"),
+        "advantages are those of GRPO, from the --grpo-group-size responses to a prompt: leave it out",
+    ),
+    **dict.fromkeys(("distributed-backend", "device"), "GPUs are used where there are any, unless --cpu is given"),
+    "rotary-percent": "no model family that is known turns a part of its rotary dimensions: leave it out",
+    "split": "--eval-data names the prompts that are held out",
+    "critic-lr": "there is no critic: leave it out",
+    "rollout-num-gpus-per-engine": "what a server of --rollout-url runs on is that server's own flag",
+}
+_SOURCES = {name: flag for flag, names in _MEANT.items() for name in names.split()}
+
+
+def unknown(what: str, name: str, parser: argparse.ArgumentParser) -> str:
+    """Why a flag or a key is refused, with the one that may have been meant."""
+    dashes = "--" if what == "flag" else ""
+    return f"unknown {what} {name!r}: {_hint(name.lstrip('-').replace('_', '-').lower(), dashes, parser)}"
+
+
+def _hint(name: str, dashes: str, parser: argparse.ArgumentParser) -> str:
+    known = [text for text in long_options(parser) if text]
+    # As other programs write nested settings: actor.optim.lr.
+    for part in (name, name.rpartition(".")[2]):
+        if part in long_options(torchrun_parser()):
+            return _LAUNCHERS
+        if part in _OTHERWISE:
+            return _OTHERWISE[part]
+        if part in known or part in _SOURCES:
+            return f"did you mean {dashes}{_SOURCES.get(part, part)}?"
+    close = difflib.get_close_matches(name, [*known, *_SOURCES], n=1)
+    return f"did you mean {dashes}{_SOURCES.get(close[0], close[0])}?" if close else "--help-all lists them"
