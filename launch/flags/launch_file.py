@@ -1,11 +1,13 @@
 """Launch files and Hugging Face directories as the flags that they stand for.
 
-A launch file (``--config FILE``) is YAML: one ``name: value`` a line, the name of a flag without its dashes.
+A launch file (``--config FILE``) is YAML: one ``name: value`` a line, the name of a flag without its dashes. The fields
+of the correction may stand below ``rollout_correction:``, with underscores.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.hints import unknown
 from megatron_rc.launch.flags.parser import long_options
 from megatron_rc.launch.weights.architecture import read_architecture
+from megatron_rc.settings.flags import is_correction_flag
 
+_CORRECTION = "rollout_correction"
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
@@ -41,11 +45,15 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
     path = find_config(name)
     options = long_options(parser)
     words: list[str] = []
-    for key, value in _read_mapping(path).items():
+    content = _read_mapping(path)
+    nested = _correction(path, content, options, parser)
+    for key, value in content.items():
         if key not in options or key in ("config", "help"):
-            raise ConfigurationError(f"{path}: {unknown('key', key, parser)}")
+            raise ConfigurationError(f"{path}: {_unknown_key(key, value, parser)}")
+        if options[key].dest in nested:
+            raise ConfigurationError(f"{path}: {key} is given twice, below {_CORRECTION} too: keep one")
         words += _as_flag(path, key, value, options[key])
-    return words
+    return [*words, *(word for found in nested.values() for word in found)]
 
 
 def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[str]:
@@ -74,17 +82,46 @@ def check_architecture_words(parser: argparse.ArgumentParser, args: argparse.Nam
             )
 
 
-def _as_flag(path: Path, key: str, value: Any, action: argparse.Action) -> list[str]:
+def _correction(
+    path: Path, content: dict[str, Any], options: Mapping[str, argparse.Action], parser: argparse.ArgumentParser
+) -> dict[str, list[str]]:
+    """The flags that what is nested below ``rollout_correction`` stands for, by their fields; it is taken out."""
+    fields, found = content.pop(_CORRECTION, {}), dict[str, list[str]]()
+    where = f"{path}: below {_CORRECTION}"
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{path}: {_CORRECTION}: {fields!r} must be lines of `field: value` below it")
+    for name, value in fields.items():
+        key = str(name).replace("_", "-")
+        if key not in options:
+            raise ConfigurationError(f"{where}: {unknown('key', str(name), parser)}")
+        field = options[key].dest
+        if not is_correction_flag(field):
+            raise ConfigurationError(f"{where}: {name} is no field of the correction: give it a line of its own")
+        if field in found:
+            raise ConfigurationError(f"{where}: {name} is given twice: keep one")
+        # Programs that nest it write null for what is off.
+        value = "none" if value in ("null", "~") and options[key].nargs != 0 else value
+        found[field] = _as_flag(where, key, value, options[key])
+    return found
+
+
+def _unknown_key(key: str, value: Any, parser: argparse.ArgumentParser) -> str:
+    if isinstance(value, dict):
+        return f"unknown key {key!r}: nothing is nested but {_CORRECTION}; every other flag has a line of its own"
+    return unknown("key", key, parser)
+
+
+def _as_flag(where: Path | str, key: str, value: Any, action: argparse.Action) -> list[str]:
     if action.nargs == 0:
         if value not in ("true", "false"):
-            raise ConfigurationError(f"{path}: {key}: {value!r} must be true or false")
+            raise ConfigurationError(f"{where}: {key}: {value!r} must be true or false")
         if value == "true":
             return [f"--{key}"]
         return [f"--no-{key}"] if f"--no-{key}" in action.option_strings else []
     if action.nargs == "+" and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
         return [f"--{key}", *value]
     if not isinstance(value, str) or value in ("", "null", "true", "false"):
-        raise ConfigurationError(f"{path}: {key}: {value!r} must be one number or one string{_or_list(action)}")
+        raise ConfigurationError(f"{where}: {key}: {value!r} must be one number or one string{_or_list(action)}")
     return [f"--{key}={value}"]
 
 
