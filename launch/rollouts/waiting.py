@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -22,12 +23,16 @@ class EngineWaits:
         config: of the run.
         replica: of this rank.
         is_engine_rank: this rank is the one of its replica that works.
+
+    Attributes:
+        meetings: so far.
     """
 
     def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool) -> None:
         self.config, self.replica, self.is_engine_rank = config, replica, is_engine_rank
         self.seconds = 60 * config.launch.rollout_wait_minutes
-        self._meetings, self._store = 0, None
+        self.meetings = 0
+        self._store: Any = None
         if dist.get_world_size() > 1:
             store = _get_default_store()
             # The first of all ranks and the last of them count to the same whole number of worlds.
@@ -42,21 +47,24 @@ class EngineWaits:
         """
         if self._store is None:
             return
-        self._meetings += 1
+        self.meetings += 1
         if self.is_engine_rank:
-            self._store.set(self._key(self.replica), "through")
-            self._store.delete_key(self._key(self.replica, self._meetings - 1))
-        keys = [self._key(replica) for replica in range(self.config.data_parallel_size)]
+            # A number that grows, for a rank that looks late: this one may be through with the next meeting by then.
+            self._store.set(str(self.replica), str(self.meetings))
         begun = time.monotonic()
         while (waited := time.monotonic() - begun) < self.seconds + _GRACE_SECONDS:
-            if self._store.check(keys):
+            missing = self._missing()
+            if not missing:
                 return
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
-        missing = [str(replica) for replica, key in enumerate(keys) if not self._store.check([key])]
         raise RuntimeError(
             f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
             f"data-parallel replicas {', '.join(missing)}, and could not be given up"
         )
 
-    def _key(self, replica: int, meeting: int | None = None) -> str:
-        return f"{self._meetings if meeting is None else meeting} {replica}"
+    def _missing(self) -> list[str]:
+        """Replicas whose engine is not through."""
+        replicas = [str(replica) for replica in range(self.config.data_parallel_size)]
+        known = [replica for replica in replicas if self._store.check([replica])]
+        told = dict(zip(known, self._store.multi_get(known), strict=True)) if known else {}
+        return [replica for replica in replicas if int(told.get(replica, 0)) < self.meetings]

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.waiting import EngineWaits
 from megatron_rc.launch.training.checkpoints.folders import iterations
 from tests.launch.training.test_loop import LIVE, rows, run_training, without_times
 from tests.support.ranks import Layout
@@ -101,3 +103,18 @@ def test_before_the_first_step_there_is_nothing_to_keep(ranks, tmp_path):
     found = ranks.run(run_slowly, LAYOUT, words_of(tmp_path), SlowEngine(0, slow=ROLLOUT_0, error="gone"))
     assert {said for said, _ in found} == {"AgreedError: the rollout of step 0 failed: TimeoutError: gone"}
     assert iterations(tmp_path / "save") == []
+
+
+def meet_twice(words):
+    """Rank 0 has the engine, and does not wait for rank 1, which is late."""
+    rank = torch.distributed.get_rank()
+    waits = EngineWaits(configure(words, 2)[0], 0, is_engine_rank=rank == 0)
+    time.sleep(0.3 * rank)
+    waits.meet("the first")
+    waits.meet("the second")
+    return waits.meetings
+
+
+def test_a_rank_that_looks_late_finds_what_it_waits_for(ranks, tmp_path):
+    layout = Layout(tp=2)
+    assert ranks.run(meet_twice, layout, flags(tmp_path, *LIVE, *layout.flags()), timeout=20) == [2, 2]
