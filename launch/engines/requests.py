@@ -69,6 +69,7 @@ def check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_address = is_address and url.isprintable()
     except ValueError:  # no port, or no address of IPv6
         is_address = False
     if not is_address or parts.path.strip("/") or parts.query or parts.fragment:

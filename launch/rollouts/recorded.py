@@ -100,6 +100,8 @@ class RecordedRollouts:
                 f"{paths[0].parent}: the batch of {paths[0].name} has {batch.num_sequences} sequences, the flags ask "
                 f"for {self.sequences}: give the --grpo-prompts-per-step and --grpo-group-size that wrote it"
             )
+        if not batch.response_mask.any():
+            raise ValueError(f"{paths[0].parent}: no response of the batch of {paths[0].name} has a token: remove it")
         # Numbers of prompts count on from batch to batch in some sources: here they say which ones belong together.
         names, group_ids = batch.group_ids.unique(return_inverse=True)
         if len(names) != self.prompts or (group_ids.diff() < 0).any():

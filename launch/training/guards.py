@@ -13,16 +13,21 @@ from megatron_rc.launch.run_config.guards import Condition
 
 _MET, _UNKNOWN = "stopped by --stop-if", "--stop-if"
 
-# By the end of a metric's name, the first that fits.
+# By the end of a metric's name and the side that it leaves its bounds on, the first that fits.
 _ADVICE = {
-    "reference_kl": "the policy leaves the model that it began from: raise --grpo-kl-beta, or lower --lr",
-    "approx_kl": "one rollout batch moves the policy far: lower --lr, or --grpo-iterations",
-    "kl": "engine and trainer drift apart: look at stale weights, temperature and --rollout-dtype, or lower --lr",
-    "eff_sample_size": "few tokens carry the weights: bring engine and trainer closer, or truncate lower",
-    "grad_norm": "the gradients grow: lower --lr or --clip-grad, and look at the rewards of the last batches",
-    "masked_fraction": "much of the sampling is wasted: bring both policies closer, or widen --rollout-rs-threshold",
-    "reward/mean": "the policy gets worse: go on from an older checkpoint with a lower --lr or a higher --grpo-kl-beta",
-    "policy/entropy": "the policy collapses or dissolves: lower --lr, or change --grpo-entropy-term-weight",
+    ("reference_kl", "<>"): "the policy leaves the model that it began from: raise --grpo-kl-beta, or lower --lr",
+    ("approx_kl", "<>"): "one rollout batch moves the policy far: lower --lr, or --grpo-iterations",
+    (
+        "kl",
+        "<>",
+    ): "engine and trainer drift apart: look at stale weights, temperature and --rollout-dtype, or lower --lr",
+    ("eff_sample_size", "<"): "few tokens carry the weights: bring engine and trainer closer, or truncate lower",
+    ("grad_norm", ">"): "the gradients grow: lower --lr or --clip-grad, and look at the rewards of the last batches",
+    ("masked_fraction", ">"): "much of the sampling is wasted: bring both policies closer, or widen "
+    "--rollout-rs-threshold",
+    ("reward/mean", "<"): "the policy gets worse: go on from an older checkpoint with a lower --lr or a higher "
+    "--grpo-kl-beta",
+    ("policy/entropy", "<>"): "the policy collapses or dissolves: lower --lr, or change --grpo-entropy-term-weight",
 }
 _OTHERWISE = "see docs/metrics.md for what moves it"
 
@@ -41,9 +46,8 @@ class Guards:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.conditions = [Condition.parse(text) for text in config.guards.stop_if or ()]
-        self._met: dict[Condition, list[float]] = {condition: [] for condition in self.conditions}
-        self._unseen = set(self.conditions)
+        self._met: dict[Condition, list[float]] = {Condition.parse(text): [] for text in config.guards.stop_if or ()}
+        self._unseen = set(self._met)
 
     def step(self, step: int, row: Mapping[str, float]) -> str | None:
         """Why the run is to end, if it is.
@@ -52,13 +56,12 @@ class Guards:
             step: number of the step.
             row: its metrics; a step that was left out has none of its loss, which changes nothing here.
         """
-        for condition in self.conditions:
+        for condition, values in self._met.items():
             if condition.metric not in row:
                 if "grad_norm" in row and condition in self._unseen:
                     return _unknown(condition, step, row)
                 continue
             self._unseen.discard(condition)
-            values = self._met[condition]
             values.append(row[condition.metric])
             if not condition.holds(values[-1]):
                 values.clear()
@@ -79,7 +82,9 @@ def telling_guards() -> Iterator[None]:
 
 
 def _met(condition: Condition, step: int, values: Sequence[float]) -> str:
-    advice = next((words for name, words in _ADVICE.items() if condition.metric.endswith(name)), _OTHERWISE)
+    side = condition.comparison[0]
+    fitting = (words for (name, sides), words in _ADVICE.items() if condition.metric.endswith(name) and side in sides)
+    advice = next(fitting, _OTHERWISE)
     found = ", ".join(f"{value:.3g}" for value in values[-3:])
     return f"{_MET} '{condition.text}' after step {step} ({condition.metric} was {found}): {advice}"
 

@@ -216,8 +216,10 @@ def _rollout_steps(
     common = summarize_rollouts(batch, groups, trainer.version) | collector.reward_metrics
     common |= (prepared.plan.metrics() if prepared else {}) | weight_sync.metrics | data
     mini_batches = config.updates_per_rollout // config.rollouts.grpo_iterations
+    shares = nonzero_advantages(batch, mini_batches, groups)
     for update in range(config.updates_per_rollout):
         metrics = steps.update(batch, prepared, update, update % mini_batches)
+        metrics["reward/nonzero_advantages"] = shares[update % mini_batches]
         lap("update")
         if update == 0:
             seconds = time.monotonic() - begun - times.get("perf/eval_seconds", 0.0)
@@ -231,9 +233,8 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     stopped = (batch.finish_reasons == 0).double()
     ones = (~dropped(batch)).double()
     ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
-    deciding = (group_advantages(batch.rewards, batch.group_ids, ones > 0) != 0).double()
-    columns = torch.stack([deciding, ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
-    decided, count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
+    columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    count, reward, squared, tokens, stops, age = all_reduce_sum(columns.sum(dim=1), groups.dp).tolist()
     ends = [torch.where(ones > 0, value, -torch.inf).max() for value in (rewards, -rewards)]
     maxima = torch.stack([*ends, ages.max()])
     highest, lowest, oldest = all_reduce_max(maxima, groups.dp).tolist()
@@ -244,9 +245,18 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
         "reward/std": max(squared / count - mean**2, 0.0) ** 0.5,
         "reward/max": highest,
         "reward/min": -lowest,
-        "reward/nonzero_advantages": decided / count,
         "rollout/tokens": tokens,
         "rollout/response_length": tokens / count,
         "rollout/stopped_fraction": stops / count,
         **(staleness if version is not None else {}),
     }
+
+
+def nonzero_advantages(batch: RolloutBatch, mini_batches: int, groups: ParallelGroups) -> list[float]:
+    """For each mini-batch the share of its responses that have an advantage: one SUM over DP."""
+    kept = ~dropped(batch)
+    deciding = group_advantages(batch.rewards, batch.group_ids, kept) != 0
+    counts = torch.stack([deciding, kept]).double().unflatten(1, (mini_batches, -1)).sum(dim=2)
+    decided, responses = all_reduce_sum(counts, groups.dp)
+    shares: list[float] = (decided / responses.clamp(min=1)).tolist()
+    return shares

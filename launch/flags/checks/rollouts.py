@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.engines.requests import API_KEY, check_key, check_url
 from megatron_rc.launch.errors import ConfigurationError, flag, require
 from megatron_rc.launch.rollouts.recorded import find_rollouts
+from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 
 
@@ -24,6 +26,11 @@ def check_recorded(config: RunConfig) -> None:
         raise ConfigurationError(
             f"--save-rollouts {config.rollouts.save_rollouts} would write again what --load-rollouts {folder} reads: "
             "drop one of them"
+        )
+    if Path(folder).resolve() == bad_folder(config).resolve():
+        raise ConfigurationError(
+            f"--load-rollouts {folder} is where this run writes its own bad batches: name the run otherwise "
+            f"(--run-name, now {config.launch.run_name})"
         )
     if engine != "transformers":
         raise ConfigurationError(f"--rollout-engine {engine} does nothing with --load-rollouts {folder}: drop one")

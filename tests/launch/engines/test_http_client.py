@@ -201,7 +201,16 @@ def test_a_server_that_dies_is_retried_then_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://host", "http://", "http://host/v1", "http://host?a=b", "http://host:99999"]
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host/v1",
+        "http://host?a=b",
+        "http://host:99999",
+        "http://host\n",
+    ],
 )
 def test_wrong_addresses(url):
     with pytest.raises(ValueError, match="expected http://host:port, without a path"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, find_rollouts, write_rollouts
+from megatron_rc.records.rollout import FINISH_REASONS
 from tests.fuzz.targets import example
 
 
@@ -44,3 +45,17 @@ def test_a_folder_without_a_whole_step_is_refused(tmp_path):
     written(tmp_path, (0, 1), (1, 0))
     with pytest.raises(ValueError, match="has no rollout batch of all 2 replicas that wrote to it"):
         find_rollouts(tmp_path)
+
+
+def test_a_batch_without_a_token_is_refused(tmp_path):
+    batch = example()
+    rows, length = batch.tokens.shape
+    aborted = dataclasses.replace(
+        batch,
+        group_ids=torch.zeros_like(batch.group_ids),
+        response_mask=torch.zeros_like(batch.response_mask),
+        finish_reasons=torch.full_like(batch.finish_reasons, FINISH_REASONS.index("abort")),
+    )
+    write_rollouts(aborted, tmp_path, 0, 0)
+    with pytest.raises(ValueError, match=r"no response of the batch of step-0000000-\S+ has a token: remove it$"):
+        RecordedRollouts(tmp_path, length, rows, 1).read(0, 0, 1)

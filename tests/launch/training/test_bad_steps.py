@@ -1,6 +1,7 @@
 """Steps that are left out, what is written down of them, and runs whose steps change nothing."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -13,12 +14,13 @@ import pytest
 import torch
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.rollouts.recorded import write_rollouts
 from megatron_rc.launch.training.step_checks import BadStepError, StepChecks
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.training.test_loop import LIVE, rows, run_training, tensors_of
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, run_config
+from tests.support.recorded_training import flags, recorded_batch, run_config
 
 # No gradient is 0, even where all rewards are alike.
 MOVING = ["--grpo-entropy-term-weight=0.01"]
@@ -176,6 +178,19 @@ def test_a_run_that_its_learning_rate_ruins_has_not_finished(ranks, tmp_path):
     assert len(rows(tmp_path)) == 7
 
 
+def test_a_mini_batch_whose_rewards_are_alike_changes_nothing_by_right(ranks, tmp_path):
+    """One prompt of four has rewards that differ: the steps of the three others have a gradient of 0."""
+    batch, alike = recorded_batch(0), torch.full((12,), 0.5)
+    batch = dataclasses.replace(batch, rewards=torch.cat([batch.rewards[:4], alike]))
+    write_rollouts(batch, tmp_path / "records", 0, 0)
+    words = ["--run-name=run", f"--load-rollouts={tmp_path}/records", "--max-skipped-steps=2", "--train-iters=4"]
+    words += ["--grpo-iterations=1", "--global-batch-size=4", "--rollout-rs-threshold=0.01_100,10", "--grpo-kl-beta=0"]
+    words += ["--grpo-entropy-term-weight=0"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words)) == [None]
+    assert [row["grad_norm"] > 0 for row in rows(tmp_path)] == [True, False, False, False]
+    assert [row["reward/nonzero_advantages"] for row in rows(tmp_path)] == [1, 0, 0, 0]
+
+
 def checked(words, losses, norms):
     """What the checks say of steps with these losses and gradient norms, of which rank 1 sees another."""
     checks = StepChecks(run_config(words, 2))
@@ -225,3 +240,12 @@ def test_a_policy_that_is_none_is_refused(tmp_path):
         run_config(flags(tmp_path, "--bad-steps=ignore"))
     with pytest.raises(ConfigurationError, match="--max-skipped-steps 0 must be positive"):
         run_config(flags(tmp_path, "--max-skipped-steps=0"))
+
+
+def test_a_run_does_not_read_bad_batches_where_it_writes_them(tmp_path):
+    """A new run sets those of the old one aside."""
+    words = flags(tmp_path, f"--load-rollouts={tmp_path}/other/../run/bad", "--train-iters=2", "--run-name")
+    with pytest.raises(ConfigurationError, match=r"own bad batches: name the run otherwise \(--run-name, now run\)$"):
+        run_config([*words, "run"])
+    with pytest.raises(ConfigurationError, match="no such folder"):
+        run_config([*words, "other"])

@@ -88,6 +88,11 @@ def test_a_condition_holds_in_so_many_steps_in_a_row(tmp_path, values, stops):
     assert [step for step, words in enumerate(found, start=1) if words] == stops
 
 
+def test_a_condition_that_is_given_twice_counts_its_steps_once(tmp_path):
+    guards = Guards(run_config(flags(tmp_path, "--stop-if", "lr > 0 for 3", "lr > 0 for 3")))
+    assert [guards.step(step, {"lr": 0.1}) is not None for step in (1, 2, 3)] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("metric", "advice"),
     [
@@ -96,8 +101,8 @@ def test_a_condition_holds_in_so_many_steps_in_a_row(tmp_path, values, stops):
         ("policy/approx_kl", "one rollout batch moves the policy far"),
         ("policy/reference_kl", "the policy leaves the model that it began from"),
         ("rollout_corr/rollout_is_eff_sample_size", "few tokens carry the weights"),
-        ("grad_norm", "the gradients grow: lower --lr"),
-        ("rollout_corr/rollout_rs_masked_fraction", "much of the sampling is wasted"),
+        ("grad_norm", "see docs/metrics.md"),
+        ("rollout_corr/rollout_rs_masked_fraction", "see docs/metrics.md"),
         ("reward/mean", "the policy gets worse: go on from an older checkpoint"),
         ("policy/entropy", "the policy collapses or dissolves"),
         ("perf/tokens_per_second", "see docs/metrics.md"),
@@ -109,6 +114,22 @@ def test_the_well_known_ones_have_advice(tmp_path, metric, advice):
         f"stopped by --stop-if '{metric} < 0.5 for 2' after step 2 ({metric} was 0.1, 0.25): {advice}"
     )
     assert words.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "advice"),
+    [
+        (KL, "engine and trainer drift apart: look at stale weights"),
+        ("rollout_corr/rollout_is_eff_sample_size", "see docs/metrics.md"),
+        ("grad_norm", "the gradients grow: lower --lr"),
+        ("rollout_corr/rollout_rs_masked_fraction", "much of the sampling is wasted"),
+        ("reward/mean", "see docs/metrics.md"),
+    ],
+)
+def test_the_advice_is_that_of_the_side(tmp_path, metric, advice):
+    """A reward that is high enough is no policy that gets worse."""
+    (words,) = verdicts(tmp_path, f"{metric} >= 0.5", [0.7], metric)
+    assert words.startswith(f"stopped by --stop-if '{metric} >= 0.5' after step 1 ({metric} was 0.7): {advice}")
 
 
 def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
