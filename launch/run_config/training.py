@@ -174,3 +174,8 @@ class LoggingSection:
     tensorboard_dir: str | None = option("default: tensorboard/ in the run's folder", metavar="DIR")
     wandb_project: str | None = option("also log to this Weights & Biases project")
     wandb_exp_name: str | None = option("the run's name there; default: --run-name")
+    device_peak_tflops: float | None = option(
+        "what a device can do at best, in 10^12 operations a second, for perf/utilization; default: known of some GPUs "
+        "in bf16",
+        positive=True,
+    )

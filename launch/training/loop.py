@@ -23,6 +23,7 @@ from megatron_rc.launch.training.data_check import check_data, compare_with_chec
 from megatron_rc.launch.training.guards import Guards, telling_guards
 from megatron_rc.launch.training.heap import trim_heap
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
+from megatron_rc.launch.training.machine import Machine
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
 from megatron_rc.launch.training.report import Reporter, begin_report
 from megatron_rc.launch.training.settings_file import write_settings
@@ -65,10 +66,11 @@ def train(config: RunConfig, task: Task) -> bool:
         saver = stack.enter_context(CheckpointSaves(config, trainer))
         weight_sync.go_on()
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
-        steps, guards = BadSteps(config, trainer, collector), Guards(config)
+        steps, guards, machine = BadSteps(config, trainer, collector), Guards(config), Machine(config)
         while trainer.iteration < config.training.train_iters and not stop:
             try:
                 for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps):
+                    row |= machine.metrics(row)
                     complaint = steps.complaint(row)
                     if reporter is not None:
                         reporter.step(trainer.iteration, row | saver.metrics)

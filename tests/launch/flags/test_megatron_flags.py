@@ -70,9 +70,9 @@ DIFFERENT = {
 # Not given, until the checks fill in Megatron-LM's default where the flag means something.
 FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
 moe-token-dispatcher-type grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction""".split()
-OURS = """config run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task apply-chat-template
-eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key overlong-prompts
-max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
+OURS = """config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task
+apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
+overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts load-rollouts rollout-staleness
 allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation
 loss-scale-factor ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers

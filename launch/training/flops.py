@@ -1,0 +1,56 @@
+"""Floating-point operations of an optimizer step, as the model needs them: what is recomputed does not count twice."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+
+# The backward pass multiplies twice for each product of the forward pass: for the input's gradient and the weight's.
+_PASSES = 3
+# Dense bf16 operations in 10^12 a second, of devices whose names hold these words.
+_PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362}
+
+
+def step_flops(config: RunConfig) -> float | None:
+    """Of one optimizer step on all ranks, with each sequence as long as ``--seq-length``.
+
+    None with packed sequences, whose lengths differ from batch to batch.
+    """
+    if config.training.rl_use_sequence_packing:
+        return None
+    transformer, length = build_transformer_config(config), config.training.seq_length
+    layers = transformer.num_layers * _layer(transformer, length)
+    logits = 2 * length * transformer.hidden_size * config.model.padded_vocab_size
+    return float(_PASSES * config.training.global_batch_size * (layers + logits))
+
+
+def device_peak(config: RunConfig) -> float | None:
+    """What a rank's device can do in a second: ``--device-peak-tflops``, or what is known of it in bf16."""
+    given = config.logging.device_peak_tflops
+    if given is not None:
+        return given * 1e12
+    if config.launch.on_cpu or not config.compute.bf16:
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak * 1e12 for words, peak in _PEAKS.items() if words in name), None)
+
+
+def _layer(transformer: TransformerConfig, length: int) -> int:
+    """One layer, one sequence, the forward pass. A token looks at half of the others: attention is causal."""
+    hidden, heads, width = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_channels
+    queries, keys = heads * width, (transformer.num_query_groups or heads) * width
+    products = hidden * (queries + 2 * keys) + queries * hidden + length * queries
+    return int(2 * length * (products + _feed_forward(transformer)))
+
+
+def _feed_forward(transformer: TransformerConfig) -> int:
+    """Products of one token."""
+    hidden, matrices = transformer.hidden_size, 3 if transformer.gated_linear_unit else 2
+    if not transformer.num_moe_experts:
+        return int(matrices * hidden * transformer.ffn_hidden_size)
+    width = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
+    width += transformer.moe_shared_expert_intermediate_size or 0
+    return int(matrices * hidden * width + hidden * transformer.num_moe_experts)
