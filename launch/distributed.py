@@ -90,7 +90,11 @@ def _store_of_this_start(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def shut_down() -> None:
-    """Leave all groups."""
+    """Leave all groups.
+
+    In a process that lives on, gloo's threads end once nothing refers to a group: drop what trained, and
+    ``gc.collect()``.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

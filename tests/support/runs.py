@@ -21,10 +21,9 @@ def start(command, **options):
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env=environment,
         text=True,
         start_new_session=True,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
 
 

@@ -1,0 +1,48 @@
+"""Process groups in a process that lives on."""
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rc.launch.distributed import alone
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.train_ppo import cpu_backend
+from megatron_rc.parallel import ParallelGroups
+
+WORDS = ["--config=count_up", "--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"]
+
+
+def number_of_threads():
+    """Of any language; those of gloo end by themselves, a moment later."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def meet(config):
+    """Threads while there are groups; something that goes round in a circle, as models and trainers do, keeps them."""
+    with cpu_backend(), alone(config):
+        circle = [ParallelGroups.from_megatron()]
+        circle.append(circle)
+        return number_of_threads()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list threads")
+def test_the_threads_of_process_groups_go_with_the_last_reference(tmp_path):
+    config, _ = configure([*WORDS, "--no-sequence-parallel", f"--runs-dir={tmp_path}"], 1)
+    meet(config)
+    gc.collect()
+    wait_for(lambda: number_of_threads() < 20)
+    before = number_of_threads()
+    assert meet(config) > before + 10
+    assert number_of_threads() > before
+    gc.collect()
+    wait_for(lambda: number_of_threads() == before)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, number_of_threads()
+        time.sleep(0.01)
