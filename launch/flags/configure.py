@@ -65,7 +65,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     architecture = words_of_architecture(parser, known.load_hf) if known.load_hf else []
     args, rest = parser.parse_known_args([*architecture, *base, *argv])
     if rest:
-        raise ConfigurationError(unknown("flag", rest[0].split("=")[0], parser))
+        names = [word.split("=")[0] for word in rest if word.startswith("--")] or rest[:1]
+        raise ConfigurationError("; ".join(unknown("flag", name, parser) for name in dict.fromkeys(names)))
     # The correction's flags override those of the launch file by rules of their own.
     args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
     args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)

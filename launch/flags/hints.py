@@ -61,6 +61,9 @@ _MEANT = {
 }
 _LAUNCHERS = "it stands on the command line of `python -m megatron_rc.launch`, or of torchrun before the trainer's file"
 _DEFAULT = "what it asks for is always so here: leave it out"
+_PRETRAINING = "it is of Megatron-LM's data for pretraining; prompts come from --task or --prompt-data: leave it out"
+_OTHER_LOOP = "it is of Megatron-LM's own training loop, which is not the one here: leave it out"
+_LATENT = "it is of multi-latent attention, and models here have none"
 # Names that no flag stands for.
 _OTHERWISE = {
     **dict.fromkeys(("n-gpus-per-node", "num-gpus-per-node", "actor-num-gpus-per-node"), "use --nproc-per-node"),
@@ -70,7 +73,25 @@ _OTHERWISE = {
     ),
     **dict.fromkeys(("rdzv-endpoint", "rdzv-id", "max-restarts", "log-dir", "tee"), _LAUNCHERS),
     **dict.fromkeys(("dry-run", "print-config", "help-all"), "is a flag of `python -m megatron_rc.launch` alone"),
-    **dict.fromkeys(("use-mcore-models", "use-dist-ckpt", "use-rotary-position-embeddings"), _DEFAULT),
+    **dict.fromkeys(("use-mcore-models", "use-dist-ckpt"), _DEFAULT),
+    **dict.fromkeys(("use-rotary-position-embeddings", "no-position-embedding"), "use --position-embedding-type rope"),
+    **dict.fromkeys(
+        "mock-data data-cache-path num-workers no-mmap-bin-files no-create-attention-mask-in-dataloader "
+        "tiktoken-pattern reset-position-ids reset-attention-mask eod-mask-loss dataloader-type".split(),
+        _PRETRAINING,
+    ),
+    **dict.fromkeys(
+        "manual-gc manual-gc-interval empty-unused-memory-level exit-duration-in-mins exit-interval log-throughput "
+        "log-params-norm log-num-zeros-in-grad log-validation-ppl-to-tensorboard log-memory-to-tensorboard "
+        "timing-log-level logging-level no-load-rng no-save-rng dist-ckpt-strictness auto-detect-ckpt-format "
+        "enable-experimental data-parallel-random-init rl-persist-cuda-graphs".split(),
+        _OTHER_LOOP,
+    ),
+    **dict.fromkeys(
+        "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim "
+        "rotary-scaling-factor".split(),
+        _LATENT,
+    ),
     **dict.fromkeys(
         ("adv-estimator", "advantage-estimator"),
         "advantages are those of GRPO, from the --grpo-group-size responses to a prompt: leave it out",

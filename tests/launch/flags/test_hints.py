@@ -37,12 +37,24 @@ def test_every_hint_is_for_a_name_that_is_unknown_and_leads_to_one_that_is_not(p
         ("--atention-backend", "did you mean --attention-backend?"),
         ("--use-flash-attn", "did you mean --attention-backend?"),
         ("--use-mcore-models", "what it asks for is always so here: leave it out"),
+        ("--use-rotary-position-embeddings", "use --position-embedding-type rope"),
+        ("--mock-data", "it is of Megatron-LM's data for pretraining; prompts come from --task or --prompt-data"),
+        ("--no-load-rng", "it is of Megatron-LM's own training loop"),
+        ("--kv-lora-rank", "it is of multi-latent attention"),
         ("--n-samples-per-promt", "did you mean --grpo-group-size?"),
         ("--zzz", "--help-all lists them"),
     ],
 )
 def test_an_unknown_flag_gets_a_hint(parser, name, hint):
     assert unknown("flag", name, parser).startswith(f"unknown flag {name!r}: {hint}")
+
+
+def test_all_unknown_flags_are_named_at_once():
+    """Who comes with a script of another program has many."""
+    words = "--mock-data --output-dir out --lr 1e-3 --split 99,1 --split=1"
+    hints = "'--mock-data': .*; unknown flag '--output-dir': .*; unknown flag '--split': [^;]*$"
+    with pytest.raises(ConfigurationError, match=hints):
+        parse_args(words.split())
 
 
 def test_the_hint_stands_in_the_error(tmp_path):
