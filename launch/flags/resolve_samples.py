@@ -1,4 +1,4 @@
-"""Steps that the flags count in sequences, as Megatron-LM does with ``--train-samples``."""
+"""Steps that the flags count in sequences, as Megatron-LM does with ``--train-samples``; the last may be a part."""
 
 from __future__ import annotations
 
@@ -50,6 +50,4 @@ def _in_steps(args: argparse.Namespace, steps: str, samples: str) -> None:
         )
     if not number:
         return
-    if number % size:
-        raise ConfigurationError(f"{flag(samples)} {number} must be a multiple of --global-batch-size {size}")
-    setattr(args, steps, number // size)
+    setattr(args, steps, number // size if number % size == 0 else number / size)

@@ -92,7 +92,10 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """The learning rate over the optimizer steps, up to ``--lr`` and down to ``--min-lr``."""
+    """The learning rate over the optimizer steps, up to ``--lr`` and down to ``--min-lr``.
+
+    Numbers of steps that were given in sequences need not be whole.
+    """
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "schedule", default="linear"

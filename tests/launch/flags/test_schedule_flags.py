@@ -21,10 +21,14 @@ def test_samples_are_steps(tmp_path):
     assert (config.training.train_iters, schedule.lr_decay_iters, schedule.lr_warmup_iters) == (6, 4, 2)
 
 
+def test_parts_of_a_step_count(tmp_path):
+    schedule = run_config(words(tmp_path, "--train-samples=100 --lr-decay-samples=60 --lr-warmup-samples=5")).schedule
+    assert (schedule.lr_decay_iters, schedule.warmup_steps) == (3.75, 0.3125)
+
+
 REFUSED = {
     "--train-samples=100 --train-iters=6": "--train-samples 100 and --train-iters 6 say the same: drop one",
     "--train-samples=8": "--train-samples 8 must be at least one --global-batch-size, got 16",
-    "--train-samples=64 --lr-warmup-samples=5": "--lr-warmup-samples 5 must be a multiple of --global-batch-size 16",
     "--train-samples=64 --lr-warmup-iters=1": "--lr-warmup-iters 1 counts steps beside --train-samples",
     "--lr-warmup-samples=16": "--lr-warmup-samples 16 does nothing without --train-samples",
     "--lr-warmup-fraction=1": "--lr-warmup-fraction 1.0 must be below 1",
