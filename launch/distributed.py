@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,29 @@ def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
     )
     te_rng_tracker = config.megatron.given.get("use_te_rng_tracker", False)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed, te_rng_tracker)
+    if config.megatron.given.get("tp_comm_overlap"):
+        _make_user_buffers(config)
+
+
+def _make_user_buffers(config: RunConfig) -> None:
+    """The buffers of Transformer Engine that ``--tp-comm-overlap`` sends through, with Megatron-LM's arguments."""
+    from transformer_engine.pytorch.module import base
+
+    given, training = config.megatron.given, config.training
+    kinds: dict[str, Any] = {"use_fp8": "fp8" in given}
+    modes = getattr(base, "UserBufferQuantizationMode", None)  # of Transformer Engine 2.7 and later
+    if modes is not None:
+        kinds = {"quantization_modes": [modes.FP8 if "fp8" in given else modes.NONE]}
+        if "fp8" in given and given.get("first_last_layers_bf16"):
+            kinds["quantization_modes"].append(modes.NONE)
+    tokens = training.micro_batch_size * training.seq_length // config.parallel.context_parallel_size
+    base.initialize_ub(
+        shape=[tokens, config.transformer.hidden_size],
+        tp_size=config.parallel.tensor_model_parallel_size,
+        ub_cfgs={},
+        bootstrap_backend=given.get("tp_comm_bootstrap_backend", "nccl"),
+        **kinds,
+    )
 
 
 @contextmanager

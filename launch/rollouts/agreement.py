@@ -31,7 +31,7 @@ def tolerance(config: RunConfig) -> float:
     if config.engine.rollout_check_tolerance is not None:
         return config.engine.rollout_check_tolerance
     # The trainer rounds as well.
-    return max(ROUNDING[config.engine.rollout_dtype], ROUNDING["bf16" if config.compute.bf16 else "fp32"])
+    return max(ROUNDING[config.engine.rollout_dtype], ROUNDING["fp32" if config.dtype is torch.float32 else "bf16"])
 
 
 def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

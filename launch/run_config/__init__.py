@@ -87,7 +87,7 @@ class RunConfig:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
-        return torch.bfloat16 if self.compute.bf16 else torch.float32
+        return torch.bfloat16 if self.compute.bf16 else torch.float16 if self.compute.fp16 else torch.float32
 
     @property
     def has_auxiliary_losses(self) -> bool:

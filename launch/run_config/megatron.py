@@ -106,6 +106,7 @@ class ComputeSection:
     """In which numbers, what is kept and what is computed again: fields of ``TransformerConfig``."""
 
     bf16: bool = option("bfloat16 weights with float32 master weights", default=False)
+    fp16: bool = option("float16 weights with float32 master weights, and a loss that is scaled", default=False)
     calculate_per_token_loss: bool = option(
         "let Megatron normalise by tokens; the gradients are the same", default=False
     )

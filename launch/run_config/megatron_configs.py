@@ -60,8 +60,8 @@ def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
     given = config.megatron.values_for(OptimizerConfig)
     given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
     # Megatron-LM's parser: all of the optimizer, where nothing else is said.
-    own = {"bf16": config.compute.bf16, "params_dtype": config.dtype, "optimizer_offload_fraction": 1.0}
-    return OptimizerConfig(**(values_of(config.optimizer) | own | given))
+    own = {"bf16": config.compute.bf16, "fp16": config.compute.fp16, "params_dtype": config.dtype}
+    return OptimizerConfig(**(values_of(config.optimizer) | own | {"optimizer_offload_fraction": 1.0} | given))
 
 
 def has_module(module: str) -> bool:

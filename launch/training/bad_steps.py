@@ -71,6 +71,10 @@ class BadSteps:
             return self.trainer.skip(is_bad=True)
         if "grad_norm" not in metrics:
             self._why = "no token was accepted, or none had a weight: look at the metrics of the rejection"
+            if "loss_scale" in metrics:
+                name = "loss-scale" if "loss_scale" in self.config.megatron.given else "initial-loss-scale"
+                below = f"--{name} below {metrics['loss_scale']:g}"
+                self._why = f"scaled gradients were out of float16's range: give {below}"
         return metrics
 
     def complaint(self, row: Mapping[str, float]) -> str | None:
@@ -88,12 +92,17 @@ class BadSteps:
         elif row["reward/nonzero_advantages"] > 0:
             self._in_a_row, self._why = self._in_a_row + 1, "their gradient was 0: a model that is ruined, as by --lr"
         steps, limit = self.trainer.iteration - self._begun, self.config.guards.max_skipped_steps
-        if self._in_a_row >= limit:
+        if self._in_a_row >= limit and not self._is_settling(row):
             return f"the last {self._in_a_row} steps left the model as it was ({self._why}); {self._allowed}"
         is_end = self.trainer.iteration >= self.config.training.train_iters
         if is_end and 2 * self._in_a_row > steps and (self._in_a_row > 1 or self.trainer.skipped == steps):
             return f"{self._in_a_row} of the run's {steps} steps, the last ones, left the model as it was ({self._why})"
         return None
+
+    def _is_settling(self, row: Mapping[str, float]) -> bool:
+        """Whether Megatron still looks for a scale of the loss: it starts high, and halves at each overflow."""
+        given = self.config.megatron.given
+        return given.get("loss_scale") is None and row.get("loss_scale", 0) > given.get("min_loss_scale", 1.0)
 
     @property
     def _allowed(self) -> str:

@@ -70,7 +70,7 @@ def frozen_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]
 def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     """The chunks under Megatron's DDP."""
     transformer = chunks[0].config
-    modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.compute.bf16 else chunks
+    modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.dtype.itemsize == 2 else chunks
     ddp_config = build_ddp_config(config)
     model = [
         DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)

@@ -152,7 +152,8 @@ class Trainer:
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         """One optimizer step on one mini-batch of a rollout batch.
 
-        A mini-batch without an accepted token is skipped on all ranks alike: the optimizer is not touched.
+        A mini-batch without an accepted token is skipped on all ranks alike: the optimizer is not touched. So is, with
+        --fp16, a step whose scaled gradients are out of range; Megatron lowers the scale for the next ones.
 
         Returns:
             Metrics of the step, equal on all ranks.
@@ -170,7 +171,11 @@ class Trainer:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         learning_rate = self._learning_rate()
-        _, grad_norm, _ = self.optimizer.step()
+        is_made, grad_norm, _ = self.optimizer.step()
+        if self.config.compute.fp16:
+            metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
+        if not is_made:
+            return metrics | self.skip()
         self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
         self.scheduler.step(increment=1)
         self.iteration += 1

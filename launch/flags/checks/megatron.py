@@ -37,11 +37,6 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         "changes the router between two steps in ways that no engine follows; drop it",
     ),
     ("mtp_.*", "trains heads for further tokens with a loss of their own, and PPO has none; drop it"),
-    ("fp16", "needs a scaled loss, and skips the steps that overflow, which is not here: use --bf16"),
-    (
-        "loss_scale|initial_loss_scale|min_loss_scale|loss_scale_window|hysteresis",
-        "scales the loss for --fp16, which is not here: use --bf16, which needs no scale",
-    ),
     (
         "fp8_param|fp8_param_gather|fp4_param|fp4_param_gather|reuse_grad_buf_for_mxfp8_param_ag|"
         "keep_fp8_transpose_cache",
@@ -118,6 +113,8 @@ _OF_THE_MODEL = (
     "moe_shared_expert_intermediate_size|no_rope_freq|qk_l2_norm|rotary_interleaved|softmax_type"
 )
 
+_OF_THE_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
 
 def check_megatron(config: RunConfig) -> None:
     """The fields that were given: whether each does something here, and Megatron builds its configs with them.
@@ -135,6 +132,7 @@ def check_megatron(config: RunConfig) -> None:
             if re.fullmatch(names, name) and not is_there(config):
                 raise ConfigurationError(f"{field.as_flag(value)} does nothing {remedy}")
     _check_numbers(config)
+    _check_half(config)
     # Settings for other machines, which have Transformer Engine, are not Megatron's to judge without it.
     if config.megatron.given and (has_module("transformer_engine") or not _has_engine(config)):
         _build(config, [field.as_flag(value) for field, value in chosen.values()])
@@ -217,7 +215,17 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     (
         "grad_reduce_in_fp32",
         lambda config: config.compute.bf16,
-        "without --bf16: the gradients are in float32 as the weights are; give both, or neither",
+        "without --bf16: the gradients are in float32; give both, or neither",
+    ),
+    (
+        "|".join(_OF_THE_SCALE),
+        lambda config: config.compute.fp16,
+        "without --fp16: give both, or neither",
+    ),
+    (
+        "|".join(_OF_THE_SCALE[1:]),
+        lambda config: config.megatron.given.get("loss_scale") is None,
+        "with --loss-scale, which never changes: drop one of them",
     ),
     (
         "perform_initialization",
@@ -260,6 +268,11 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "with --transformer-impl local: use transformer_engine, or drop it",
     ),
     (
+        "tp_comm_overlap",
+        lambda config: config.parallel.sequence_parallel,
+        "without --sequence-parallel: give both, or neither",
+    ),
+    (
         "average_in_collective|reduce_scatter_with_fp32_accumulation|nccl_ub|optimizer_cpu_offload|"
         "moe_shared_expert_overlap|pipeline_model_parallel_comm_backend|use_precision_aware_optimizer|"
         "gradient_accumulation_fusion|distribute_saved_activations|disable_bf16_reduced_precision_matmul",
@@ -282,10 +295,36 @@ def _check_numbers(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"--recompute-modules {module} needs --transformer-impl transformer_engine: use core_attn, mlp or moe"
             )
+    if given.get("tp_comm_overlap") and (config.training.rl_use_sequence_packing or not config.compute.bf16):
+        raise ConfigurationError(
+            "--tp-comm-overlap has bfloat16 buffers of micro-batch-size · seq-length tokens: give --bf16, and drop "
+            "--rl-use-sequence-packing, or drop it"
+        )
     if given.get("fp8") and given.get("fp8_recipe", "delayed") == "delayed":
         raise ConfigurationError(
             f"--fp8-format {given['fp8']} with --fp8-recipe delayed takes its scales from earlier passes: π_old and "
             "π_θ would differ by noise; use --fp8-recipe tensorwise, blockwise or mxfp8"
+        )
+
+
+def _check_half(config: RunConfig) -> None:
+    """float16, and the scale of its loss: Megatron starts at 2^32 and halves it until no gradient is out of range."""
+    if config.compute.fp16 and config.compute.bf16:
+        raise ConfigurationError("--fp16 and --bf16 are two types of the same weights: drop one of them")
+    if config.compute.fp16 and config.experts is not None:
+        raise ConfigurationError(
+            "--fp16 with --num-experts: Megatron-Core scales the loss once, and lowers the scales of experts and of "
+            "the other weights apart; use --bf16"
+        )
+    known = passed_through()
+    numbers = {name: config.megatron.given.get(name, known[name].default) for name in _OF_THE_SCALE}
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigurationError(f"{known[name].as_flag(value)} must be positive")
+    if numbers["min_loss_scale"] > numbers["initial_loss_scale"]:
+        raise ConfigurationError(
+            f"--min-loss-scale {numbers['min_loss_scale']} is above --initial-loss-scale "
+            f"{numbers['initial_loss_scale']}"
         )
 
 

@@ -4,13 +4,16 @@ import dataclasses
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch import distributed
+from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.checks import megatron
-from megatron_rc.launch.flags.configure import parse_args
+from megatron_rc.launch.flags.configure import configure, parse_args
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron_configs import (
     build_ddp_config,
@@ -25,6 +28,7 @@ from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
 BUILDERS = (build_transformer_config, build_ddp_config, build_optimizer_config)
 # Megatron-LM's parser has these defaults, its dataclasses others.
 OF_THE_PARSER = {"grad_reduce_in_fp32", "optimizer_offload_fraction"}
+SPLIT = "--tensor-model-parallel-size=2 --sequence-parallel"
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=16"
 
 
@@ -93,6 +97,7 @@ GIVEN = {
     "--disable-clone-scatter-output-in-embedding": {"clone_scatter_output_in_embedding": False},
     f"{EXPERTS} --moe-router-dtype=fp32 --moe-layer-freq=1": {"moe_router_dtype": "fp32", "moe_layer_freq": 1},
     "--no-rope-freq=[0]*3+[1]": {"no_rope_freq": [0, 0, 0, 1]},
+    "--fp16 --initial-loss-scale=65536 --hysteresis=1": {"initial_loss_scale": 65536.0, "hysteresis": 1},
     "--no-decoupled-weight-decay --deterministic-mode": {"decoupled_weight_decay": False, "deterministic_mode": True},
 }
 
@@ -120,8 +125,13 @@ def test_a_launch_file_has_the_same_names(tmp_path):
 REFUSED = {
     "--moe-input-jitter-eps=0.1 --num-experts=4": r"--moe-input-jitter-eps 0\.1 makes the router random: π_old and π_θ",
     "--mtp-num-layers=1": "--mtp-num-layers 1 trains heads for further tokens",
-    "--fp16": "--fp16 needs a scaled loss, and skips the steps that overflow, which is not here: use --bf16",
-    "--loss-scale=8": r"--loss-scale 8\.0 scales the loss for --fp16, which is not here: use --bf16",
+    "--fp16 --bf16": "--fp16 and --bf16 are two types of the same weights: drop one of them",
+    "--fp16 --num-experts=4": "--fp16 with --num-experts: Megatron-Core scales the loss once",
+    "--loss-scale=8": r"--loss-scale 8\.0 does nothing without --fp16: give both, or neither",
+    "--fp16 --loss-scale=8 --hysteresis=1": "--hysteresis 1 does nothing with --loss-scale, which never changes",
+    "--fp16 --loss-scale=-1": r"--loss-scale -1\.0 must be positive",
+    "--fp16 --loss-scale-window=0": r"--loss-scale-window 0\.0 must be positive",
+    "--fp16 --min-loss-scale=8 --initial-loss-scale=4": r"--min-loss-scale 8\.0 is above --initial-loss-scale 4\.0",
     "--use-megatron-fsdp": "--use-megatron-fsdp belongs to Megatron-FSDP, which is not here",
     "--multi-latent-attention": "--multi-latent-attention makes another kind of model than the GPT",
     "--cuda-graph-impl=local": "--cuda-graph-impl local captures CUDA graphs",
@@ -160,6 +170,41 @@ def test_what_cannot_work_is_refused_in_a_sentence(tmp_path, words):
     with pytest.raises(ConfigurationError, match=REFUSED[words]) as caught:
         config_of(tmp_path, words)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--bf16", "--tp-comm-overlap does nothing without --sequence-parallel: give both, or neither"),
+        (f"{SPLIT}", "--tp-comm-overlap has bfloat16 buffers of micro-batch-size · seq-length tokens"),
+        (f"{SPLIT} --bf16 --rl-use-sequence-packing", "--tp-comm-overlap has bfloat16 buffers"),
+        (f"{SPLIT} --bf16", None),
+    ],
+)
+def test_overlapped_tensor_parallelism_needs_buffers_that_fit(tmp_path, words, reason):
+    words = f"--tp-comm-overlap --transformer-impl=transformer_engine --no-cpu {words}".split()
+    with missing_packages_noted(), nullcontext() if reason is None else pytest.raises(ConfigurationError, match=reason):
+        configure(flags(tmp_path, *words), 2, engine=False, elsewhere=True)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_user_buffers_are_made_with_the_arguments_of_megatron_lm(tmp_path, monkeypatch, is_new):
+    """A stand-in takes them: Transformer Engine is for GPUs."""
+    modes, made = SimpleNamespace(FP8="fp8", NONE="none"), []
+    base = SimpleNamespace(initialize_ub=lambda **arguments: made.append(arguments))
+    if is_new:
+        base.UserBufferQuantizationMode = modes
+    words = f"{SPLIT} --bf16 --context-parallel-size=2 --tp-comm-overlap --transformer-impl=transformer_engine --no-cpu"
+    words += " --fp8-format=hybrid --fp8-recipe=tensorwise --tp-comm-bootstrap-backend=gloo"
+    with missing_packages_noted():
+        config, _ = configure(flags(tmp_path, *words.split()), 4, engine=False, elsewhere=True)
+    for name in ("", ".pytorch", ".pytorch.module"):
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", ModuleType("transformer_engine"))
+    sys.modules["transformer_engine.pytorch.module"].base = base
+    distributed._make_user_buffers(config)
+    kind = {"quantization_modes": ["fp8"]} if is_new else {"use_fp8": True}
+    shape = {"shape": [4 * 16 // 2, 32], "tp_size": 2}
+    assert made == [shape | kind | {"ub_cfgs": {}, "bootstrap_backend": "gloo"}]
 
 
 def test_gelu_and_its_approximation_are_not_mixed(tmp_path):

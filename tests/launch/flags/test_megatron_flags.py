@@ -51,7 +51,7 @@ MEGATRON = {
     (str, "exponential"): "lr-wsd-decay-style",
     (str, "constant"): "weight-decay-incr-style",
     (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
-    "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 calculate-per-token-loss finetune "
+    "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 fp16 calculate-per-token-loss finetune "
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
     "use-rope-scaling openai-gelu "
     "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
