@@ -5,6 +5,7 @@ What Megatron itself refuses it says in its own words, which become one sentence
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,6 +114,11 @@ _OF_THE_MODEL = (
     "moe_shared_expert_intermediate_size|no_rope_freq|qk_l2_norm|rotary_interleaved|softmax_type"
 )
 
+# Numbers that Megatron takes as they are, and that break a run or do nothing where they are 0 or less.
+_POSITIVE = frozenset(
+    "decoupled_lr embedding_init_method_std moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis".split()
+)
 _OF_THE_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -131,6 +137,8 @@ def check_megatron(config: RunConfig) -> None:
         for name, (field, value) in chosen.items():
             if re.fullmatch(names, name) and not is_there(config):
                 raise ConfigurationError(f"{field.as_flag(value)} does nothing {remedy}")
+    for field, value in chosen.values():
+        _check_range(field, value)
     _check_numbers(config)
     _check_half(config)
     # Settings for other machines, which have Transformer Engine, are not Megatron's to judge without it.
@@ -149,6 +157,17 @@ def _chosen(config: RunConfig) -> Iterator[tuple[str, tuple[MegatronField, Any]]
     for name, value in config.megatron.given.items():
         if value != known[name].default:
             yield name, (known[name], value)
+
+
+def _check_range(field: MegatronField, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigurationError(f"{field.as_flag(value)} must be a finite number")
+    if field.name in _POSITIVE and value <= 0:
+        raise ConfigurationError(f"{field.as_flag(value)} must be positive")
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    return config.megatron.given.get(name, passed_through()[name].default)
 
 
 def _given(name: str) -> Callable[[RunConfig], bool]:
@@ -239,6 +258,21 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ),
     ("decoupled_min_lr", _given("decoupled_lr"), "without --decoupled-lr: give both, or neither"),
     (
+        "moe_router_num_groups",
+        _given("moe_router_group_topk"),
+        "without --moe-router-group-topk: give both, or neither",
+    ),
+    (
+        "cross_entropy_fusion_impl",
+        _given("cross_entropy_loss_fusion"),
+        "without --cross-entropy-loss-fusion: give both, or neither",
+    ),
+    (
+        "apply_wd_to_qk_layernorm",
+        lambda config: config.transformer.qk_layernorm,
+        "without --qk-layernorm: give both, or neither",
+    ),
+    (
         "overlap_param_gather",
         lambda config: config.optimizer.use_distributed_optimizer,
         "without --use-distributed-optimizer: give both, or neither",
@@ -290,6 +324,10 @@ def _check_numbers(config: RunConfig) -> None:
             "--bias-activation-fusion without --swiglu would make GELU its tanh approximation: drop it, and give "
             "--openai-gelu where that is wanted"
         )
+    if given.get("moe_apply_probs_on_input") and config.experts and config.experts.moe_router_topk != 1:
+        raise ConfigurationError(
+            f"--moe-apply-probs-on-input needs --moe-router-topk 1, got {config.experts.moe_router_topk}: drop it"
+        )
     for module in given.get("recompute_modules", ()):
         if module in ("layernorm", "moe_act", "mla_up_proj") and not _has_engine(config):
             raise ConfigurationError(
@@ -316,16 +354,9 @@ def _check_half(config: RunConfig) -> None:
             "--fp16 with --num-experts: Megatron-Core scales the loss once, and lowers the scales of experts and of "
             "the other weights apart; use --bf16"
         )
-    known = passed_through()
-    numbers = {name: config.megatron.given.get(name, known[name].default) for name in _OF_THE_SCALE}
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigurationError(f"{known[name].as_flag(value)} must be positive")
-    if numbers["min_loss_scale"] > numbers["initial_loss_scale"]:
-        raise ConfigurationError(
-            f"--min-loss-scale {numbers['min_loss_scale']} is above --initial-loss-scale "
-            f"{numbers['initial_loss_scale']}"
-        )
+    lowest, first = (_value(config, name) for name in ("min_loss_scale", "initial_loss_scale"))
+    if lowest > first:
+        raise ConfigurationError(f"--min-loss-scale {lowest} is above --initial-loss-scale {first}")
 
 
 def _build(config: RunConfig, flags: list[str]) -> None:
