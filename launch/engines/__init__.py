@@ -16,19 +16,6 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a response is not to be trained on.
-
-    Attributes:
-        words: one sentence.
-        is_in_log_probs: they alone are not usable, which a correction may reject token by token.
-    """
-
-    words: str
-    is_in_log_probs: bool = False
-
-
-@dataclass(frozen=True)
 class Sample:
     """One response.
 
@@ -36,13 +23,13 @@ class Sample:
         token_ids: the sampled tokens, the end-of-text token included where it was sampled.
         log_probs: of each of them, in nats, under the distribution it was sampled from.
         finish_reason: ``stop`` (end of text) or ``length``; ``abort``: dropped, without a token.
-        fault: what the engine saw to be wrong with it.
+        fault: what is wrong with its log-probs, where the engine gave some that are none.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
-    fault: Fault | None = None
+    fault: str | None = None
 
 
 class RolloutEngine(Protocol):
@@ -71,6 +58,6 @@ class RolloutEngine(Protocol):
         """One response for each prompt of token ids; the same seed and weights give the same responses.
 
         Raises:
-            EngineError: it failed as a whole. A single response that is not to be trained on has a ``fault``.
+            EngineError: it failed as a whole, not in a single response.
         """
         ...

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.launch.engines import EngineError, Fault, Sample
+from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.requests import MOST_BYTES
 from megatron_rc.numerics import POSITIVE_LIMIT
 from megatron_rc.records.rollout import SamplingParams
@@ -70,9 +70,9 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: str) -> Sample:
-    """The sample of an answer, after all that can be checked without the model.
+    """The sample of an answer, after a check of what is the same in all that the engine gives.
 
-    One that is not to be trained on has a ``fault``: log-probs that are none, which become NaN, no token, or too many.
+    Log-probs that are none become NaN, and its ``fault``.
 
     Args:
         ask: what was asked for.
@@ -87,9 +87,12 @@ def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: s
     """
     where = f"{source}, prompt {ask.index}:"
     if not _is_list_of(token_ids, int):
-        raise EngineError(f"{where} {_no_ids(token_ids)}")
+        raise EngineError(
+            f"{where} the answer's token ids are {_short(token_ids)}, expected a list of integers: ask for an engine "
+            "version that returns them"
+        )
     if not token_ids:
-        return Sample([], [], "stop", Fault(f"{where} {_no_ids(token_ids)}"))
+        return Sample([], [], "stop")
     if not isinstance(log_probs, list):
         raise EngineError(
             f"{where} the answer's log-probs are {_short(log_probs)}, expected a list: the engine must return them"
@@ -97,28 +100,20 @@ def make_sample(ask: Ask, token_ids: Any, log_probs: Any, reason: Any, source: s
     if len(log_probs) != len(token_ids):
         raise EngineError(f"{where} {len(log_probs)} log-probs for {len(token_ids)} tokens: the answer cannot be used")
     numbers = [float(value) if _is_log_prob(value) else math.nan for value in log_probs]
-    if len(token_ids) > ask.max_new_tokens:
-        fault: Fault | None = Fault(f"{where} {len(token_ids)} tokens came, {ask.max_new_tokens} were asked for")
-    else:
+    if len(token_ids) <= ask.max_new_tokens:
         _check_end(ask, token_ids, reason, where)
-        fault = fault_in_log_probs(log_probs, where)
-    return Sample(token_ids, numbers, _finish_reason(ask, token_ids), fault)
+    return Sample(token_ids, numbers, _finish_reason(ask, token_ids), fault_in_log_probs(log_probs, where))
 
 
-def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> Fault | None:
+def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
     """The first that is no log-prob, in words that begin with ``where``."""
     for position, value in enumerate(log_probs):
         if not _is_log_prob(value):
-            words = (
-                f"{where} the log-prob of response token {position} is {value}, expected a finite number of at most 0"
+            return (
+                f"{where} the log-prob of response token {position} is {value}, expected a finite number of at most 0: "
+                "check the engine's weights and precision"
             )
-            return Fault(f"{words}: check the engine's weights and precision", is_in_log_probs=True)
     return None
-
-
-def _no_ids(token_ids: Any) -> str:
-    words = f"the answer's token ids are {_short(token_ids)}, expected a list of integers"
-    return f"{words}: ask for an engine version that returns them"
 
 
 def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:

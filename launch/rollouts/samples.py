@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rc.launch.engines import EngineError, Fault, RolloutEngine, Sample
+from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
 from megatron_rc.launch.engines.answers import derive_seed, fault_in_log_probs
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
@@ -57,7 +57,7 @@ class GoodSamples:
             found = {index: self.fault_of(one, longest, index) for index, one in enumerate(samples)}
             faults = {index: fault for index, fault in found.items() if fault is not None}
             if faults and self.policy == "stop":
-                raise EngineError(next(iter(faults.values())).words)
+                raise EngineError(next(iter(faults.values())))
             self._write(faults, prompts, samples, number)
             self.bad += len(faults)
             if number == tries or not faults:
@@ -69,27 +69,26 @@ class GoodSamples:
                 samples[index] = sample
         return [Sample([], [], "abort") if index in faults else one for index, one in enumerate(samples)]
 
-    def fault_of(self, sample: Sample, longest: int, index: int) -> Fault | None:
+    def fault_of(self, sample: Sample, longest: int, index: int) -> str | None:
         """What is wrong with the response to a prompt, if anything is."""
-        rejects, vocabulary = self.config.correction.bad_log_probs != "error", self.config.model.vocab_size
-        where = f"{self.name}, prompt {index}:"
-        if sample.fault is not None and not (sample.fault.is_in_log_probs and rejects):
-            return sample.fault
+        where, vocabulary = f"{self.name}, prompt {index}:", self.config.model.vocab_size
         if not sample.token_ids:
-            return Fault(f"{where} the response is empty, expected at least one token")
+            return f"{where} the response is empty, expected at least one token"
         if len(sample.token_ids) > longest:
-            return Fault(f"{where} {len(sample.token_ids)} tokens came, {longest} were asked for")
+            return f"{where} {len(sample.token_ids)} tokens came, {longest} were asked for"
         for position, token in enumerate(sample.token_ids):
             if not 0 <= token < vocabulary:
-                return Fault(
+                return (
                     f"{where} response token {position} is {token}, expected less than the vocabulary's {vocabulary}: "
                     "do the engine and the trainer use the same tokenizer?"
                 )
+        if self.config.correction.bad_log_probs != "error":
+            return None
         # Where nothing may be bad, the check of the whole record names the sample.
-        return None if rejects or self.policy == "stop" else fault_in_log_probs(sample.log_probs, where)
+        return sample.fault or (None if self.policy == "stop" else fault_in_log_probs(sample.log_probs, where))
 
     def _write(
-        self, faults: dict[int, Fault], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], number: int
+        self, faults: dict[int, str], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], number: int
     ) -> None:
         """A line in the run's folder for each."""
         if not faults:
@@ -99,7 +98,7 @@ class GoodSamples:
             one = samples[index]
             what = {"weights": self.engine.version, "prompt": list(prompts[index]), "tokens": one.token_ids}
             log_probs = [value if math.isfinite(value) else str(value) for value in one.log_probs]
-            where = {"replica": self.replica, "index": index, "try": number + 1, "error": fault.words}
+            where = {"replica": self.replica, "index": index, "try": number + 1, "error": fault}
             stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             lines.append(json.dumps(stamp | where | what | {"log_probs": log_probs}) + "\n")
         try:

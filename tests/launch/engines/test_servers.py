@@ -31,7 +31,8 @@ from tests.support.rollout_servers import (
 
 def sample_to_train_on(engine, folder):
     """One response, as the trainer asks for it."""
-    samples = GoodSamples(run_config(flags(folder)), engine, replica=0)
+    words = ["--rollout-engine=vllm-server", f"--rollout-url={engine.client.url}", f"--rollout-weights-dir={folder}"]
+    samples = GoodSamples(run_config(flags(folder, *words)), engine, replica=0)
     return samples([[5, 6]], SamplingParams(), TOKENS, seed=9)
 
 
@@ -124,7 +125,7 @@ WRONG_COMPLETIONS = {
     "no-token-ids": (in_choice(token_ids="absent"), "answered without token_ids"),
     "null-token-ids": (in_choice(token_ids=None), "token ids are None, expected a list of integers"),
     "text-tokens": (in_choice(token_ids=["a"] * TOKENS), r"token ids are \['a'"),
-    "empty": (in_choice(token_ids=[]), r"token ids are \[\]"),
+    "empty": (in_choice(token_ids=[]), "the response is empty, expected at least one token"),
     "no-log-probs": (in_choice(logprobs=None), "answered without logprobs.token_logprobs"),
     "null-log-probs": (in_choice(logprobs={"token_logprobs": None}), "log-probs are None, expected a list"),
     "fewer-log-probs": (with_log_probs(lambda values: values[1:]), "3 log-probs for 4 tokens"),

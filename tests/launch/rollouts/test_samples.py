@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rc.launch.engines import EngineError, Fault, Sample
+from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
@@ -27,7 +27,7 @@ BAD = {
     "negative": (Sample([-1, 3], [-1.0, -1.0], "stop"), "response token 0 is -1, expected less than"),
     "empty": (Sample([], [], "stop"), "the response is empty"),
     "long": (Sample([3] * 5, [-1.0] * 5, "length"), "5 tokens came, 4 were asked for"),
-    "server": (Sample([3], [-1.0], "stop", Fault("http://a: it says so")), "http://a: it says so"),
+    "server": (Sample([3], [math.nan], "stop", "http://a: it says so"), "http://a: it says so"),
 }
 LOG_PROBS = {
     "nan": (Sample([3, 4], [-1.0, math.nan], "stop"), "the log-prob of response token 1 is nan, expected a finite"),
@@ -101,9 +101,8 @@ def test_log_probs_that_the_correction_rejects_are_no_matter_of_the_sample(tmp_p
     bad, _ = LOG_PROBS[kind]
     words = ("--bad-log-probs=reject_token", f"--bad-samples={policy}")
     assert ask(good_samples(tmp_path, Engine([GOOD, bad]), *words)) == [GOOD, bad]
-    for fault in (Fault("not finite", is_in_log_probs=True), None):
-        of_server = Sample([3], [math.nan], "stop", fault)
-        assert ask(good_samples(tmp_path, Engine([of_server]), *words)) == [of_server]
+    of_server, _ = BAD["server"]
+    assert ask(good_samples(tmp_path, Engine([of_server]), *words)) == [of_server]
 
 
 def test_what_a_server_says_wrongly_is_a_fault_of_that_answer_alone():
@@ -112,15 +111,12 @@ def test_what_a_server_says_wrongly_is_a_fault_of_that_answer_alone():
     assert good == Sample([3, 9], [-1.0, -2.0], "stop")
     for value in (None, "much", -9999.0, 0.5, True, math.nan):
         sample = make_sample(ask_one, [3, 9], [-1.0, value], "stop", "http://a")
-        assert sample.fault.is_in_log_probs
-        assert sample.fault.words.startswith(
+        assert sample.fault.startswith(
             f"http://a, prompt 0: the log-prob of response token 1 is {value}, expected a finite"
         )
         assert math.isnan(sample.log_probs[1])
-    for tokens, words in (([3] * 5, "5 tokens came, 4 were asked for"), ([], "token ids are [], expected a list of")):
-        sample = make_sample(ask_one, tokens, [-1.0] * len(tokens), "length", "http://a")
-        assert words in sample.fault.words
-        assert not sample.fault.is_in_log_probs
+    for tokens in ([3] * 5, []):
+        assert make_sample(ask_one, tokens, [-1.0] * len(tokens), "length", "http://a").token_ids == tokens
     with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
         make_sample(ask_one, [3, 9], [-1.0], "stop", "http://a")
 
