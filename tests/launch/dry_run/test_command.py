@@ -108,6 +108,33 @@ def test_places_of_experts_and_engines():
     assert found[15] == Place(15, tp=1, cp=1, dp=1, pp=1, ep=3, engine="")
 
 
+LAYOUTS = {
+    "cp-pp": "--context-parallel-size 2",
+    "pp-experts": "--num-experts 4 --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall",
+    "cp-experts": "--context-parallel-size 2 --num-experts 4 --expert-model-parallel-size 4 "
+    "--moe-token-dispatcher-type alltoall",
+}
+
+
+@pytest.mark.parametrize("words", LAYOUTS.values(), ids=LAYOUTS)
+def test_places_are_those_of_megatrons_own_groups(words):
+    from megatron.core import parallel_state
+
+    from megatron_rc.launch.dry_run.fake_ranks import fake_groups, megatron_here
+
+    config = made(words, 16)
+    for place in places(config):
+        with megatron_here(), fake_groups(config, place.rank):
+            own = {
+                "tp": parallel_state.get_tensor_model_parallel_rank(),
+                "cp": parallel_state.get_context_parallel_rank(),
+                "dp": parallel_state.get_data_parallel_rank(),
+                "pp": parallel_state.get_pipeline_model_parallel_rank(),
+                "ep": parallel_state.get_expert_model_parallel_rank(),
+            }
+        assert {name: getattr(place, name) for name in own} == own, place.rank
+
+
 def test_a_long_table_is_cut_in_the_middle():
     rows = places_in_words(places(made("--grpo-prompts-per-step 128", 512)))
     assert rows[0].split() == ["ranks", "pp", "dp", "cp", "tp", "ep", "engine"]
