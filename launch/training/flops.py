@@ -28,11 +28,11 @@ def step_flops(config: RunConfig) -> float | None:
 
 
 def device_peak(config: RunConfig) -> float | None:
-    """What a rank's device can do in a second: ``--device-peak-tflops``, or what is known of it in bf16."""
+    """What a rank's device can do in a second: ``--device-peak-tflops``, or what is known of it in 16 bits."""
     given = config.logging.device_peak_tflops
     if given is not None:
         return given * 1e12
-    if config.launch.on_cpu or not config.compute.bf16:
+    if config.launch.on_cpu or config.dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name()
     return next((peak * 1e12 for words, peak in _PEAKS.items() if words in name), None)

@@ -4,8 +4,10 @@ import json
 import re
 
 import pytest
+import torch
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
 from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
@@ -93,3 +95,12 @@ def test_what_the_formula_does_not_know_is_not_told(ranks, tmp_path):
 def test_a_device_that_can_do_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"--device-peak-tflops 0\.0 must be"):
         run_config(flags(tmp_path, "--device-peak-tflops=0"))
+
+
+@pytest.mark.parametrize(("words", "peak"), [("--bf16", 989e12), ("--fp16", 989e12), ("", None)])
+def test_a_known_device_has_its_peak_in_16_bits(tmp_path, monkeypatch, words, peak):
+    from megatron_rc.launch.training.flops import device_peak
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    words = [*flags(tmp_path, *words.split(), "--transformer-impl=local"), "--no-cpu"]
+    assert device_peak(configure(words, 1, engine=False, elsewhere=True)[0]) == peak
