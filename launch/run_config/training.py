@@ -182,3 +182,14 @@ class LoggingSection:
         "in bf16",
         positive=True,
     )
+    profile: bool = option("record some optimizer steps with PyTorch's profiler; docs/runs.md", default=False)
+    profile_step_start: int | None = option("record after this many steps; default: 10", not_negative=True)
+    profile_step_end: int | None = option("until this many steps are made; default: 12", positive=True)
+    profile_ranks: tuple[int, ...] | None = option("ranks that record; default: 0")
+    record_memory_history: bool = option("record what takes memory on each GPU, for PyTorch's viewer", default=False)
+
+    @property
+    def profiled_steps(self) -> tuple[int, int]:
+        """(steps before the recording, steps at its end), as Megatron-LM has them."""
+        start, end = self.profile_step_start, self.profile_step_end
+        return 10 if start is None else start, 12 if end is None else end

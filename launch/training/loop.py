@@ -25,6 +25,7 @@ from megatron_rc.launch.training.heap import trim_heap
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
 from megatron_rc.launch.training.machine import Machine
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
+from megatron_rc.launch.training.profiling import Profiling
 from megatron_rc.launch.training.report import Reporter, begin_report
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.sync_check import SyncCheck
@@ -65,6 +66,8 @@ def train(config: RunConfig, task: Task) -> bool:
         weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
         saver = stack.enter_context(CheckpointSaves(config, trainer))
         weight_sync.go_on()
+        profiling = stack.enter_context(Profiling(config))
+        profiling(trainer.iteration)
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
         steps, guards, machine = BadSteps(config, trainer, collector), Guards(config), Machine(config)
         while trainer.iteration < config.training.train_iters and not stop:
@@ -75,6 +78,7 @@ def train(config: RunConfig, task: Task) -> bool:
                     if reporter is not None:
                         reporter.step(trainer.iteration, row | saver.metrics)
                         complaint = reporter.error or complaint or guards.step(trainer.iteration, row)
+                    complaint = profiling(trainer.iteration) or complaint
                     with telling_guards():
                         stop = agree(config, complaint, stop=request.signal is not None)
                     saver.on_the_way()
@@ -111,6 +115,9 @@ def _check_start(config: RunConfig, iteration: int) -> None:
             f"--load {load}: checkpoint {iteration} is already past --train-iters {last}: give a larger one, or "
             "--finetune to start at step 0 from its weights"
         )
+    end = config.logging.profiled_steps[1]
+    if config.logging.profile and iteration >= end:
+        raise ValueError(f"--profile-step-end {end}: checkpoint {iteration} is already there: profile later steps")
     compare_with_checkpoint(config, iteration)
 
 

@@ -1,0 +1,50 @@
+"""Traces of optimizer steps, in the run's folder."""
+
+import gzip
+import json
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from tests.launch.training.test_loop import LIVE, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+STEP_2 = ["--profile", "--profile-step-start=1", "--profile-step-end=2"]
+TP2 = ["--tensor-model-parallel-size=2"]
+
+
+def test_the_ranks_that_are_named_record_the_steps_that_are(ranks, tmp_path):
+    words = flags(tmp_path, *LIVE, *TP2, "--train-iters=3", *STEP_2, "--profile-ranks", "1")
+    assert ranks.run(run_training, Layout(tp=2), words) == [None, None]
+    (trace,) = (tmp_path / "run" / "profile").iterdir()
+    assert trace.name == "rank1-steps2-2.json.gz"
+    with gzip.open(trace, "rt") as opened:
+        names = [event.get("name", "") for event in json.load(opened)["traceEvents"]]
+    assert any("backward" in name.lower() for name in names)
+    assert len([name for name in names if name.startswith("Optimizer.step")]) == 1
+
+
+def test_a_trace_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").touch()
+    words = flags(tmp_path, *LIVE, *TP2, "--train-iters=3", *STEP_2, "--profile-ranks", "1")
+    errors = ranks.run(run_training, Layout(tp=2), words)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"AgreedError: --profile: {tmp_path}/run/profile/rank1-steps2-2.json.gz could not be")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--profile-step-end=3", "--profile-step-end 3 does nothing without --profile: give both, or neither"),
+        ("--profile-ranks 0 1", "--profile-ranks 0 1 does nothing without --profile: give both, or neither"),
+        ("--profile --profile-step-start=12", "--profile-step-start 12 to --profile-step-end 12: the first must be"),
+        ("--profile --profile-step-start=2", "that at most --train-iters 8"),
+        ("--profile --profile-step-start=2 --profile-step-end=3 --profile-ranks 1", "--profile-ranks 1 must be one of"),
+        ("--record-memory-history", "--record-memory-history needs GPUs: PyTorch records no other memory; drop it"),
+    ],
+)
+def test_what_would_record_nothing_is_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, "--train-iters=8", *more.split()))
