@@ -34,6 +34,17 @@ def test_a_trace_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pat
     assert errors[0].startswith(f"AgreedError: --profile: {tmp_path}/run/profile/rank1-steps2-2.json.gz could not be")
 
 
+def resumed_at_2(words):
+    from megatron_rc.launch.training.loop import _check_start
+
+    with pytest.raises(ValueError, match=r"--profile-step-end 2: checkpoint 2 is already there: profile later steps"):
+        _check_start(run_config(words, engine=False), 2)
+
+
+def test_a_resumed_run_whose_steps_lie_behind_is_refused(ranks, tmp_path):
+    ranks.run(resumed_at_2, Layout(), flags(tmp_path, "--train-iters=8", *STEP_2))
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
