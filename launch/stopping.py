@@ -17,6 +17,8 @@ SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SHUTDOWN_DEFAULT = 30
 # A rank needs some of that time to save and to leave.
 _FOR_THE_END = 10
+# An event loop drops what is raised in one of its callbacks: the work is interrupted again until it ends.
+_AGAIN_SECONDS = 1.0
 _STDERR = 2
 
 
@@ -48,6 +50,7 @@ class StopRequest:
             # Not by sys.stderr, in the midst of whose work this may run.
             os.write(_STDERR, self._answer().encode())
         if self._interrupts:
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
             raise Interrupted
 
     def took(self, times: Mapping[str, float]) -> None:
@@ -83,17 +86,27 @@ class StopRequest:
             Interrupted: a signal came.
             TimeoutError: the limit is over.
         """
+        is_late = False
 
         def expire(*_: Any) -> None:
-            raise TimeoutError(words)
+            nonlocal is_late
+            is_late = True
+            raise Interrupted
 
         handler = signal.signal(signal.SIGALRM, expire)
-        began, timer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, limit)
+        began, timer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, limit, _AGAIN_SECONDS)
         self._interrupts = True
         try:
             if self.signal is not None:
                 raise Interrupted
             yield
+        except BaseException as error:
+            # Whatever became of it on the way: a group of tasks wraps it, for one.
+            if self.signal is not None:
+                raise Interrupted from error
+            if is_late:
+                raise TimeoutError(words) from error
+            raise
         finally:
             self._interrupts = False
             left = max(timer[0] - (time.monotonic() - began), 1e-3) if timer[0] else 0.0
