@@ -78,16 +78,10 @@ class RolloutCollector:
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
         self.request = request or StopRequest()
         self.waits = EngineWaits(config, self.replica, self.is_engine_rank)
-        self.engine, self.recorded, self.sampler = None, None, None
-        if self.is_engine_rank and config.rollouts.load_rollouts:
-            rollouts, length = config.rollouts, config.training.seq_length
-            self.recorded = RecordedRollouts(
-                config.rollouts.load_rollouts, length, rollouts.sequences, rollouts.grpo_prompts_per_step
-            )
-        elif self.is_engine_rank:
-            phases.enter("its start", engine=self._engine_in_words())
-            self.engine = engine or self._default_engine()
-            self.sampler = RolloutSampler(config, task, self.engine, self.replica)
+        self.engine: RolloutEngine | None = None
+        self.recorded: RecordedRollouts | None = None
+        self.sampler: RolloutSampler | None = None
+        self._on_engine_rank(lambda: self._start(engine), "the start of the engines")
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
@@ -100,8 +94,6 @@ class RolloutCollector:
         self.reward_metrics: dict[str, float] = {}
         self._unscored = self._asked = 0
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
-        phases.enter("the start of the engines", waits=True)
-        self.waits.meet("the start of the engines")
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
         """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
@@ -309,8 +301,19 @@ class RolloutCollector:
             raise Stopped
         return result
 
+    def _start(self, engine: RolloutEngine | None) -> None:
+        """What samples, or reads, for this replica."""
+        config, rollouts = self.config, self.config.rollouts
+        if rollouts.load_rollouts:
+            self.recorded = RecordedRollouts(
+                rollouts.load_rollouts, config.training.seq_length, rollouts.sequences, rollouts.grpo_prompts_per_step
+            )
+            return
+        self.engine = engine or self._default_engine()
+        self.sampler = RolloutSampler(config, self.task, self.engine, self.replica)
+
     def _engine_in_words(self) -> str:
-        if self.recorded is not None:
+        if self.config.rollouts.load_rollouts:
             return f"what reads {self.config.rollouts.load_rollouts}"
         urls = (self.config.engine.rollout_url or "").split(",")
         where = f" at {urls[self.replica % len(urls)]}" if urls[0] else ""

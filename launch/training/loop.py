@@ -65,7 +65,8 @@ def train(config: RunConfig, task: Task) -> bool:
         stack.enter_context(closing(collector))
         weight_sync = _WeightSync(config, trainer, collector, groups, reporter)
         saver = stack.enter_context(CheckpointSaves(config, trainer))
-        weight_sync.go_on()
+        with suppress(Stopped):  # the loop hears of it too
+            weight_sync.go_on()
         profiling = stack.enter_context(Profiling(config))
         profiling(trainer.iteration)
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False

@@ -47,7 +47,7 @@ def run_slowly(words, engine, signalled=None):
     take = RolloutCollector.collect
 
     def collect(collector, step):
-        if engine.asked == engine.slow - 1 and torch.distributed.get_rank() == signalled:
+        if signalled is not None and engine.asked == engine.slow - 1 and torch.distributed.get_rank() == signalled:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return take(collector, step)
 
@@ -118,3 +118,38 @@ def meet_twice(words):
 def test_a_rank_that_looks_late_finds_what_it_waits_for(ranks, tmp_path):
     layout = Layout(tp=2)
     assert ranks.run(meet_twice, layout, flags(tmp_path, *LIVE, *layout.flags()), timeout=20) == [2, 2]
+
+
+def start_where_an_engine_fails(words):
+    """The engine of replica 1 cannot be made."""
+
+    def make(collector):
+        if torch.distributed.get_rank() == 1:
+            raise OSError("no port is free")
+        return SlowEngine(0, slow=None)
+
+    with mock.patch.object(RolloutCollector, "_default_engine", make):
+        return run_training(words)
+
+
+def test_an_engine_that_does_not_start_on_one_replica_ends_all_alike(ranks, tmp_path):
+    words = words_of(tmp_path, "--rollout-wait-minutes=0.02")
+    sentence = "AgreedError: the start of the engines failed: OSError: no port is free"
+    assert ranks.run(start_where_an_engine_fails, LAYOUT, words) == [sentence, sentence]
+
+
+class StoppingEngine(SlowEngine):
+    """Its rank is told to stop while it gets weights."""
+
+    def load_weights(self, weights, version):
+        super().load_weights(weights, version)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_goes_on_is_stopped_before_its_first_step(ranks, tmp_path):
+    """While the engines get the weights of what was under way again."""
+    words = words_of(tmp_path, "--rollout-staleness=2")
+    first = ranks.run(run_slowly, LAYOUT, [*words, "--train-iters=1"], SlowEngine(0, slow=None))
+    stopped = ranks.run(run_slowly, LAYOUT, words, StoppingEngine(0, slow=None))
+    assert [error for error, _ in first + stopped] == [None] * 4
+    assert [row["step"] for row in rows(tmp_path)] == [1]
