@@ -19,6 +19,9 @@ from megatron_rc.launch.rewards.pool import RewardPool, check_loads
 from megatron_rc.launch.rewards.rules import Source
 from tests.support.paths import ROOT
 
+# Each test starts workers of its own.
+pytestmark = pytest.mark.processes
+
 USER = "python:tests.support.user_rewards"
 SECONDS = 20  # nothing here takes as long unless it is broken
 
