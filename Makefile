@@ -51,7 +51,7 @@ test: $(INSTALLED)
 	@echo "== the whole suite"
 	$(PYTEST) --dist loadfile
 
-# Everything that one process can say, in about 80 seconds; no file's set-up is dear here, so tests go where there is time.
+# Everything that one process can say, in about 85 seconds; no file's set-up is dear here, so tests go where there is time.
 test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
 	$(PYTEST) --dist worksteal -m "not ranks and not processes and not long"
