@@ -152,8 +152,7 @@ class Heartbeats:
         Takes a few seconds: who is alive says so every second. None: the error is none of a collective, or no rank
         stands out.
         """
-        frames = traceback.extract_tb(error.__traceback__)
-        if self._store is None or not frames or _DISTRIBUTED not in frames[-1].filename:
+        if self._store is None or not _waits(traceback.extract_tb(error.__traceback__)):
             return None
         self._over.set()
         try:
@@ -243,11 +242,12 @@ def say(text: str) -> None:
 
 
 def _is_in_collective() -> bool:
-    """Whether the main thread is somewhere inside ``torch.distributed``."""
+    """Whether the main thread is where ranks wait for each other."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
-    while frame is not None:
-        if _DISTRIBUTED in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    return _waits(traceback.StackSummary.extract(traceback.walk_stack(frame), limit=1))
+
+
+def _waits(stack: traceback.StackSummary) -> bool:
+    """Whether the innermost frame is in ``torch.distributed``, or waits for what was begun there, as Megatron does."""
+    return bool(stack) and (_DISTRIBUTED in stack[-1].filename or ".wait()" in (stack[-1].line or ""))

@@ -158,6 +158,8 @@ def _check_dry_run(mine: argparse.Namespace) -> None:
     for name, given in (("--json", mine.json), (f"--device-memory-gib {memory}", memory is not None)):
         if given and not mine.dry_run:
             raise ConfigurationError(f"{name} does nothing without --dry-run: give both, or neither")
+    if mine.dry_run and mine.print_config:
+        raise ConfigurationError("--dry-run and --print-config both start nothing: give one of them")
     if memory is not None and not 0 < memory < float("inf"):
         raise ConfigurationError(f"--device-memory-gib {memory} must be positive")
 

@@ -4,10 +4,13 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_rc.launch import heartbeats, phases
@@ -54,6 +57,30 @@ def broken_collective():
         dist.all_reduce(None)
     except Exception as error:
         return error
+
+
+def broken_receive():
+    """Likewise where it waits for what was begun before, as Megatron does between pipeline stages."""
+    store, groups = dist.HashStore(), {}
+
+    def join(rank):
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=0.2))
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    work = groups[0].recv([torch.zeros(1)], 1, 0)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+
+
+def test_a_receive_that_fails_is_one_of_other_ranks(make):
+    rank, other = make(0), make(1)
+    other._over.set()
+    assert rank.who_is_missed(broken_receive()).rank == 1
 
 
 def test_a_silent_rank_is_named_soon_and_ends_the_run_at_the_limit(make, capsys):

@@ -75,6 +75,13 @@ def test_json_alone_does_nothing(capsys):
     assert "--json does nothing without --dry-run" in capsys.readouterr().err
 
 
+def test_it_prints_no_settings(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--config", "count_up", "--dry-run", "--print-config"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: --dry-run and --print-config both start nothing: give one of them\n"
+
+
 def test_packages_of_the_training_machines_are_noted(capsys):
     code, output, _ = dry_run(capsys, "--config count_up --rollout-engine vllm --json", ranks=4)
     assert code == 0
