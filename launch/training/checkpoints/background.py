@@ -1,7 +1,8 @@
-"""A checkpoint that a forked process writes while training goes on: Megatron's asynchronous save, step by step.
+"""A checkpoint that a forked process writes, waited for or not: Megatron's asynchronous save, step by step.
 
-All ranks make the same steps: writing, Megatron's index, checksums, the name. Each of them begins where all ranks have
-ended the one before, which they ask each other whenever the trainer looks in.
+Megatron's own save in the foreground waits for ever for a writer that the kernel killed; this one notices. All ranks
+make the same steps: writing, Megatron's index, checksums, the name. Each of them begins where all ranks have ended the
+one before, which they ask each other whenever the trainer looks in.
 """
 
 from __future__ import annotations

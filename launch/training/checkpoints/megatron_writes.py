@@ -94,9 +94,9 @@ def _as_function(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def results_in(results: Any) -> Iterator[None]:
-    """Where the processes that write leave their results.
+    """Where the processes that write leave their results: an object that all of them and this one share.
 
-    Megatron starts a manager process for them, which imports everything anew and outlives a rank that is killed.
+    Megatron would start a manager process for them, which imports everything anew and outlives a rank that is killed.
     """
     # The second name is that of megatron-core 0.17 and later.
     names = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
@@ -31,7 +29,7 @@ class SaveError(AgreedError):
 
 
 class CheckpointWriter:
-    """Writes checkpoints of all ranks to ``--save``, at once or by a process in the background.
+    """Writes checkpoints of all ranks to ``--save`` by a process in the background, and waits unless ``--async-save``.
 
     Args:
         config: of the run; its settings are kept beside the weights.
@@ -73,6 +71,8 @@ class CheckpointWriter:
             state["opt_param_scheduler"] = scheduler.state_dict()
         with self._failing_together(iteration):
             self._begin(iteration, state)
+        if not self.files.async_save:
+            self.finish()
 
     def look(self) -> None:
         """Go on with what is under way, without waiting.
@@ -104,14 +104,9 @@ class CheckpointWriter:
         folder = folders.partial_folder(save, iteration)
         _on_rank_0(config, lambda: folders.begin(save, iteration))
         _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
-        with agreed_failures(config), results_in(ForkedResults() if self.files.async_save else queue.Queue()):
-            if self.files.async_save:
-                # Within: where one rank cannot fork, the others end what they have begun.
-                self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder))
-            else:
-                dist_checkpointing.save(state, str(folder))
-        if not self.files.async_save:
-            self._name(iteration, _digests(config, folder))
+        with agreed_failures(config), results_in(ForkedResults()):
+            # Within: where one rank cannot fork, the others end what they have begun.
+            self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder))
 
     def _go_on(self, pending: BackgroundWrite, *, wait: bool) -> None:
         """The next step of what is under way, if all ranks are ready for it."""
@@ -126,11 +121,9 @@ class CheckpointWriter:
                 pending.start_digests(_names(self.config, pending.folder))
                 return
             agree(self.config, None if pending.error is None else reason_of(pending.error))
-            self._name(pending.iteration, _gathered(pending.digests))
+            digests = _gathered(pending.digests)
+            _on_rank_0(self.config, lambda: _finish(self.config, self.save_folder, pending.iteration, digests))
             self.pending = None
-
-    def _name(self, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
-        _on_rank_0(self.config, lambda: _finish(self.config, self.save_folder, iteration, digests))
 
     @contextmanager
     def _failing_together(self, iteration: int) -> Iterator[None]:
@@ -162,18 +155,6 @@ def _finish(config: RunConfig, save: str, iteration: int, digests: dict[str, dic
         folders.prune(save, iteration, files.keep_last or 1, files.save_retain_interval)
     except OSError as error:
         _log.warning("--save %s: an older checkpoint could not be removed (%s)", save, reason_of(error))
-
-
-def _digests(config: RunConfig, folder: Path) -> dict[str, dict[str, Any]]:
-    """Of every file, each read by one rank."""
-    names = _names(config, folder)
-    error, own = None, {}
-    try:
-        own = manifest.digests_of_share(folder, names)
-    except OSError as problem:
-        error = reason_of(problem)
-    agree(config, error)
-    return _gathered(own)
 
 
 def _names(config: RunConfig, folder: Path) -> list[str]:

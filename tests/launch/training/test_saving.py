@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rc.launch.training.checkpoints import background
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
@@ -478,6 +479,33 @@ def test_a_writer_whose_worker_is_killed_ends():
     code = writer.exitcode
     writer.kill()
     assert code == -signal.SIGKILL
+
+
+def save_where_a_writer_is_killed(words):
+    """As the kernel kills one of Megatron's writers on rank 0 where memory runs out; what was said."""
+
+    def end(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = make_trainer(words)
+    is_hit = torch.distributed.get_rank() == 0
+    writer = filesystem_async.FileSystemWriterAsync
+    with mock.patch.object(writer, "write_preloaded_data", end) if is_hit else contextlib.nullcontext():
+        try:
+            trainer.save()
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_save_that_is_waited_for_fails_where_its_writer_is_killed(ranks, tmp_path):
+    """Megatron's own save in the foreground waits for such a writer for ever."""
+    layout, folder = Layout(tp=2), tmp_path / "save"
+    words = flags(tmp_path, *SMALL, f"--save={folder}", *layout.flags())
+    sentence = "could not be written (the process that wrote for rank 0 ended by SIGKILL); those before it are as they"
+    first, second = ranks.run(save_where_a_writer_is_killed, layout, words, timeout=30)
+    assert first == second
+    assert first.startswith(f"--save {folder}: checkpoint 0 {sentence} were")
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("spoil", [None, "killed", "full"])
