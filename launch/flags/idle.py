@@ -73,6 +73,8 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
     if not args.use_rope_scaling:
         why = "without --use-rope-scaling: give both, or neither"
         yield _Idle("rope_scaling_factor", why, ("use_rope_scaling",))
+    if not args.save_rollouts:
+        yield _Idle("save_log_probs", "without --save-rollouts DIR: give both, or neither", ("load_rollouts",))
     if args.lr_decay_style != "WSD":
         why = f"with --lr-decay-style {args.lr_decay_style}: use WSD, or drop it"
         yield _Idle("lr_wsd_decay_style", why, ("lr_decay_style",))

@@ -11,7 +11,11 @@ import dataclasses
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts, save_rollouts
 
@@ -26,10 +30,32 @@ def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: 
         OSError: the folder cannot be written to.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    name = f"replica-{replica:04d}.safetensors"
-    for left in Path(folder).glob(f".step-*-{name}.*"):  # by a run that was killed while it wrote
+    for left in Path(folder).glob(f".step-*-replica-{replica:04d}.safetensors.*"):  # by a run that was killed in this
         left.unlink(missing_ok=True)
-    save_rollouts(batch, Path(folder) / f"step-{step:07d}-{name}")
+    save_rollouts(batch, _path(folder, step, replica))
+
+
+def add_log_probs(folder: str | Path, step: int, replica: int, log_probs: Mapping[str, Tensor]) -> None:
+    """Write the trainer's log-probs into the file that :func:`write_rollouts` wrote.
+
+    Args:
+        folder: see :func:`write_rollouts`, like the next two.
+        step: likewise.
+        replica: likewise.
+        log_probs: ``old_log_probs`` or ``log_probs`` or both, [n, s] in token positions.
+
+    Raises:
+        OSError: the file is gone, or cannot be written again.
+        ValueError: it is damaged.
+    """
+    path = _path(folder, step, replica)
+    batch = load_rollouts(path)
+    fitting: dict[str, Any] = {name: values[:, : batch.tokens.shape[1]] for name, values in log_probs.items()}
+    save_rollouts(dataclasses.replace(batch, **fitting), path)
+
+
+def _path(folder: str | Path, step: int, replica: int) -> Path:
+    return Path(folder) / f"step-{step:07d}-replica-{replica:04d}.safetensors"
 
 
 def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:

@@ -40,6 +40,10 @@ class RolloutSection:
     grpo_iterations: int = option("passes over each rollout batch", default=2, positive=True)
     rl_default_temperature: float = option("of sampling and of log-probs", default=1.0, positive=True)
     save_rollouts: str | None = option("write every rollout batch here", metavar="DIR")
+    save_log_probs: bool = option(
+        "with --save-rollouts: write the trainer's log-probs too, when the last optimizer step on a batch is made",
+        default=False,
+    )
     load_rollouts: str | None = option("train on the rollouts of this folder, without an engine", metavar="DIR")
     rollout_staleness: int | None = option(
         "train on rollouts of weights up to K optimizer steps old (a multiple of the steps that a rollout batch makes),"

@@ -27,6 +27,7 @@ from megatron_rc.launch.training.machine import Machine
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
 from megatron_rc.launch.training.profiling import Profiling
 from megatron_rc.launch.training.report import Reporter, begin_report
+from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.sync_check import SyncCheck
 from megatron_rc.launch.training.trainer import Trainer
@@ -71,9 +72,10 @@ def train(config: RunConfig, task: Task) -> bool:
         profiling(trainer.iteration)
         save_hf, stop = HuggingFaceSaves(config, trainer, task.text), False
         steps, guards, machine = BadSteps(config, trainer, collector), Guards(config), Machine(config)
+        log_probs = SavedLogProbs(config, groups, trainer, collector)
         while trainer.iteration < config.training.train_iters and not stop:
             try:
-                for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps):
+                for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps, log_probs):
                     row |= machine.metrics(row)
                     complaint = steps.complaint(row)
                     if reporter is not None:
@@ -205,6 +207,7 @@ def _rollout_steps(
     groups: ParallelGroups,
     weight_sync: _WeightSync,
     steps: BadSteps,
+    log_probs: SavedLogProbs,
 ) -> Iterator[dict[str, float]]:
     """One rollout batch, and the metrics of each of its optimizer steps."""
     clock = time.monotonic()
@@ -229,6 +232,7 @@ def _rollout_steps(
     shares = nonzero_advantages(batch, mini_batches, groups)
     for update in range(config.updates_per_rollout):
         metrics = steps.update(batch, prepared, update, update % mini_batches)
+        log_probs.after_update(prepared, update, update % mini_batches)
         metrics["reward/nonzero_advantages"] = shares[update % mini_batches]
         lap("update")
         if update == 0:

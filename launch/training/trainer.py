@@ -60,6 +60,8 @@ class Trainer:
         writer: of checkpoints.
         skipped: steps of this run that were not made: no token was accepted, none had a weight, or they were bad.
         bad: those of the last kind.
+        keeps_log_probs: whether steps keep what their losses computed.
+        kept_log_probs: then log π_θ of the last step's micro-batches, in their order; empty before the last stage.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
@@ -89,6 +91,7 @@ class Trainer:
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped, self.bad, self._scored_at = 0, 0, 0, -1
+        self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         if config.checkpoints.load:
             parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights
             self.iteration = load_checkpoint(config.checkpoints.load, config, *parts)
@@ -196,6 +199,7 @@ class Trainer:
         Raises:
             BadStepError: see :meth:`update`.
         """
+        self.kept_log_probs = []
         if prepared.plan.skips(mini_batch):
             return None
         for chunk in self.model:
@@ -284,4 +288,6 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
         log_probs, entropy = self.passes.log_probs_and_entropy(model, output, local)
+        if self.keeps_log_probs:
+            self.kept_log_probs.append(log_probs.detach())
         return masked_loss(self.correction, local, log_probs, entropy, scale)

@@ -25,25 +25,34 @@ class Field(NamedTuple):
         dtypes: any of them.
         words: the dtypes in an error message.
         more: dimensions beyond these.
+        is_optional: a record may have none.
     """
 
     per_token: bool
     dtypes: tuple[torch.dtype, ...]
     words: str
     more: int = 0
+    is_optional: bool = False
+
+
+_LOG_PROBS = "float32 or float64, as half precision shifts the ratios by percents"
 
 
 FIELDS = {
     "tokens": Field(True, _INTEGERS, "integers, for example int64"),
     "response_mask": Field(True, (torch.bool,), "bool"),
-    "rollout_log_probs": Field(True, _FLOATS, "float32 or float64, as half precision shifts the ratios by percents"),
+    "rollout_log_probs": Field(True, _FLOATS, _LOG_PROBS),
     "policy_versions": Field(True, _INTEGERS, "integers, for example int32"),
     "sample_ids": Field(False, _INTEGERS, "integers, for example int64"),
     "group_ids": Field(False, _INTEGERS, "integers, for example int64"),
     "rewards": Field(False, _FLOATS, "float32 or float64"),
     "finish_reasons": Field(False, _INTEGERS, "integers, for example int64"),
-    "routed_experts": Field(True, _SIGNED, "signed integers, for example int32", more=2),
+    "routed_experts": Field(True, _SIGNED, "signed integers, for example int32", more=2, is_optional=True),
+    "old_log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
+    "log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
 }
+OPTIONAL = {name for name, field in FIELDS.items() if field.is_optional}
+TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN where the trainer scored none
 
 
 def check_structure(columns: Mapping[str, Any]) -> None:
@@ -55,7 +64,7 @@ def check_structure(columns: Mapping[str, Any]) -> None:
     """
     for name in FIELDS:
         value = columns.get(name)
-        if value is None and name == "routed_experts":
+        if value is None and name in OPTIONAL:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is {type(value).__name__}: expected a tensor")
@@ -103,6 +112,12 @@ def check_values(
     bad = mask & ~(values.isfinite() & (values <= POSITIVE_LIMIT))
     if not allow_bad_log_probs:
         _refuse(ids, bad, "the rollout log-prob of {} is {}: expected a finite number of at most 0", values)
+    for name in TRAINER_LOG_PROBS:
+        scored = columns.get(name)
+        if scored is not None and not allow_bad_log_probs:
+            expected = ": expected a finite number of at most 0, or NaN where the trainer scored none"
+            bad = mask & ((scored > POSITIVE_LIMIT) | scored.isinf())
+            _refuse(ids, bad, name + " of {} is {}" + expected, scored)
     _refuse(ids, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
     _check_fillers(columns, top_k)
 

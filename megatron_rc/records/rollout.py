@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.records.checks import FIELDS, FINISH_REASONS, check_structure, check_values
+from megatron_rc.records.checks import (
+    FIELDS,
+    FINISH_REASONS,
+    OPTIONAL,
+    TRAINER_LOG_PROBS,
+    check_structure,
+    check_values,
+)
 from megatron_rc.records.sampling import SamplingParams
 from megatron_rc.records.storage import read_file, write_file
 
@@ -39,6 +46,10 @@ class RolloutBatch:
         sampling: how the tokens were sampled.
         routed_experts: [n, s, layers, top_k] int32, for models with experts; None otherwise. Position t has the experts
             that read token t, which predict token t + 1; -1 where they are not known.
+        old_log_probs: [n, s] float32, log π_old of the sampled tokens, by the trainer before the first optimizer step
+            on the batch; NaN where it scored none; anything where none was sampled. None: nobody wrote them down.
+        log_probs: [n, s] likewise, log π_θ as the last optimizer step on each token saw it; None also where the batch
+            made one step, which saw π_old.
     """
 
     tokens: Tensor
@@ -51,6 +62,8 @@ class RolloutBatch:
     finish_reasons: Tensor
     sampling: SamplingParams
     routed_experts: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    log_probs: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -93,7 +106,7 @@ class RolloutBatch:
         return _to_labels(self.policy_versions).long()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, by name, without ``routed_experts`` where there are none."""
+        """The fields that are tensors, by name, without those that this record does not have."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
 
     def rows(self, index: Tensor | slice | Sequence[int]) -> RolloutBatch:
@@ -136,7 +149,8 @@ class RolloutBatch:
         """The sequences of several batches, padded to the longest.
 
         Args:
-            batches: at least one, alike in their sampling parameters and in whether they have routed experts.
+            batches: at least one, alike in their sampling parameters and in whether they have routed experts. Where
+                only some have log-probs of the trainer, those of the others are NaN.
             pad_token_id: what the shorter ones are filled up with.
 
         Raises:
@@ -144,6 +158,7 @@ class RolloutBatch:
         """
         if not batches:
             raise ValueError("batches is empty: expected at least one rollout batch")
+        batches = _with_same_log_probs(batches)
         first = batches[0]
         for batch in batches:
             _check_alike(first, batch)
@@ -192,7 +207,7 @@ def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatc
     check_schema_version(header)
     if set(header) != {"schema_version", "sampling", "shapes"}:
         raise ValueError(f"the header has {', '.join(sorted(header))}: expected schema_version, sampling, shapes")
-    odd = (set(tensors) - set(FIELDS)) | (set(FIELDS) - {"routed_experts"} - set(tensors))
+    odd = (set(tensors) - set(FIELDS)) | (set(FIELDS) - OPTIONAL - set(tensors))
     if odd:
         raise ValueError(f"tensors unknown or missing: {', '.join(sorted(odd))}")
     if header["shapes"] != {name: list(value.shape) for name, value in tensors.items()}:
@@ -211,6 +226,17 @@ def check_schema_version(header: Mapping[str, Any]) -> None:
     version = header.get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ValueError(f"schema_version is {version!r}: this release reads version {SCHEMA_VERSION}")
+
+
+def _with_same_log_probs(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
+    """The trainer's log-probs in all batches or in none: NaN, not scored, where only others have them."""
+    held = [name for name in TRAINER_LOG_PROBS if any(getattr(batch, name) is not None for batch in batches)]
+    filled = []
+    for batch in batches:
+        missing = [name for name in held if getattr(batch, name) is None]
+        unknown: dict[str, Any] = {name: torch.full_like(batch.rollout_log_probs, torch.nan) for name in missing}
+        filled.append(replace(batch, **unknown))
+    return filled
 
 
 def _check_alike(first: RolloutBatch, other: RolloutBatch) -> None:

@@ -158,7 +158,7 @@ def verl_example():
         "response_mask": torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]),
         "rollout_log_probs": torch.tensor([[-0.13, 0.0, 0.0, -0.16], [-0.24, -0.25, 0.0, 0.0]]),
         "rm_scores": torch.tensor([[0.0, 0.0, 0.0, 0.5], [0.0, -1.5, 0.0, 0.0]]),
-        "old_log_probs": torch.zeros(2, 4),
+        "old_log_probs": torch.tensor([[-0.26, 0.0, 0.0, -0.32], [-0.48, -0.5, 0.0, 0.0]]),
     }, {"uid": ["b", "a"], "param_version_start": [3, 4], "data_source": ["x", "x"]}
 
 
@@ -169,6 +169,7 @@ def test_verl_is_read_token_by_token():
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 1, 0]]
     expected = torch.tensor([[0, 0, -0.13, 0, 0, -0.16], [0, 0, 0, -0.24, -0.25, 0]])
     assert torch.equal(batch.rollout_log_probs, expected)
+    assert torch.equal(batch.old_log_probs, 2 * expected)
     assert batch.policy_versions.unique(dim=1).tolist() == [[3], [4]]
     assert batch.group_ids.tolist() == [0, 1]
     assert batch.rewards.tolist() == [0.5, -1.5]
@@ -184,11 +185,10 @@ def test_verl_is_written_as_it_is_read():
     batch = from_verl(tensors, others, sampling=HALF)
     assert batch.routed_experts[0, :, 0, 0].tolist() == [2, 4, 6, 8, 10, 12]
     found, names = to_verl(batch, pad_token_id=0)
-    assert set(found) == set(tensors) - {"old_log_probs"}
+    assert set(found) == set(tensors)
     routes = torch.where(tensors["attention_mask"][..., None, None] == 1, tensors["routed_experts"], -1)
     for name, value in (tensors | {"routed_experts": routes.int()}).items():
-        if name in found:
-            assert torch.equal(found[name], value), name
+        assert torch.equal(found[name], value), name
     assert names == {"uid": ["0", "1"], "param_version_start": [3, 4], "param_version_end": [3, 4]}
     wide, _ = to_verl(batch, pad_token_id=9, prompt_length=5, response_length=6)
     assert wide["prompts"].tolist() == [[9, 9, 9, 11, 12], [9, 9, 21, 22, 23]]
@@ -298,6 +298,9 @@ def nemo_example():
         "token_mask": torch.tensor([[0, 0, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]]),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
         "total_reward": torch.tensor([0.5, -1.0, 0.25]),
+        "prev_logprobs": torch.tensor(
+            [[0, 0, -0.26, 0, 0, -0.32, 0], [0, 0, -0.46, -0.48, 0, 0, 0], [0, -0.64, -0.66, 0, 0, 0, 0]]
+        ),
         "truncated": torch.tensor([False, True, False]),
         "advantages": torch.zeros(3, 7),
     }
@@ -309,6 +312,7 @@ def test_nemo_rl_is_read_token_by_token():
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0], [0] * 7]
     labels, mask, log_probs = batch.label_aligned()
     torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
+    assert torch.equal(batch.old_log_probs, 2 * batch.rollout_log_probs)
     assert batch.group_ids.tolist() == [0, 0, 1]
     assert batch.finish_reasons.tolist() == [0, 1, 0]
     assert batch.rewards.tolist() == [0.5, -1.0, 0.25]
@@ -347,7 +351,7 @@ def test_message_logs_say_the_same():
     found = from_nemo_rl(logs, sampling=HALF, policy_version=6)
     expected = from_nemo_rl(fields, sampling=HALF, policy_version=6)
     columns = {name: getattr(expected, name)[:, :6] for name in FIELDS[:4]}
-    assert identical(found, dataclasses.replace(expected, **columns))
+    assert identical(found, dataclasses.replace(expected, **columns, old_log_probs=None))
 
 
 def test_masks_of_messages_come_before_roles():
@@ -451,6 +455,7 @@ def slime_example():
             "response_length": 4,
             "loss_mask": [1, 0, 0, 1],
             "rollout_log_probs": [-0.13, 0.0, 0.0, -0.16],
+            "log_probs": [-0.26, 0.0, 0.0, -0.32],
             "reward": 0.5,
             "status": "completed",
             "weight_versions": ["3"],
@@ -479,6 +484,8 @@ def test_slime_is_read_token_by_token():
     assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 1, 0, 0, 0]]
     labels, mask, log_probs = batch.label_aligned()
     torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
+    assert torch.equal(batch.old_log_probs[0], 2 * batch.rollout_log_probs[0])
+    assert batch.old_log_probs[1, :3].isnan().all()  # this sample says none
     assert batch.sample_ids.tolist() == [40, 41]
     assert batch.group_ids.tolist() == [20, 20]
     assert batch.rewards.tolist() == [0.5, -1.0]
@@ -489,12 +496,14 @@ def test_slime_is_read_token_by_token():
 
 
 def test_slime_is_written_as_it_is_read():
-    (sample, _), batch = slime_example(), from_slime(slime_example(), sampling=HALF, reward_key="math")
+    sample, other = slime_example()
+    batch = from_slime([sample, other | {"log_probs": [-0.46]}], sampling=HALF, reward_key="math")
     found, other = to_slime(batch)
     assert set(found) == set(sample) - {"response"}
-    for name in set(found) - {"rollout_log_probs", "rollout_routed_experts"}:
+    for name in set(found) - {"rollout_log_probs", "log_probs", "rollout_routed_experts"}:
         assert found[name] == sample[name], name
-    assert found["rollout_log_probs"] == pytest.approx(sample["rollout_log_probs"])
+    for name in ("rollout_log_probs", "log_probs"):
+        assert found[name] == pytest.approx(sample[name])
     assert torch.equal(found["rollout_routed_experts"], sample["rollout_routed_experts"].int())
     assert other["loss_mask"] == [1]
     assert other["weight_versions"] == ["4"]
@@ -573,12 +582,40 @@ def test_no_samples_are_no_batch():
 # The same rollouts whatever they went through
 
 
+@pytest.mark.parametrize(
+    ("program", "write"),
+    [
+        ("verl", lambda batch: to_verl(batch, pad_token_id=0)),
+        ("NeMo-RL", lambda batch: to_nemo_rl(batch, pad_token_id=0)),
+        ("slime", to_slime),
+    ],
+)
+def test_tokens_that_the_trainer_did_not_score_cannot_be_said(program, write):
+    batch = dataclasses.replace(example(), old_log_probs=torch.where(example().tokens == 25, torch.nan, -0.5))
+    with pytest.raises(ValueError, match=rf"^sample 5 has tokens without old_log_probs \(NaN\), which {program}"):
+        write(batch)
+    write(batch.rows([0, 2]))
+
+
+def test_lines_say_null_of_tokens_that_the_trainer_did_not_score():
+    batch = dataclasses.replace(example(), old_log_probs=torch.where(example().tokens == 25, torch.nan, -0.5))
+    lines = list(to_json_lines(batch))
+    assert json.loads(lines[1])["old_log_probs"] == [None, None, -0.5, None]
+    (found,) = from_json_lines(lines, batch_size=3)
+    assert found.old_log_probs[1, :4].isnan().tolist() == [False, False, False, True]
+    bad = record(old_log_probs=[None, None, "x", None, None, -0.5])
+    with pytest.raises(ValueError, match="line 1: old_log_probs has 'x' at token 2"):
+        list(from_json_lines([bad], batch_size=1))
+    with pytest.raises(ValueError, match="line 1: log_probs: expected a list of 6, one for each token"):
+        list(from_json_lines([record(log_probs=[-0.5])], batch_size=1))
+
+
 def test_all_formats_tell_the_same_rollouts(tmp_path):
-    batch = example()
+    batch = dataclasses.replace(example(), old_log_probs=example().rollout_log_probs / 2)
     write_jsonl([batch], tmp_path / "lines")
     save_rollouts(batch, tmp_path / "file")
     (lines,) = read_jsonl(tmp_path / "lines", batch_size=3)
-    routes = ["tokens", "response_mask", "rollout_log_probs", "rewards"]
+    routes = ["old_log_probs", "tokens", "response_mask", "rollout_log_probs", "rewards"]
     for found in (
         lines,
         load_rollouts(tmp_path / "file"),

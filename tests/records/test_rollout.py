@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rc.records.checks import FIELDS as RECORD
+from megatron_rc.records.checks import TRAINER_LOG_PROBS
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams, load_rollouts, save_rollouts
 from tests.support.paths import ROOT
 from tests.support.records import identical
@@ -60,8 +62,14 @@ def known(batch):
         dim=1, keepdim=True
     )
     routes = batch.routed_experts
+    scored = {
+        name: torch.where(batch.response_mask, getattr(batch, name), 0.0)
+        for name in TRAINER_LOG_PROBS
+        if getattr(batch, name) is not None
+    }
     return dataclasses.replace(
         batch,
+        **scored,
         tokens=torch.where(used, batch.tokens, 0),
         rollout_log_probs=torch.where(batch.response_mask, batch.rollout_log_probs, 0.0),
         policy_versions=torch.where(batch.response_mask, batch.policy_versions, 0),
@@ -73,9 +81,8 @@ def cut(batch):
     """Without columns that are padding in every sequence."""
     used = batch.response_mask.any(dim=0).nonzero()
     width = int(used[-1]) + 1 if batch.response_mask.any(dim=1).all() and len(used) else batch.tokens.shape[1]
-    per_token = ("tokens", "response_mask", "rollout_log_probs", "policy_versions", "routed_experts")
     return dataclasses.replace(
-        batch, **{name: value[:, :width] for name, value in batch.tensors().items() if name in per_token}
+        batch, **{name: value[:, :width] for name, value in batch.tensors().items() if RECORD[name].per_token}
     )
 
 
@@ -96,6 +103,11 @@ def batches(draw, ordinary=False):
     log_probs = tensor(st.floats(-50, -(2.0**-20), width=32), rows, length, dtype=torch.float32)
     numbers = draw(st.lists(st.integers(0, 2**21 - 1), min_size=rows, max_size=rows, unique=True))
     experts = draw(st.booleans())
+    scored = {name: log_probs / 2 for name in TRAINER_LOG_PROBS if draw(st.booleans())}
+    if ordinary:
+        scored.pop("log_probs", None)  # which no other program has
+    elif "old_log_probs" in scored and draw(st.booleans()):
+        scored["old_log_probs"] = torch.where(mask & (log_probs < -1), torch.nan, scored["old_log_probs"])
     return RolloutBatch(
         tokens=tensor(integers, rows, length, dtype=torch.int64),
         response_mask=mask,
@@ -107,6 +119,7 @@ def batches(draw, ordinary=False):
         finish_reasons=tensor(st.integers(0, 2), rows, dtype=torch.int64),
         sampling=SamplingParams(draw(st.floats(0.25, 4))),
         routed_experts=tensor(st.integers(-1, 200), rows, length, 2, 1, dtype=torch.int32) if experts else None,
+        **scored,
     )
 
 
@@ -266,6 +279,27 @@ def test_log_probs_that_a_correction_rejects_can_be_allowed():
     batch.policy_versions[0, 2] = -1
     with pytest.raises(ValueError, match="the policy version of sample 7"):
         batch.validate(allow_bad_log_probs=True)
+
+
+@pytest.mark.parametrize("name", TRAINER_LOG_PROBS)
+def test_the_trainers_log_probs_may_lack_tokens_and_nothing_else(name):
+    batch = dataclasses.replace(example(), **{name: torch.where(example().response_mask, -0.5, torch.inf)})
+    changed(batch, name, math.nan, (0, 2)).validate()
+    for value in (math.inf, -math.inf, 0.5):
+        bad = changed(batch, name, value, (0, 2))
+        with pytest.raises(ValueError, match=rf"^{name} of sample 7, token 2 is .*: expected a finite number of at mo"):
+            bad.validate()
+        bad.validate(allow_bad_log_probs=True)
+
+
+def test_batches_that_the_trainer_did_not_score_join_those_that_it_did():
+    batch = example()
+    scored = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs / 2)
+    joined = RolloutBatch.concatenate([scored.rows([0]), batch.rows([1, 2])])
+    assert torch.equal(joined.old_log_probs[0], scored.old_log_probs[0])
+    assert joined.old_log_probs[1:].isnan().all()
+    assert joined.log_probs is None
+    joined.validate()
 
 
 def test_certain_tokens_are_no_fillers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.records.checks import OPTIONAL, TRAINER_LOG_PROBS
 from megatron_rc.records.formats.rows import one_sequence, spans, tensor_of
 from megatron_rc.records.rollout import (
     FINISH_REASONS,
@@ -135,8 +137,8 @@ def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any]:
 def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
     mask = batch.response_mask[row, :end].tolist()
 
-    def sampled(values: Tensor) -> list[Any]:
-        return [value if here else None for value, here in zip(values[row, :end].tolist(), mask, strict=True)]
+    def sampled(values: Tensor, known: list[bool] = mask) -> list[Any]:
+        return [value if here else None for value, here in zip(values[row, :end].tolist(), known, strict=True)]
 
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -152,6 +154,10 @@ def _record(batch: RolloutBatch, row: int, end: int) -> dict[str, Any]:
     }
     if batch.routed_experts is not None:
         record["routed_experts"] = batch.routed_experts[row, :end].tolist()
+    for name in TRAINER_LOG_PROBS:
+        values = getattr(batch, name)
+        if values is not None:
+            record[name] = sampled(values, (batch.response_mask & ~values.isnan())[row, :end].tolist())
     return record
 
 
@@ -163,7 +169,7 @@ def _parse(line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}: expected an object")
     check_schema_version(record)
-    odd = (_REQUIRED ^ set(record)) - {"routed_experts"}
+    odd = (_REQUIRED ^ set(record)) - OPTIONAL
     if odd:
         raise ValueError(f"fields unknown or missing: {', '.join(sorted(odd))}")
     return record
@@ -196,18 +202,29 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         finish_reason=FINISH_REASONS.index(reason),
         sampling=SamplingParams.from_dict(record["sampling"]),
         routed_experts=experts,
+        **{name: _scored(record, name, mask) for name in TRAINER_LOG_PROBS if record.get(name) is not None},
     )
 
 
-def _at_sampled(record: Mapping[str, Any], name: str, mask: list[int], kind: type) -> list[Any]:
-    """A number for each token, 0 where null stands at one that was not sampled."""
+def _scored(record: Mapping[str, Any], name: str, mask: list[int]) -> Tensor:
+    """[l]: 0 where none was sampled, NaN at a sampled token that the trainer did not score."""
+    values = _at_sampled(record, name, mask, float, may_lack=True)
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _at_sampled(
+    record: Mapping[str, Any], name: str, mask: list[int], kind: type, *, may_lack: bool = False
+) -> list[Any]:
+    """A number for each token: 0 for a null at one that was not sampled, NaN at one that was where it may lack it."""
     values = record[name]
     if not isinstance(values, list) or len(values) != len(mask):
         raise ValueError(f"{name}: expected a list of {len(mask)}, one for each token")
     for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
-        if (value is None and sampled) or not (value is None or _is(value, kind)):
+        if (value is None and sampled and not may_lack) or not (value is None or _is(value, kind)):
             raise ValueError(f"{name} has {value!r} at token {position}: expected a number, or null if not sampled")
-    return [0 if value is None else value for value in values]
+    return [
+        (math.nan if sampled else 0) if value is None else value for value, sampled in zip(values, mask, strict=True)
+    ]
 
 
 def _numbers(record: Mapping[str, Any], name: str, kind: type) -> list[Any]:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_rc.records.formats.rows import as_int32, numbered, sampled_log_probs, shifted, spans, tensor_of
+from megatron_rc.records.formats.rows import (
+    as_int32,
+    numbered,
+    sampled_log_probs,
+    scored_log_probs,
+    shifted,
+    spans,
+    tensor_of,
+)
 from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
 
 _STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
@@ -35,10 +43,10 @@ def from_nemo_rl(
 
     Args:
         batch: input_ids, generation_logprobs and token_mask [n, s], input_lengths [n]; or instead of these
-            ``message_log``, n lists of messages. Besides: sample_mask, total_reward [n]; truncated [n], routed_experts
-            [n, s, layers, top_k] and prompt_ids_for_adv where there are any. ``token_ids``, ``token_loss_mask``,
-            ``loss_multiplier``, ``sample_loss_mask`` and ``rewards`` are understood too. Whatever else it has is not
-            read.
+            ``message_log``, n lists of messages. Besides: sample_mask, total_reward [n]; truncated [n], prev_logprobs
+            [n, s], routed_experts [n, s, layers, top_k] and prompt_ids_for_adv where there are any. ``token_ids``,
+            ``token_loss_mask``, ``loss_multiplier``, ``sample_loss_mask`` and ``rewards`` are understood too. Whatever
+            else it has is not read.
         sampling: how the tokens were sampled, which the batch does not say.
         policy_version: of the weights that sampled, which it does not say either; one, or one a sequence.
         group_ids: [n]; default: equal prompts are one group, as in NeMo-RL.
@@ -70,6 +78,7 @@ def from_nemo_rl(
         finish_reasons=_finish_reasons(fields, tokens),
         sampling=sampling,
         routed_experts=_experts(fields, shape),
+        old_log_probs=None if fields.get("prev_logprobs") is None else tensor_of(fields, "prev_logprobs", shape),
     )
 
 
@@ -79,6 +88,9 @@ def to_nemo_rl(batch: RolloutBatch, *, pad_token_id: int) -> dict[str, Tensor]:
     Args:
         batch: the records; a sequence ends with its last sampled token.
         pad_token_id: fills sequences on the right.
+
+    Raises:
+        ValueError: old_log_probs lack some of the tokens.
     """
     first, end = spans(batch)
     keep = torch.arange(max(end.tolist(), default=0), device=end.device) < end.unsqueeze(1)
@@ -97,6 +109,9 @@ def to_nemo_rl(batch: RolloutBatch, *, pad_token_id: int) -> dict[str, Tensor]:
     }
     if batch.routed_experts is not None:
         fields["routed_experts"] = shifted(batch.routed_experts, start, keep, NO_EXPERT)
+    old = scored_log_probs(batch, "NeMo-RL")
+    if old is not None:
+        fields["prev_logprobs"] = shifted(old, start, keep, 0)
     return fields
 
 

@@ -23,6 +23,8 @@ def one_sequence(
     finish_reason: int,
     sampling: SamplingParams,
     routed_experts: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    log_probs: Tensor | None = None,
 ) -> RolloutBatch:
     """A batch of one sequence without padding.
 
@@ -37,6 +39,8 @@ def one_sequence(
         finish_reason: likewise.
         sampling: likewise.
         routed_experts: [l, layers, top_k].
+        old_log_probs: [l], where there are any.
+        log_probs: likewise.
     """
     if not isinstance(policy_versions, Tensor):
         policy_versions = torch.full_like(tokens, policy_versions)
@@ -51,6 +55,8 @@ def one_sequence(
         finish_reasons=tokens.new_tensor([finish_reason], dtype=torch.int64),
         sampling=sampling,
         routed_experts=None if routed_experts is None else as_int32("routed_experts", routed_experts).unsqueeze(0),
+        old_log_probs=None if old_log_probs is None else old_log_probs.unsqueeze(0),
+        log_probs=None if log_probs is None else log_probs.unsqueeze(0),
     )
 
 
@@ -101,6 +107,24 @@ def shifted(values: Tensor, offset: Tensor, keep: Tensor, filler: float) -> Tens
 def sampled_log_probs(batch: RolloutBatch) -> Tensor:
     """[n, s], 0.0 where no token was sampled."""
     return torch.where(batch.response_mask, batch.rollout_log_probs, 0.0)
+
+
+def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
+    """Log π_old [n, s], 0.0 where no token was sampled; None where the record has none.
+
+    Raises:
+        ValueError: the trainer scored only some of the sampled tokens, which the other program's record cannot say.
+    """
+    if batch.old_log_probs is None:
+        return None
+    bad = batch.response_mask & batch.old_log_probs.isnan()
+    if bad.any():
+        sample = int(batch.sample_ids[bad.any(dim=1)][0])
+        raise ValueError(
+            f"sample {sample} has tokens without old_log_probs (NaN), which {program} cannot say: keep other rows, or "
+            "set old_log_probs to None"
+        )
+    return torch.where(batch.response_mask, batch.old_log_probs, 0.0)
 
 
 def versions_of(batch: RolloutBatch) -> list[list[int]]:

@@ -12,6 +12,7 @@ from megatron_rc.records.formats.rows import (
     as_int32,
     one_sequence,
     sampled_log_probs,
+    scored_log_probs,
     spans,
     tensor_of,
     version_of,
@@ -36,8 +37,8 @@ def from_slime(
 
     Args:
         samples: tokens, response_length, rollout_log_probs, reward, status, index, group_index; loss_mask,
-            remove_sample, weight_versions and rollout_routed_experts where there are any. Whatever else they have is
-            not read.
+            remove_sample, weight_versions, rollout_routed_experts and the trainer's log_probs where there are any.
+            Whatever else they have is not read.
         sampling: how the tokens were sampled, which a sample does not say.
         policy_version: of the weights that sampled; needed unless ``weight_versions`` names numbers.
         reward_key: which one to take where a reward is a dict.
@@ -62,12 +63,18 @@ def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
     """One dict a sequence, with the fields that slime's trainer reads; ``Sample.from_dict`` takes it.
 
     The response is what stands between the first sampled token and the last one.
+
+    Raises:
+        ValueError: old_log_probs lack some of the tokens.
     """
-    log_probs = sampled_log_probs(batch)
+    log_probs, old = sampled_log_probs(batch), scored_log_probs(batch, "slime")
     first, end = (values.tolist() for values in spans(batch))
     samples = [_sample(batch, row, log_probs[row], first[row], end[row]) for row in range(batch.num_sequences)]
     for sample, versions in zip(samples, versions_of(batch), strict=True):
         sample["weight_versions"] = [str(version) for version in versions]
+    if old is not None:
+        for row, sample in enumerate(samples):
+            sample["log_probs"] = old[row, first[row] : end[row]].tolist()
     return samples
 
 
@@ -86,6 +93,10 @@ def _sequence(
     remedy = "the engine was not asked for log-probs"
     if response:
         log_probs[length - response :] = tensor_of(sample, "rollout_log_probs", (response,), remedy)
+    old = None
+    if sample.get("log_probs") is not None:
+        old = torch.zeros(length)
+        old[length - response :] = tensor_of(sample, "log_probs", (response,))
     mask = torch.zeros(length, dtype=torch.bool)
     if not sample.get("remove_sample"):
         mask[length - response :] = _loss_mask(sample, response)
@@ -100,6 +111,7 @@ def _sequence(
         finish_reason=FINISH_REASONS.index(_finish_reason(sample)),
         sampling=sampling,
         routed_experts=_experts(sample, length),
+        old_log_probs=old,
     )
 
 

@@ -12,6 +12,7 @@ from megatron_rc.records.formats.rows import (
     as_int32,
     numbered,
     sampled_log_probs,
+    scored_log_probs,
     shifted,
     spans,
     tensor_of,
@@ -37,8 +38,8 @@ def from_verl(
 
     Args:
         tensors: prompts [n, p], responses [n, r], attention_mask [n, p + r], rollout_log_probs [n, r],
-            token_level_scores or rm_scores [n, r]; response_mask [n, r], input_ids [n, p + r] and routed_experts
-            [n, p + r, layers, top_k] where there are any. Whatever else it has is not read.
+            token_level_scores or rm_scores [n, r]; response_mask and old_log_probs [n, r], input_ids [n, p + r] and
+            routed_experts [n, p + r, layers, top_k] where there are any. Whatever else it has is not read.
         non_tensors: uid, one a sequence; param_version_start where there is one.
         sampling: how the tokens were sampled, which a DataProto does not say.
         policy_version: of the weights that sampled; needed unless ``non_tensors`` says it.
@@ -62,6 +63,9 @@ def from_verl(
     if experts is not None:
         experts = tensor_of(tensors, "routed_experts", (*tokens.shape, None, None), integers=True)
         experts = shifted(as_int32("routed_experts", experts), start, keep, NO_EXPERT)
+    old = tensors.get("old_log_probs")
+    if old is not None:
+        old = shifted(_after_prompt(tensor_of(tensors, "old_log_probs", responses), width), start, keep, 0)
     return RolloutBatch(
         tokens=shifted(tokens, start, keep, 0),
         response_mask=shifted(_after_prompt(mask, width), start, keep, 0),
@@ -73,6 +77,7 @@ def from_verl(
         finish_reasons=torch.where(attention[:, width:].all(dim=1), _LENGTH, _STOP),
         sampling=sampling,
         routed_experts=experts,
+        old_log_probs=old,
     )
 
 
@@ -93,7 +98,7 @@ def to_verl(
         Tensors, and lists that verl wants as ``numpy.array(..., dtype=object)``.
 
     Raises:
-        ValueError: a prompt or a response does not fit.
+        ValueError: a prompt or a response does not fit, or old_log_probs lack some of the tokens.
     """
     first, end = spans(batch)
     width = _width(first, prompt_length, "prompt")
@@ -116,6 +121,9 @@ def to_verl(
     }
     if batch.routed_experts is not None:
         tensors["routed_experts"] = shifted(batch.routed_experts, offset, keep, NO_EXPERT)
+    old = scored_log_probs(batch, "verl")
+    if old is not None:
+        tensors["old_log_probs"] = shifted(old, offset, keep, 0)[:, width:].clone()
     return tensors, _non_tensors(batch)
 
 

@@ -75,7 +75,7 @@ profile-step-start profile-step-end profile-ranks""".split()
 OURS = """config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task
 apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
-rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts load-rollouts rollout-staleness
+rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts save-log-probs load-rollouts rollout-staleness
 allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation
 loss-scale-factor ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor

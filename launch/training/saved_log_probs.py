@@ -1,0 +1,98 @@
+"""The trainer's log-probs of a rollout batch, gathered from its ranks into the record that --save-rollouts wrote."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.rollouts.recorded import add_log_probs
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.micro_batches import LocalBatch
+from megatron_rc.launch.training.trainer import PreparedBatch, Trainer
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.groups import group_size
+
+
+class SavedLogProbs:
+    """What ``--save-log-probs`` writes: log π_old, and log π_θ of each token's last optimizer step where it is another.
+
+    Args:
+        config: of the run.
+        groups: of this rank.
+        trainer: that makes the steps.
+        collector: that knows which ranks write records.
+    """
+
+    def __init__(
+        self, config: RunConfig, groups: ParallelGroups, trainer: Trainer, collector: RolloutCollector
+    ) -> None:
+        self.config, self.groups, self.trainer, self.collector = config, groups, trainer, collector
+        self._current: Tensor | None = None
+        if config.rollouts.save_log_probs and self._differ:
+            trainer.keeps_log_probs = True
+
+    @property
+    def _differ(self) -> bool:
+        """Whether the steps on a batch see another policy than π_old: its first step sees that very one."""
+        return self.config.correction.corrects_in_loss or self.config.updates_per_rollout > 1
+
+    def after_update(self, prepared: PreparedBatch | None, update: int, mini_batch: int) -> None:
+        """Keep what the step saw, and after a batch's last one write it all; nothing for a batch that was left out.
+
+        Args:
+            prepared: the batch.
+            update: how many steps were made on it before this one.
+            mini_batch: the part of it that this step took.
+
+        Collectives, after the last step: one SUM over CP and one broadcast over PP of all tokens of the batch, and the
+        agreement of all ranks.
+
+        Raises:
+            AgreedError: on every rank, if a record could not be written on any.
+        """
+        if prepared is None or not self.config.rollouts.save_log_probs:
+            return
+        if self._differ:
+            self._keep(prepared.batch, mini_batch, update)
+        if update < self.config.updates_per_rollout - 1:
+            return
+        found: dict[str, Tensor | None] = {}
+        if not self.config.correction.corrects_in_loss:
+            found["old_log_probs"] = prepared.batch.local.train_log_probs
+        if self._differ:
+            found["log_probs"] = self._current
+        whole = {name: self._gathered(prepared.batch, values) for name, values in found.items()}
+        error = None
+        if self.collector.is_engine_rank:
+            begun = self.trainer.iteration - self.config.updates_per_rollout
+            try:
+                add_log_probs(str(self.config.rollouts.save_rollouts), begun, self.collector.replica, whole)
+            except (OSError, ValueError) as problem:
+                error = f"--save-log-probs: {problem}"
+        agree(self.config, error)
+
+    def _keep(self, batch: LocalBatch, mini_batch: int, update: int) -> None:
+        """On the last stage: what the step's loss computed, in the place of its micro-batches in the local batch."""
+        if not self.groups.is_last_stage:
+            return
+        if update == 0 or self._current is None:
+            self._current = torch.full_like(batch.local.rollout_log_probs, torch.nan)
+        for cut, log_probs in zip(batch.cuts[mini_batch], self.trainer.kept_log_probs, strict=False):
+            self._current[cut.tokens] = log_probs
+
+    def _gathered(self, batch: LocalBatch, values: Tensor | None) -> Tensor:
+        """[rows, s] in token positions, on the host of every rank; NaN where the trainer scored none."""
+        local, columns = batch.local, self.config.training.seq_length
+        rows = self.config.rollouts.sequences // self.config.data_parallel_size
+        whole = torch.zeros(2, rows, columns, device=local.tokens.device)
+        if values is not None:
+            held = local.response_mask
+            places = local.layout.expand(batch.rows)[held], local.positions.expand_as(held)[held]
+            whole[0][places], whole[1][places] = values[held].float(), 1.0
+            whole = all_reduce_sum(whole, self.groups.cp)
+        log_probs, counts = broadcast(whole, group_size(self.groups.pp) - 1, self.groups.pp)
+        labels = torch.where(counts > 0, log_probs, torch.nan).cpu()
+        return torch.nn.functional.pad(labels[:, :-1], (1, 0), value=torch.nan)

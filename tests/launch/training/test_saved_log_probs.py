@@ -1,0 +1,101 @@
+"""--save-log-probs: the trainer's log-probs in the records, whatever layout computed them."""
+
+import pytest
+import torch
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.records.rollout import RolloutBatch, load_rollouts
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+pytestmark = pytest.mark.ranks
+# The engine's weights are the trainer's: it is another program that computes the same log-probs.
+EXACT = ["--rollout-dtype=fp32", "--train-iters=2", "--lr=0.02", "--save-log-probs"]
+
+
+def records(folder):
+    """The batch of all replicas, and which of its rows the first of two steps trained on."""
+    batches = [load_rollouts(path) for path in sorted(folder.glob("step-0000000-*.safetensors"))]
+    first = torch.cat([torch.arange(len(one.tokens)) < len(one.tokens) // 2 for one in batches])
+    return RolloutBatch.concatenate(batches), first
+
+
+def train(ranks, folder, layout, *more):
+    words = flags(folder, *LIVE, *EXACT, *layout.flags(), f"--save-rollouts={folder}/records", *more)
+    assert set(ranks.run(run_training, layout, words)) == {None}
+    batch, first = records(folder / "records")
+    batch.validate()
+    return batch, first
+
+
+# No response is right yet: the entropy alone moves the weights.
+TWO_STEPS = ("--global-batch-size=8", "--micro-batch-size=4", "--grpo-entropy-term-weight=1")
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2, pp=2), Layout(dp=2)], ids=str)
+def test_old_and_current_log_probs_are_written_token_by_token(ranks, tmp_path, layout):
+    packed = ["--rl-use-sequence-packing"] * (layout.cp == 2)
+    batch, first = train(ranks, tmp_path, layout, *TWO_STEPS, *packed)
+    mask = batch.response_mask
+    torch.testing.assert_close(batch.old_log_probs[mask], batch.rollout_log_probs[mask], atol=1e-4, rtol=0)
+    moved = (batch.log_probs - batch.old_log_probs).abs()
+    assert moved[first][mask[first]].max() < 1e-5, "the first step saw the policy that scored them"
+    second = moved[~first][mask[~first]]
+    _, step = rows(tmp_path)
+    assert second.mean().item() == pytest.approx(step["policy/abs_log_ratio"], rel=1e-3)
+    assert second.mean() > 0.01
+    assert batch.old_log_probs[~mask].isnan().all()
+
+
+def test_one_step_has_one_policy(ranks, tmp_path):
+    batch, _ = train(ranks, tmp_path, Layout(pp=2), "--train-iters=1")
+    assert batch.log_probs is None
+    assert batch.old_log_probs is not None
+
+
+def test_bypass_mode_has_no_old_policy(ranks, tmp_path):
+    bypass = "--rollout-correction-preset=bypass_ppo_clip"
+    batch, first = train(ranks, tmp_path, Layout(), *TWO_STEPS, bypass)
+    mask = batch.response_mask
+    assert batch.old_log_probs is None
+    apart = (batch.log_probs - batch.rollout_log_probs).abs()
+    assert apart[first][mask[first]].max() < 1e-4
+    assert apart[~first][mask[~first]].mean() > 0.01
+
+
+def test_responses_that_are_masked_have_no_log_probs(ranks, tmp_path):
+    batch, _ = train(ranks, tmp_path, Layout(), "--train-iters=1", "--overlong=mask")
+    cut = batch.finish_reasons == 1
+    assert cut.any()
+    assert not cut.all()
+    scored = ~batch.old_log_probs.isnan() & batch.response_mask
+    assert torch.equal(scored.any(dim=1), ~cut)
+
+
+def test_a_record_that_is_gone_ends_all_alike(ranks, tmp_path):
+    layout = Layout(dp=2)
+    words = flags(tmp_path, *LIVE, *EXACT, *layout.flags(), f"--save-rollouts={tmp_path}/records")
+    messages = ranks.run(train_without_records, layout, words)
+    assert set(messages) == {messages[0]}
+    assert "--save-log-probs: " in messages[0]
+    assert "replica-0001.safetensors is missing: expected a file of rollouts" in messages[0]
+
+
+def train_without_records(words):
+    from unittest import mock
+
+    from megatron_rc.launch.rollouts import collector
+
+    def nothing(batch, folder, step, replica):
+        if replica == 0:
+            collector_write(batch, folder, step, replica)
+
+    collector_write = collector.write_rollouts
+    with mock.patch.object(collector, "write_rollouts", nothing):
+        return run_training(words)
+
+
+def test_the_flag_needs_records(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"--save-log-probs .*does nothing without --save-rollouts DIR"):
+        run_config(flags(tmp_path, "--save-log-probs"))
