@@ -3,6 +3,9 @@
 ``docs/design.md`` begins with the words and symbols that their docstrings use.
 """
 
+from megatron_rc.advantages.group import group_advantages
+from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax
+from megatron_rc.advantages.whitening import whiten
 from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.local_tokens import sequence_sums
@@ -46,6 +49,7 @@ __all__ = [
     "RolloutCorrectionConfig",
     "SamplingParams",
     "StepError",
+    "TokenAdvantages",
     "add_rollout_correction_args",
     "aggregate_loss",
     "batch_sums",
@@ -56,16 +60,21 @@ __all__ = [
     "from_nemo_rl",
     "from_slime",
     "from_verl",
+    "gae",
+    "group_advantages",
     "group_sums",
     "kl_penalty",
     "load_rollouts",
     "masked_loss",
+    "outcome_rewards",
     "policy_loss",
     "policy_loss_config_from_args",
     "read_jsonl",
     "reduce_batch",
     "reduce_groups",
     "reduce_sequences",
+    "reinforce_plus_plus",
+    "remax",
     "rollout_correction_config_from_args",
     "save_rollouts",
     "sequence_sums",
@@ -73,6 +82,7 @@ __all__ = [
     "to_nemo_rl",
     "to_slime",
     "to_verl",
+    "whiten",
     "wrap_finalize",
     "write_jsonl",
 ]

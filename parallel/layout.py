@@ -194,6 +194,18 @@ class SequenceLayout:
             return per_sequence.unsqueeze(1).repeat(1, self.shape[1])
         return per_sequence[_sent(self.sequence_index, per_sequence.device)]
 
+    @property
+    def num_chunks(self) -> int:
+        """Into how many runs of consecutive positions each sequence is cut, over all CP ranks."""
+        return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
+
+    @cached_property
+    def chunk_index(self) -> Tensor:
+        """The chunk of each local token, sequence · num_chunks + its place: int64, flat ``[t/cp]``, on the CPU."""
+        chunk_lengths = torch.tensor(self.full_lengths, dtype=torch.int64) // self.num_chunks
+        place = self.positions().flatten() // chunk_lengths[self.sequence_index]
+        return self.sequence_index * self.num_chunks + place
+
     def blocks(self, num_tokens: int) -> list[Block]:
         """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once."""
         if num_tokens not in self._cuts:

@@ -342,6 +342,14 @@ def test_the_records_page_runs(tmp_path, monkeypatch):
     assert found["batch"].num_sequences == 2 + found["other"].num_sequences
 
 
+def test_the_page_on_advantages_runs():
+    (block,) = examples(ROOT / "docs" / "advantages.md")
+    found = {}
+    exec(compile(block, "docs/advantages.md", "exec"), found)
+    assert found["advantages"][found["response_mask"]].sum().abs() < 1e-5
+    assert found["per_response"].tolist() == [1, -1, 0.5, -0.5]
+
+
 def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^    define\(\n(?:    .*\n)+", text, flags=re.MULTILINE)

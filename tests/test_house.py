@@ -12,7 +12,7 @@ import pytest
 from tests.support.paths import LINKED, ROOT
 
 # A folder, or a module that stands by itself, imports from those before it alone.
-LIBRARY = ("numerics", "parallel", "loss", "settings", "correction", "schedule", "public")
+LIBRARY = ("numerics", "parallel", "advantages", "loss", "settings", "correction", "schedule", "public")
 # What stands in one row does not know of each other.
 LAUNCH = (
     {"errors", "ending", "resolved", "environment", "own_folders", "phases", "set_aside"},
@@ -160,7 +160,7 @@ def test_the_gpu_path_never_imports_the_switch():
 
 
 def test_oracles_know_nothing_of_the_library():
-    for name in ("correction_oracle", "training_oracle"):
+    for name in ("advantages_oracle", "correction_oracle", "training_oracle"):
         for imported in imports(ROOT / "tests" / "support" / f"{name}.py"):
             assert not imported.startswith("megatron_rc"), name
             assert not imported.startswith("tests.") or imported == "tests.support.correction_oracle", name

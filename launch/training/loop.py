@@ -16,7 +16,7 @@ from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
-from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
@@ -269,7 +269,7 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
 def nonzero_advantages(batch: RolloutBatch, mini_batches: int, groups: ParallelGroups) -> list[float]:
     """For each mini-batch the share of its responses that have an advantage: one SUM over DP."""
     kept = ~dropped(batch)
-    deciding = group_advantages(batch.rewards, batch.group_ids, kept) != 0
+    deciding = group_advantages(batch.rewards, batch.group_ids, kept=kept) != 0
     counts = torch.stack([deciding, kept]).double().unflatten(1, (mini_batches, -1)).sum(dim=2)
     decided, responses = all_reduce_sum(counts, groups.dp)
     shares: list[float] = (decided / responses.clamp(min=1)).tolist()

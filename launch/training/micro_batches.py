@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.training.packing import Packing, pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
@@ -138,7 +138,7 @@ def _local_tokens(
         take: the local part of values by token, with what stands for padding.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
-    advantages = group_advantages(batch.rewards, batch.group_ids, ~dropped(batch)).float()
+    advantages = group_advantages(batch.rewards, batch.group_ids, kept=~dropped(batch)).float()
     experts = batch.routed_experts
     return LocalTokens(
         train_log_probs=None,

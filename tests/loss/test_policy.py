@@ -1,4 +1,4 @@
-"""Policy losses, KL penalties, aggregations, statistics and schedule factors by hand; advantages by verl's numbers."""
+"""Policy losses, KL penalties, aggregations, statistics and schedule factors by hand."""
 
 import math
 
@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from megatron_rc.correction.plans import LossScale
-from megatron_rc.launch.training.advantages import group_advantages
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.schedule import schedule_return
-from tests.golden.load import cases
-
-GRPO = [
-    case
-    for case in cases("advantages")
-    if case["estimator"] == "grpo" and case["config"].get("norm_adv_by_std_in_grpo", True)
-]
-
-
-def tensors(case):
-    return {name: torch.from_numpy(value) for name, value in case["arrays"].items()}
-
 
 def float64(values):
     return torch.tensor(values, dtype=torch.float64)
@@ -37,26 +24,6 @@ def sums_of(statistics, *names):
 def derived(statistics):
     sums, maxima = statistics.sums.tolist(), statistics.maxima.tolist()
     return derive_loss_metrics(dict(zip(SUMS, sums, strict=True)), dict(zip(MAXIMA, maxima, strict=True)))
-
-
-def test_enough_golden_cases_are_read():
-    assert len(GRPO) >= 2
-
-
-@pytest.mark.parametrize("case", GRPO, ids=lambda case: case["id"])
-def test_group_advantages_golden(case):
-    arrays = tensors(case)
-    mask = arrays["response_mask"]
-    got = group_advantages(arrays["token_level_rewards"].sum(1), arrays["index"])
-    want = arrays["advantages"]
-    torch.testing.assert_close(torch.where(mask, got.unsqueeze(1), 0), torch.where(mask, want, 0), rtol=1e-6, atol=1e-8)
-
-
-def test_equal_rewards_give_no_advantage():
-    got = group_advantages(torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5]), torch.tensor([4, 4, 9, 9, 2]))
-    assert got[:2].tolist() == [0, 0]
-    assert got[2] == -got[3]
-    assert float(got[4]) == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.7), ("k2", 0.245), ("k3", math.exp(-0.7) - 1 + 0.7)])

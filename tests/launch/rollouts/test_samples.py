@@ -11,7 +11,7 @@ from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
-from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
@@ -154,7 +154,7 @@ def test_dropped_responses_are_in_no_baseline():
     whole = group_advantages(rewards[:2], groups[:2])
     # Of two responses to a prompt one is left: nothing says how good it is. One that was alone keeps its reward.
     expected = [*whole.tolist(), 0, 0, 0, 2 / (1 + 1e-6)]
-    assert group_advantages(rewards, groups, kept).tolist() == pytest.approx(expected)
+    assert group_advantages(rewards, groups, kept=kept).tolist() == pytest.approx(expected)
 
 
 def train_with_bad_samples(words, share, bad, replicas=(1,)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rc.launch.training.advantages import group_advantages
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.records.rollout import FINISH_REASONS, load_rollouts, save_rollouts
 from tests.launch.training.test_loop import LIVE, rows, run_training

@@ -1,0 +1,175 @@
+"""Advantages of tokens from what follows them: discounted returns, and a critic's values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.advantages.shards import check_factor, check_sequences, check_tokens, layout_of
+from megatron_rc.advantages.whitening import whiten
+from megatron_rc.parallel.collectives import all_reduce_max
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.recurrence import following_values
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """What an estimator says of every token of a shard.
+
+    Attributes:
+        advantages: of the layout's local shape; 0 at masked positions.
+        returns: likewise: what the values of a critic are trained towards.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def outcome_rewards(
+    rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> Tensor:
+    """The reward of each response at its last counted token, 0 at all others.
+
+    Args:
+        rewards: [n], one for each sequence.
+        response_mask: bool, of the layout's local shape, True where the token counts.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
+
+    Returns:
+        Like the mask, in the dtype of ``rewards``.
+
+    Collectives: one MAX of [n] int64 over ``cp``. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong.
+    """
+    groups = groups or ParallelGroups()
+    layout = layout_of(response_mask, layout, groups)
+    check_sequences("rewards", rewards, layout.num_sequences)
+    device = response_mask.device
+    positions = torch.where(response_mask, layout.positions().to(device, non_blocking=True), -1)
+    last = torch.full((layout.num_sequences,), -1, dtype=torch.int64, device=device)
+    last.scatter_reduce_(0, layout.sequence_index.to(device, non_blocking=True), positions.flatten(), "amax")
+    is_last = response_mask & (positions == layout.expand(all_reduce_max(last, groups.cp)))
+    return torch.where(is_last, layout.expand(rewards.detach()), 0)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> TokenAdvantages:
+    """Generalized advantage estimation, without whitening.
+
+    δ_t = r_t + γ V_{t+1} - V_t,  A_t = δ_t + γλ A_{t+1},  return_t = A_t + V_t;  t+1 is the next counted token of the
+    sequence, and behind the last one V and A are 0.    (Schulman et al. 2016, "High-Dimensional Continuous Control
+    Using Generalized Advantage Estimation", Eq. 11 to 16)
+
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        values: likewise: the critic's, of the state in which the token is chosen.
+        response_mask: bool, likewise, True where the token counts; what stands elsewhere changes no bit.
+        gamma: γ, the discount.
+        lam: λ; 1 gives return - V, 0 gives δ.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
+
+    Returns:
+        In the dtype of ``values``, at least float32; computed in float64.
+
+    Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong, or γ or λ lies outside [0, 1].
+    """
+    groups = groups or ParallelGroups()
+    layout = layout_of(response_mask, layout, groups)
+    for name, tensor in (("rewards", rewards), ("values", values)):
+        check_tokens(name, tensor, response_mask)
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        check_factor(name, factor)
+    reward, value = (torch.where(response_mask, one.detach().double(), 0) for one in (rewards, values))
+    # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
+    coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)
+    after = following_values(coefficients, (1 - lam) * value + lam * reward, layout, groups.cp)
+    advantages = torch.where(response_mask, reward - value + gamma * after, 0)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))
+
+
+def reinforce_plus_plus(
+    rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> TokenAdvantages:
+    """Discounted returns, whitened over the whole batch: no critic, and no group of responses.
+
+    return_t = r_t + γ return_{t+1}.    (Hu et al. 2025, "REINFORCE++")
+
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        response_mask: bool, likewise, True where the token counts.
+        gamma: γ.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences, ``dp_cp`` all other tokens. Default: this process alone.
+
+    Returns:
+        In the dtype of ``rewards``, at least float32.
+
+    Collectives: those of :func:`gae` and :func:`whiten`. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
+    """
+    without_critic = torch.zeros_like(rewards)
+    returns = gae(rewards, without_critic, response_mask, gamma=gamma, layout=layout, groups=groups).returns
+    return TokenAdvantages(whiten(returns, response_mask, layout=layout, groups=groups), returns)
+
+
+def remax(
+    rewards: Tensor,
+    baselines: Tensor,
+    response_mask: Tensor,
+    *,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> TokenAdvantages:
+    """The rewards that follow a token, less the reward of the most likely response to the same prompt.
+
+    Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method".
+
+    Args:
+        rewards: of the layout's local shape, one for each token.
+        baselines: [n], for each sequence the reward of its prompt's greedy response.
+        response_mask: bool, like ``rewards``, True where the token counts.
+        layout: which tokens these are. Default: padded, rows of the mask.
+        groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
+
+    Returns:
+        In the dtype of ``rewards``, at least float32.
+
+    Collectives: those of :func:`gae`. Gradient: none.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong.
+    """
+    layout = layout_of(response_mask, layout, groups)
+    check_sequences("baselines", baselines, layout.num_sequences)
+    returns = gae(rewards, torch.zeros_like(rewards), response_mask, layout=layout, groups=groups).returns
+    return TokenAdvantages(torch.where(response_mask, returns - layout.expand(baselines.detach()), 0), returns)

@@ -1,0 +1,56 @@
+"""What the estimators check of a shard before they look at its tokens."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from megatron_rc.numerics import check_mask
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.layout import SequenceLayout
+
+
+def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroups | None) -> SequenceLayout:
+    """The layout of a shard; without one, padded rows cut as ``groups.cp`` says.
+
+    Raises:
+        ValueError: it is not that of this mask, or of this rank.
+    """
+    check_mask("response_mask", mask)
+    cp = None if groups is None else groups.cp
+    rank, size = group_rank(cp), group_size(cp)
+    if layout is None:
+        if mask.dim() != 2:
+            raise ValueError(f"response_mask has shape {tuple(mask.shape)}: without a layout it must be [b, s]")
+        return SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size)
+    if tuple(mask.shape) != layout.shape:
+        raise ValueError(f"response_mask has shape {tuple(mask.shape)}: the layout's local shape is {layout.shape}")
+    if (layout.cp_rank, layout.cp_size) != (rank, size):
+        raise ValueError(
+            f"the layout is that of rank {layout.cp_rank} of {layout.cp_size} context-parallel ranks, this is rank "
+            f"{rank} of {size} of groups.cp: give the layout cp_rank and cp_size of that group"
+        )
+    return layout
+
+
+def check_tokens(name: str, values: Tensor, mask: Tensor) -> None:
+    """Raise ValueError unless there is one float for each token."""
+    if values.shape != mask.shape or not values.is_floating_point():
+        raise ValueError(
+            f"{name} is {values.dtype} {tuple(values.shape)}: expected a float for each of {tuple(mask.shape)} tokens"
+        )
+
+
+def check_sequences(name: str, values: Tensor, number: int) -> None:
+    """Raise ValueError unless there is one float for each sequence."""
+    if tuple(values.shape) != (number,) or not values.is_floating_point():
+        raise ValueError(
+            f"{name} is {values.dtype} {tuple(values.shape)}: expected a float for each of {number} sequences"
+        )
+
+
+def check_factor(name: str, value: float) -> None:
+    """Raise ValueError unless a factor of the future lies in [0, 1]."""
+    if not (math.isfinite(value) and 0 <= value <= 1):
+        raise ValueError(f"{name}={value} must lie between 0 and 1")

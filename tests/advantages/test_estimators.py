@@ -1,0 +1,345 @@
+"""Advantages on shards: against golden numbers of verl, and a float64 reference, over layouts."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rc import gae, group_advantages, outcome_rewards, reinforce_plus_plus, remax, whiten
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.golden.load import cases
+from tests.support import advantages_oracle as oracle
+from tests.support.ranks import Layout
+
+RTOL, ATOL = 1e-6, 1e-8
+# The estimators that are here, by verl's names of theirs.
+GROUPED = {"grpo": "grpo", "rloo": "rloo"}
+LEFT_OUT = {"opo", "gpg", "grpo_passk", "rloo_vectorized"}
+GOLDEN = {case["id"]: case for case in cases("advantages") if case["estimator"] not in LEFT_OUT}
+# How the tokens of one data-parallel rank lie on its context-parallel ones.
+CUTS = [("padded", "zigzag"), ("padded", "contiguous"), ("packed", "zigzag"), ("packed", "contiguous")]
+LAYOUTS = [Layout(cp=2), Layout(cp=4), Layout(cp=2, dp=2), Layout(dp=4)]
+
+
+def arrays_of(case):
+    arrays = {name: torch.from_numpy(array) for name, array in case["arrays"].items()}
+    arrays["rewards"] = arrays.pop("token_level_rewards")
+    return arrays
+
+
+def estimate(case, arrays, layout=None, groups=None, num_groups=None):
+    """(advantages, returns or None) of a golden case, or of a shard of it, like the mask."""
+    mask, rewards, where = arrays["response_mask"], arrays["rewards"], {"layout": layout, "groups": groups}
+    estimator, config = case["estimator"], case["config"]
+    if estimator == "gae":
+        found = gae(rewards, arrays["values"], mask, gamma=config["gamma"], lam=config["lam"], **where)
+        return whiten(found.advantages, mask, **where), found.returns
+    if estimator == "reinforce_plus_plus":
+        found = reinforce_plus_plus(rewards, mask, gamma=config["gamma"], **where)
+        return found.advantages, found.returns
+    if estimator == "remax":
+        found = remax(rewards, arrays["reward_baselines"], mask, **where)
+        return found.advantages, found.returns
+    layout = layout or SequenceLayout.padded(*mask.shape)
+    scores = all_sum(layout.sum_sequences(rewards), groups)
+    name = "rloo" if estimator == "rloo" else "grpo"
+    if estimator.endswith("baseline") or not config.get("norm_adv_by_std_in_grpo", True):
+        name = "grpo-no-std"
+    each = group_advantages(scores, arrays["index"], estimator=name, num_groups=num_groups, groups=groups)
+    per_token = torch.where(mask, layout.expand(each), 0)
+    return (whiten(per_token, mask, **where) if estimator.endswith("baseline") else per_token), None
+
+
+def all_sum(values, groups):
+    if groups is not None and group_size(groups.cp) > 1:
+        dist.all_reduce(values, group=groups.cp)
+    return values
+
+
+def assert_golden(case, advantages, returns, mask):
+    arrays = arrays_of(case)
+    for name, got in (("advantages", advantages), ("returns", returns)):
+        if got is not None and name in arrays:
+            torch.testing.assert_close(got[mask], arrays[name][mask], rtol=RTOL, atol=ATOL, msg=f"{case['id']} {name}")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name):
+    arrays = arrays_of(GOLDEN[name])
+    assert_golden(GOLDEN[name], *estimate(GOLDEN[name], arrays), arrays["response_mask"])
+
+
+def test_golden_cases_that_are_compared():
+    counts = {
+        name: sum(case["estimator"] == name for case in GOLDEN.values())
+        for name in {case["estimator"] for case in GOLDEN.values()}
+    }
+    assert counts == {
+        "gae": 5,
+        "grpo": 5,
+        "rloo": 3,
+        "reinforce_plus_plus": 3,
+        "reinforce_plus_plus_baseline": 3,
+        "remax": 3,
+    }
+    assert {case["estimator"] for case in cases("advantages")} == set(counts) | LEFT_OUT
+
+
+class Shard:
+    """This rank's part of a batch of whole rows: every dp-th row, cut over the CP ranks."""
+
+    def __init__(self, arrays, form, split, groups):
+        mask = arrays["response_mask"]
+        rank, size = group_rank(groups.cp), group_size(groups.cp)
+        self.rows = torch.arange(group_rank(groups.dp), len(mask), group_size(groups.dp))
+        # Packed sequences differ in length, and so in what is cut off.
+        ends = [int(mask[row].nonzero().max()) + 1 if mask[row].any() else 0 for row in self.rows]
+        unit = 2 * size
+        lengths = [-(-end // unit) * unit for end in ends] if form == "packed" else [-(-mask.shape[1] // unit) * unit]
+        self.lengths = lengths if form == "packed" else lengths * len(self.rows)
+        if form == "packed":
+            bounds = list(itertools.accumulate([0, *(length // size for length in self.lengths)]))
+            self.layout = SequenceLayout.packed(bounds, cp_rank=rank, cp_size=size, split=split)
+        else:
+            self.layout = SequenceLayout.padded(
+                len(self.rows), lengths[0] // size, cp_rank=rank, cp_size=size, split=split
+            )
+
+    def cut(self, full, filler=0):
+        """[b, s] to this shard; what is padded gets the filler."""
+        width = max([full.shape[1], *self.lengths])
+        wide = full.new_full((len(full), width), filler)
+        wide[:, : full.shape[1]] = full
+        rows = [wide[row, :length] for row, length in zip(self.rows, self.lengths, strict=True)]
+        whole = torch.cat([*rows, full.new_empty(0)])
+        return self.layout.cut(whole.view(len(rows), -1) if len(self.layout.shape) == 2 else whole)
+
+    def take(self, arrays):
+        return {
+            name: self.cut(value, 0 if value.dtype == torch.bool else float("nan"))
+            if value.dim() == 2
+            else value[self.rows]
+            for name, value in arrays.items()
+        }
+
+
+def golden_on_this_rank(form, split):
+    """The golden cases on the shards of this rank; everything that is not counted is NaN."""
+    groups = ParallelGroups.from_megatron()
+    for case in GOLDEN.values():
+        arrays = arrays_of(case)
+        mask, number = arrays["response_mask"], int(arrays["index"].max()) + 1 if "index" in arrays else None
+        arrays["rewards"] = torch.where(mask, arrays["rewards"], 0)
+        shard = Shard(arrays, form, split, groups)
+        local = shard.take(arrays)
+        local["rewards"] = torch.where(local["response_mask"], local["rewards"], 0)
+        advantages, returns = estimate(case, local, shard.layout, groups, number)
+        here = local["response_mask"]
+        for name, got in (("advantages", advantages), ("returns", returns)):
+            if got is not None and name in local:
+                torch.testing.assert_close(got[here], local[name][here], rtol=RTOL, atol=ATOL)
+
+
+def golden_on_ranks():
+    for form, split in CUTS:
+        golden_on_this_rank(form, split)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_golden_on_shards(ranks, layout):
+    ranks.run(golden_on_ranks, layout)
+
+
+@functools.cache
+def batch(seed=0, rows=12, length=29):
+    """Random rows with holes, one empty and one full; what does not count is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, length, (rows, 1), generator=generator)
+    mask = (torch.rand(rows, length, generator=generator) < 0.8) & (torch.arange(length) < lengths)
+    mask[3], mask[5] = False, True
+    random = functools.partial(torch.randn, rows, length, generator=generator, dtype=torch.float64)
+    arrays = {"rewards": random(), "values": 3 * random()}
+    arrays = {name: torch.where(mask, value, torch.nan) for name, value in arrays.items()}
+    outcome = torch.randn(rows, generator=generator, dtype=torch.float64)
+    return arrays | {"response_mask": mask, "outcome": outcome, "index": torch.arange(rows) // 3}
+
+
+def lists(*tensors):
+    return [tensor.nan_to_num().tolist() for tensor in tensors]
+
+
+@functools.cache
+def expected(gamma, lam):
+    arrays = batch()
+    mask = arrays["response_mask"].tolist()
+    advantages, returns = oracle.gae(*lists(arrays["rewards"], arrays["values"]), mask, gamma, lam)
+    found = {"advantages": advantages, "returns": returns, "white": oracle.whiten(advantages, mask)}
+    found["outcome"] = oracle.at_the_end(arrays["outcome"].tolist(), mask)
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+
+def estimated(local, gamma, lam, **where):
+    mask = local["response_mask"]
+    found = gae(local["rewards"], local["values"], mask, gamma=gamma, lam=lam, **where)
+    return {
+        "advantages": found.advantages,
+        "returns": found.returns,
+        "white": whiten(found.advantages, mask, **where),
+        "outcome": outcome_rewards(local["outcome"], mask, **where),
+    }
+
+
+FACTORS = [(1.0, 1.0), (0.9, 0.8), (0.99, 0.0), (0.0, 0.5), (1.0, 0.95)]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), FACTORS)
+def test_reference(gamma, lam):
+    for name, got in estimated(batch(), gamma, lam).items():
+        torch.testing.assert_close(got, expected(gamma, lam)[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def reference_on_ranks():
+    """The largest difference of each rank, by wrong variant."""
+    groups = ParallelGroups.from_megatron()
+    worst = dict.fromkeys(["right", "shards alone", "dp ranks alone"], 0.0)
+    for (form, split), factors in itertools.product(CUTS, FACTORS):
+        shard = Shard(batch(), form, split, groups)
+        local, layout = shard.take(batch()), shard.layout
+        alone = SequenceLayout.packed(list(itertools.accumulate([0, *layout.local_lengths.tolist()])))
+        flat = {name: value if name in ("outcome", "index") else value.flatten() for name, value in local.items()}
+        variants = {
+            "right": (local, {"layout": layout, "groups": groups}),
+            "shards alone": (flat, {"layout": alone, "groups": ParallelGroups(dp_cp=groups.dp_cp)}),
+            "dp ranks alone": (local, {"layout": layout, "groups": ParallelGroups(cp=groups.cp, dp_cp=groups.cp)}),
+        }
+        want = {name: shard.cut(value).flatten() for name, value in expected(*factors).items()}
+        for name, (tokens, where) in variants.items():
+            for key, got in estimated(tokens, *factors, **where).items():
+                difference = (got.flatten() - want[key]).abs()
+                worst[name] = max(worst[name], float(difference.amax()) if len(difference) else 0.0)
+    return worst
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_reference_on_shards(ranks, layout):
+    found = ranks.run(reference_on_ranks, layout)
+    assert max(rank["right"] for rank in found) < 1e-12
+    assert (max(rank["shards alone"] for rank in found) > 0.1) == (layout.cp > 1)
+    assert (max(rank["dp ranks alone"] for rank in found) > 0.01) == (layout.dp > 1)
+
+
+def collectives_on_ranks(length):
+    """(name, group's size, elements) of every collective of each function."""
+    groups, seen = ParallelGroups.from_megatron(), []
+    reduce = dist.all_reduce
+
+    def counted(tensor, op=None, group=None):
+        seen.append((op == dist.ReduceOp.MAX, dist.get_world_size(group), tensor.numel()))
+        return reduce(tensor, op=op, group=group)
+
+    shard = Shard(batch(length=length), "padded", "zigzag", groups)
+    local, where = shard.take(batch(length=length)), {"layout": shard.layout, "groups": groups}
+    mask, found = local["response_mask"], {}
+    dist.all_reduce = counted
+    try:
+        for name, run in {
+            "gae": lambda: gae(local["rewards"], local["values"], mask, **where),
+            "whiten": lambda: whiten(local["rewards"], mask, **where),
+            "outcome": lambda: outcome_rewards(local["outcome"], mask, **where),
+            "group": lambda: group_advantages(local["outcome"], local["index"], num_groups=4, groups=groups),
+            "local group": lambda: group_advantages(local["outcome"], local["index"]),
+        }.items():
+            seen.clear()
+            run()
+            found[name] = list(seen)
+    finally:
+        dist.all_reduce = reduce
+    return found
+
+
+def test_collectives_do_not_grow_with_the_tokens(ranks):
+    short, long = ([ranks.run(collectives_on_ranks, Layout(cp=2, dp=2), length)] for length in (29, 300))
+    assert short == long
+    sequences, chunks = 6, 4
+    for found in short[0]:
+        assert found["gae"] == [(False, 2, sequences * chunks * 2)]
+        assert found["whiten"] == [(False, 4, 2), (False, 4, 1)]
+        assert found["outcome"] == [(True, 2, sequences)]
+        assert found["group"] == [(False, 4, 4 * 3), (False, 4, 4)]
+        assert found["local group"] == []
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo-no-std", "rloo"])
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_kept_responses(estimator, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, ids = torch.randn(20, generator=generator), torch.randint(0, 8, (20,), generator=generator)
+    kept = torch.rand(20, generator=generator) < 0.6
+    for mask in (kept, None):
+        got = group_advantages(rewards, ids, estimator=estimator, kept=mask)
+        counted = [True] * 20 if mask is None else mask.tolist()
+        want = oracle.group(estimator, rewards.double().tolist(), ids.tolist(), counted)
+        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        numbered = group_advantages(rewards, ids, estimator=estimator, kept=mask, num_groups=9)
+        assert torch.equal(numbered, got)
+
+
+def test_equal_rewards_give_no_advantage():
+    got = group_advantages(torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5]), torch.tensor([4, 4, 9, 9, 2]))
+    assert got[:2].tolist() == [0, 0]
+    assert got[2] == -got[3]
+    assert float(got[4]) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_long_sequences_lose_no_digits():
+    """32k tokens: the maps of a chunk are joined in 15 rounds."""
+    rewards, mask = torch.zeros(1, 2**15), torch.ones(1, 2**15, dtype=torch.bool)
+    rewards[0, -1] = 1.0
+    found = gae(rewards.double(), torch.zeros(1, 2**15, dtype=torch.float64), mask, gamma=0.9999, lam=1.0)
+    want = 0.9999 ** torch.arange(2**15 - 1, -1, -1, dtype=torch.float64)
+    torch.testing.assert_close(found.returns[0], want, rtol=1e-11, atol=0)
+
+
+def test_a_batch_without_tokens_is_zero():
+    mask, tokens = torch.zeros(2, 4, dtype=torch.bool), torch.full((2, 4), torch.nan)
+    assert not gae(tokens, tokens, mask).advantages.any()
+    assert not whiten(tokens, mask).any()
+    assert not outcome_rewards(torch.ones(2), mask).any()
+    empty = SequenceLayout.packed([0])
+    none = torch.zeros(0)
+    assert gae(none, none, none.bool(), layout=empty).returns.shape == (0,)
+
+
+TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gae(TOKENS, TOKENS[:1], MASK), r"values is torch.float32 \(1, 4\): expected a float for each of"),
+        (lambda: gae(TOKENS, MASK, MASK), "values is torch.bool"),
+        (lambda: gae(TOKENS, TOKENS, TOKENS), "response_mask is torch.float32: expected bool"),
+        (lambda: gae(TOKENS, TOKENS, MASK, gamma=1.5), "gamma=1.5 must lie between 0 and 1"),
+        (lambda: gae(TOKENS, TOKENS, MASK, lam=float("nan")), "lam=nan must lie between 0 and 1"),
+        (lambda: whiten(TOKENS[0], MASK[0]), "without a layout it must be"),
+        (
+            lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)),
+            "rank 1 of 2 context-parallel ranks, this is rank 0 of 1",
+        ),
+        (lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 5)), r"local shape is \(2, 5\)"),
+        (lambda: remax(TOKENS, torch.zeros(3), MASK), "baselines is .* expected a float for each of 2 sequences"),
+        (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards is"),
+        (lambda: group_advantages(torch.zeros(2), torch.zeros(2)), "group_ids is torch.float32: expected int64"),
+        (lambda: group_advantages(torch.zeros(2), torch.zeros(3).long()), "for each of 3 sequences"),
+        (
+            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
+            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo",
+        ),
+    ],
+)
+def test_wrong_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,68 @@
+"""Advantages by loops over whole sequences in float64, from their definitions; imports nothing of the library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[float]]
+
+
+def group(estimator: str, rewards: Sequence[float], ids: Sequence[int], kept: Sequence[bool]) -> list[float]:
+    """One for each response, from the kept ones of its prompt."""
+    found = []
+    for mine, prompt, is_kept in zip(rewards, ids, kept, strict=True):
+        everyone = [reward for reward, other in zip(rewards, ids, strict=True) if other == prompt]
+        rest = [reward for reward, other, one in zip(rewards, ids, kept, strict=True) if other == prompt and one]
+        alone = len(everyone) == 1
+        if not is_kept:
+            found.append(0.0)
+            continue
+        mean = 0.0 if alone else math.fsum(rest) / len(rest)
+        spread = math.fsum((reward - mean) ** 2 for reward in rest) / max(len(rest) - 1, 1)
+        std = 1.0 if alone else math.sqrt(spread)
+        others = 0.0 if alone else mine
+        if not alone and len(rest) > 1:
+            others = (math.fsum(rest) - mine) / (len(rest) - 1)
+        found.append(
+            {"grpo": (mine - mean) / (std + 1e-6), "grpo-no-std": mine - mean, "rloo": mine - others}[estimator]
+        )
+    return found
+
+
+def gae(
+    rewards: Rows, values: Rows, mask: Rows, gamma: float, lam: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    """(advantages, returns), 0 where nothing counts."""
+    advantages, returns = [], []
+    for reward, value, counts in zip(rewards, values, mask, strict=True):
+        row, after, advantage = [0.0] * len(reward), 0.0, 0.0
+        back = [0.0] * len(reward)
+        for t in reversed(range(len(reward))):
+            if counts[t]:
+                advantage = reward[t] + gamma * after - value[t] + gamma * lam * advantage
+                after = value[t]
+                row[t], back[t] = advantage, advantage + after
+        advantages.append(row)
+        returns.append(back)
+    return advantages, returns
+
+
+def whiten(values: Rows, mask: Rows) -> list[list[float]]:
+    counted = [x for row, counts in zip(values, mask, strict=True) for x, one in zip(row, counts, strict=True) if one]
+    mean = math.fsum(counted) / max(len(counted), 1)
+    variance = math.fsum((x - mean) ** 2 for x in counted) / max(len(counted) - 1, 1)
+    return [
+        [(x - mean) / math.sqrt(variance + 1e-8) if one else 0.0 for x, one in zip(row, counts, strict=True)]
+        for row, counts in zip(values, mask, strict=True)
+    ]
+
+
+def at_the_end(rewards: Sequence[float], mask: Rows) -> list[list[float]]:
+    """Each reward at the last counted token of its row."""
+    found = [[0.0] * len(row) for row in mask]
+    for row, counts, reward in zip(found, mask, rewards, strict=True):
+        counted = [t for t, one in enumerate(counts) if one]
+        if counted:
+            row[counted[-1]] = reward
+    return found
