@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.distributed import agree, number_of_rank_0
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
-from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint

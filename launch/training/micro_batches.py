@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.training.packing import Packing, pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum

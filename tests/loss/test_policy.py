@@ -12,6 +12,7 @@ from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.schedule import schedule_return
 
+
 def float64(values):
     return torch.tensor(values, dtype=torch.float64)
 

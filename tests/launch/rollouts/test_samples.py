@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.engines import EngineError, Sample
 from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
-from megatron_rc.advantages.group import group_advantages
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
 from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
