@@ -8,6 +8,7 @@ was saved. But for 0 the last line of the output says why.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -35,9 +36,12 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     """Run the module on every rank; ends the process with the code and the sentence above."""
     # Rank 0 comes to the same warnings.
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
+    given = sys.argv[1:] if argv is None else argv
     try:
-        words = torchrun_arguments(sys.argv[1:] if argv is None else argv, module)
+        words = torchrun_arguments(given, module)
     except ConfigurationError as error:
+        if "--json" in given:
+            sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         sys.stderr.write(f"error: {error}\n")
         sys.exit(USAGE_ERROR)
     outcome = run_ranks(words)
@@ -61,7 +65,8 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         from megatron_rc.launch.dry_run.command import dry_run
 
         most = machines.world_sizes()[-1]
-        sys.exit(dry_run(flags, most, as_json=mine.json, device_memory_gib=mine.device_memory_gib))
+        dry_run(flags, most, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
+        sys.exit(0)
     # Each number of machines that a run may begin with has checks of its own; ranks check the number that came.
     for size in machines.world_sizes():
         config, _ = configure(flags, size, folders=not mine.print_config)

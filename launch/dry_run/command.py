@@ -18,9 +18,8 @@ from megatron_rc.launch.train_ppo import ignore_megatron_warnings
 
 if TYPE_CHECKING:
     from megatron_rc.launch.dry_run.memory import StageMemory
+    from megatron_rc.launch.dry_run.theoretical import Theory
     from megatron_rc.launch.dry_run.tracing import Call
-
-USAGE_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class DryRun:
         missing: packages that its machines need and this one has not, in words.
         memories: of the pipeline stages.
         engine: bytes of the engine on the first rank of each replica; None: not known.
+        theory: the memory by Megatron-LM's formulas; None: the installed Megatron-Core does not bring them.
         calls: collectives of the correction.
     """
 
@@ -39,6 +39,7 @@ class DryRun:
     missing: Sequence[str]
     memories: Sequence[StageMemory]
     engine: int | None
+    theory: Theory | None
     calls: Sequence[Call]
 
     def as_mapping(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class DryRun:
             },
             "batch": batch_numbers(self.config),
             "vocabulary": vocabulary_numbers(self.config),
-            "memory": memory_as_mapping(self.memories, self.engine),
+            "memory": memory_as_mapping(self.memories, self.engine, self.theory),
             "collectives": collectives.as_mapping(self.config, self.calls),
             "notes": self.notes,
             "ranks": as_mappings(places(self.config)),
@@ -71,7 +72,7 @@ class DryRun:
 
         parts = [
             numbers_in_words(self.config),
-            memory_in_words(self.memories, self.engine),
+            memory_in_words(self.memories, self.engine, self.theory),
             collectives.in_words(self.config, self.calls),
             places_in_words(places(self.config)),
             self.notes,
@@ -90,25 +91,21 @@ class DryRun:
 
 def dry_run(
     flags: Sequence[str], world_size: int, *, as_json: bool = False, device_memory_gib: float | None = None
-) -> int:
-    """Say what this run would be, on standard output; its exit code: 0, or 2 where it would not run.
+) -> None:
+    """Say what this run would be, on standard output.
 
     Args:
         flags: of the run.
         world_size: number of its processes.
-        as_json: one JSON object instead of words; an error is its only entry.
+        as_json: one JSON object instead of words.
         device_memory_gib: what a rank has; None: whatever it needs.
+
+    Raises:
+        ConfigurationError: the run would not start, or would not fit.
     """
-    try:
-        found = examine(flags, world_size, device_memory_gib)
-    except ConfigurationError as error:
-        if as_json:
-            sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
-        sys.stderr.write(f"error: {error}\n")
-        return USAGE_ERROR
+    found = examine(flags, world_size, device_memory_gib)
     text = json.dumps(found.as_mapping(), indent=2) if as_json else "\n".join(found.in_words())
     sys.stdout.write(text + "\n")
-    return 0
 
 
 def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | None = None) -> DryRun:
@@ -122,12 +119,13 @@ def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | No
         config, _ = configure(flags, world_size, folders=False, elsewhere=True)
     from megatron_rc.launch.dry_run.collectives import correction_calls
     from megatron_rc.launch.dry_run.memory_report import GIB, check_fit
+    from megatron_rc.launch.dry_run.theoretical import theoretical_memory
 
     engine = engine_bytes(config, None if device_memory_gib is None else device_memory_gib * GIB)
     memories = _memories(config)
     if device_memory_gib is not None:
         check_fit(config, memories, engine, device_memory_gib)
-    return DryRun(config, missing, memories, engine, correction_calls(config))
+    return DryRun(config, missing, memories, engine, theoretical_memory(config), correction_calls(config))
 
 
 def _memories(config: RunConfig) -> list[StageMemory]:
@@ -135,6 +133,6 @@ def _memories(config: RunConfig) -> list[StageMemory]:
 
     try:
         return stage_memories(config)
-    except (ValueError, AssertionError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, AssertionError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"Megatron-Core cannot build or run this model ({reason})") from error

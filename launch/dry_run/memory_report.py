@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_rc.launch.dry_run.engine_share import VLLM_FRACTION
 from megatron_rc.launch.dry_run.memory import KINDS, StageMemory, as_mapping
 from megatron_rc.launch.dry_run.places import aligned
+from megatron_rc.launch.dry_run.theoretical import Theory
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig
 
 GIB = 2**30
 
 
-def memory_in_words(memories: Sequence[StageMemory], engine: int | None) -> list[str]:
-    """A table, a row a stage, and what the engine takes."""
+def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> list[str]:
+    """A table, a row a stage, and what the engine takes; Megatron-LM's formulas beside it."""
     unit, size = ("GiB", GIB) if max(memory.peak for memory in memories) > GIB else ("MiB", 2**20)
     rows = [["stage", "parameters", *KINDS, "in flight", "peak"]]
     for memory in memories:
@@ -27,12 +29,19 @@ def memory_in_words(memories: Sequence[StageMemory], engine: int | None) -> list
         lines.append(f"and vLLM takes {VLLM_FRACTION:.0%} of the device of the first rank of each replica")
     elif engine:
         lines.append(f"and the engine {engine / size:.2f} {unit} on the first rank of each replica")
+    if theory is not None:
+        weights, activations = theory.weights_and_optimizer / size, theory.activations / size
+        lines.append(
+            f"Megatron-LM's theoretical_memory_usage, for bfloat16 and Adam: {weights:.2f} {unit} of weights, "
+            f"gradients and optimizer, {activations:.2f} of activations"
+        )
     return lines
 
 
-def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None) -> dict[str, Any]:
+def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> dict[str, Any]:
     """Plain values."""
-    return {"stages": [as_mapping(memory) for memory in memories], "engine": engine}
+    by_formula = None if theory is None else dataclasses.asdict(theory)
+    return {"stages": [as_mapping(memory) for memory in memories], "engine": engine, "megatron_lm": by_formula}
 
 
 def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:

@@ -83,7 +83,7 @@ _OTHERWISE = {
     **dict.fromkeys(
         "manual-gc manual-gc-interval empty-unused-memory-level exit-duration-in-mins exit-interval log-throughput "
         "log-params-norm log-num-zeros-in-grad log-validation-ppl-to-tensorboard log-memory-to-tensorboard "
-        "timing-log-level logging-level no-load-rng no-save-rng dist-ckpt-strictness auto-detect-ckpt-format "
+        "logging-level no-load-rng no-save-rng dist-ckpt-strictness auto-detect-ckpt-format "
         "enable-experimental data-parallel-random-init rl-persist-cuda-graphs".split(),
         _OTHER_LOOP,
     ),

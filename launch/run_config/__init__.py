@@ -85,6 +85,15 @@ class RunConfig:
         return self.rollouts.sequences // self.training.global_batch_size * self.rollouts.grpo_iterations
 
     @property
+    def layers_of_stages(self) -> list[int]:
+        """Layers of each pipeline stage: the first and the last one may have others than those between."""
+        stages, ends = self.parallel.pipeline_model_parallel_size, self.megatron.layers_at_ends
+        even = self.transformer.num_layers - sum(layers or 0 for layers in ends)
+        even //= max(stages - sum(layers is not None for layers in ends), 1)
+        given = [ends[0], *[None] * (stages - 2), ends[1]] if stages > 1 else [None]
+        return [even if layers is None else layers for layers in given]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
         return torch.bfloat16 if self.compute.bf16 else torch.float16 if self.compute.fp16 else torch.float32

@@ -142,6 +142,12 @@ class MegatronSection:
         """Ranks that share an expert's matrices; None: as many as share the others'."""
         return self.given.get("expert_tensor_parallel_size")
 
+    @property
+    def layers_at_ends(self) -> tuple[int | None, int | None]:
+        """Layers of the first and of the last pipeline stage; None: as many as each of the others has."""
+        first, last = (self.given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+        return first, last
+
     def values_for(self, config: type) -> dict[str, Any]:
         """Those that a dataclass of Megatron's has: arguments for it."""
         names = {field.name for field in dataclasses.fields(config)}

@@ -38,6 +38,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "pipeline_dtype": config.dtype,
         "overlap_p2p_comm": overlaps,
         "batch_p2p_comm": not on_cpu and not overlaps,
+        # Ranks that waited for each other at every timer would run slower than those that are timed.
+        "barrier_with_L1_time": False,
         "gradient_accumulation_fusion": not on_cpu and has_module("fused_weight_gradient_mlp_cuda"),
     }
     sections = values_of(config.parallel) | values_of(config.transformer) | values_of(config.compute)
@@ -61,7 +63,8 @@ def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
     given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
     # Megatron-LM's parser: all of the optimizer, where nothing else is said.
     own = {"bf16": config.compute.bf16, "fp16": config.compute.fp16, "params_dtype": config.dtype}
-    return OptimizerConfig(**(values_of(config.optimizer) | own | {"optimizer_offload_fraction": 1.0} | given))
+    own |= {"optimizer_offload_fraction": 1.0, "barrier_with_L1_time": False}
+    return OptimizerConfig(**(values_of(config.optimizer) | own | given))
 
 
 def has_module(module: str) -> bool:

@@ -182,6 +182,11 @@ class LoggingSection:
         "in bf16",
         positive=True,
     )
+    log_timers_to_tensorboard: bool = option("write Megatron's timers of each optimizer step", default=False)
+    timing_log_level: int | None = option(
+        "which: 0 the step, 1 its passes, collectives and the optimizer's parts, 2 each micro-batch's too; default: 0",
+        not_negative=True,
+    )
     profile: bool = option("record some optimizer steps with PyTorch's profiler; docs/runs.md", default=False)
     profile_step_start: int | None = option("record after this many steps; default: 10", not_negative=True)
     profile_step_end: int | None = option("until this many steps are made; default: 12", positive=True)

@@ -76,7 +76,7 @@ def train(config: RunConfig, task: Task) -> bool:
         while trainer.iteration < config.training.train_iters and not stop:
             try:
                 for row in _rollout_steps(config, trainer, collector, groups, weight_sync, steps, log_probs):
-                    row |= machine.metrics(row)
+                    row |= machine.metrics(row) | trainer.passes.timers.metrics()
                     complaint = steps.complaint(row)
                     if reporter is not None:
                         reporter.step(trainer.iteration, row | saver.metrics)

@@ -90,12 +90,15 @@ def _set_one_or_all(transformer: TransformerConfig, name: str, functions: list[A
     setattr(transformer, name, functions if len(functions) > 1 else functions[0])
 
 
-def build_optimizer(config: RunConfig, model: list[DistributedDataParallel]) -> tuple[Any, OptimizerParamScheduler]:
-    """Megatron's optimizer and its schedule, which counts optimizer steps."""
+def build_optimizer(
+    config: RunConfig, model: list[DistributedDataParallel], timers: Any = None
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Megatron's optimizer and its schedule, which counts optimizer steps; ``timers``: Megatron's, of its parts."""
     settings, schedule = config.optimizer, config.schedule
     optimizer = get_megatron_optimizer(build_optimizer_config(config), model, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         _make_state(part.optimizer)
+        part.config.timers = timers
         part.init_state_fn = part.init_state_fn or (lambda optimizer, config=None: None)
     # A function, not the optimizer's method: Megatron copies the config for experts, and what it holds with it.
     model[0].config.grad_scale_func = lambda loss: optimizer.scale_loss(loss)

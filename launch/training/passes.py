@@ -16,6 +16,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.local_layers import PackedTokens
 from megatron_rc.launch.training.micro_batches import Cut, LocalBatch, LocalTokens
 from megatron_rc.launch.training.model import unwrap
+from megatron_rc.launch.training.timers import StepTimers
 from megatron_rc.parallel import (
     ParallelGroups,
     linear_log_probs_and_entropy,
@@ -33,10 +34,13 @@ class ModelPasses:
     Args:
         config: of the run.
         groups: of this rank.
+
+    Attributes:
+        timers: of passes that train.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.timers = config, groups, StepTimers(config)
 
     def run(
         self,
@@ -57,6 +61,7 @@ class ModelPasses:
             forward_only: without gradients.
         """
         micro_batches = [batch.local.piece(cut) for cut in cuts]
+        unwrap(model[0]).config.timers = None if forward_only else self.timers.megatron
         schedule = get_forward_backward_func()
         collected = schedule(
             forward_step_func=partial(_forward_step, function),

@@ -72,7 +72,7 @@ class Trainer:
         if config.checkpoints.load_hf:
             self._start_from(config.checkpoints.load_hf, chunks)
         self.model = wrap_chunks(config, chunks)
-        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.optimizer, self.scheduler = build_optimizer(config, self.model, self.passes.timers.megatron)
         self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
         # Megatron asks for it before it changes a weight.
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
@@ -174,7 +174,8 @@ class Trainer:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
         learning_rate = self._learning_rate()
-        is_made, grad_norm, _ = self.optimizer.step()
+        with self.passes.timers.optimizer():
+            is_made, grad_norm, _ = self.optimizer.step()
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
         if not is_made:

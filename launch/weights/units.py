@@ -51,12 +51,14 @@ def units_of(config: RunConfig) -> list[Unit]:
         raise RuntimeError("no Hugging Face architecture has these settings: the checks were not asked for an engine")
     stages = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
-    layers = config.transformer.num_layers // (stages * chunks)
     units = [Unit(0, 0, "", 0, family.embedding)]
-    for layer in range(config.transformer.num_layers):
-        chunk, stage = divmod(layer // layers, stages)
-        whole = Unit(stage, chunk, f"decoder.layers.{layer % layers}.", layer, family.layer)
-        units += [whole, *_experts_of(whole, family.expert, config)]
+    layer = 0
+    for number in range(stages * chunks):
+        chunk, stage = divmod(number, stages)
+        for local in range(config.layers_of_stages[stage] // chunks):
+            whole = Unit(stage, chunk, f"decoder.layers.{local}.", layer, family.layer)
+            units += [whole, *_experts_of(whole, family.expert, config)]
+            layer += 1
     head = family.head + (family.untied_head if config.model.untie_embeddings_and_output_weights else ())
     return [*units, Unit(stages - 1, chunks - 1, "", 0, head)]
 

@@ -17,6 +17,16 @@ def free_port():
 
 
 @pytest.mark.processes
+def test_two_machines_that_are_numbered_meet(tmp_path):
+    port = f"--master-port={free_port()}"
+    words = ["tests/support/meets.py", "--nnodes=2", "--nproc-per-node=1", port]
+    machines = [start([*words, f"--node-rank={number}", str(tmp_path)]) for number in range(2)]
+    ends = [finish(machine) for machine in machines]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3"}
+
+
+@pytest.mark.long
 def test_two_machines_meet_and_train_together(tmp_path):
     """What their ranks write goes to the launchers and to files; the one rank 0 writes the run's."""
     meeting = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=7"]

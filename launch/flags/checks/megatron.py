@@ -74,9 +74,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         "needs batches that Megatron-LM's own loaders make: drop it",
     ),
     (
-        "microbatch_group_size_per_vp_stage|pipeline_model_parallel_layout|num_layers_in_first_pipeline_stage|"
-        "num_layers_in_last_pipeline_stage|account_for_.*_in_pipeline_split",
-        "spreads layers unevenly, and every stage has equally many here: drop it",
+        "microbatch_group_size_per_vp_stage|pipeline_model_parallel_layout|account_for_.*_in_pipeline_split",
+        "spreads layers in a way that is not here: use --decoder-first-pipeline-num-layers and "
+        "--decoder-last-pipeline-num-layers",
     ),
     (
         "multi_latent_attention|experimental_attention_variant|dsa_.*|linear_.*|mamba_.*|use_mamba_mem_eff_path|"
@@ -117,7 +117,8 @@ _OF_THE_MODEL = (
 # Numbers that Megatron takes as they are, and that break a run or do nothing where they are 0 or less.
 _POSITIVE = frozenset(
     "decoupled_lr embedding_init_method_std moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
-    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis".split()
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis num_layers_in_first_pipeline_stage "
+    "num_layers_in_last_pipeline_stage".split()
 )
 _OF_THE_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -286,6 +287,11 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "distribute_saved_activations",
         lambda config: config.compute.recompute_granularity == "full",
         "without --recompute-granularity full: give both, or neither",
+    ),
+    (
+        "num_layers_in_(first|last)_pipeline_stage",
+        lambda config: config.parallel.pipeline_model_parallel_size > 1,
+        "without --pipeline-model-parallel-size above 1: give both, or neither",
     ),
     (
         "overlap_p2p_comm.*",

@@ -6,6 +6,27 @@ from megatron_rc.launch.errors import ConfigurationError, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 
 
+def _check_stages(config: RunConfig) -> None:
+    """Layers on the pipeline stages, of which the ends may have numbers of their own."""
+    layers, pp = config.transformer.num_layers, config.parallel.pipeline_model_parallel_size
+    ends = dict(zip(("first", "last"), config.megatron.layers_at_ends, strict=True))
+    given = {f"--decoder-{end}-pipeline-num-layers {number}": number for end, number in ends.items() if number}
+    if not given or pp == 1:
+        require_multiple("num_layers", layers, "pipeline_model_parallel_size", pp)
+        return
+    if config.parallel.virtual_pipeline_model_parallel_size is not None:
+        raise ConfigurationError(
+            f"{next(iter(given))} with --num-layers-per-virtual-pipeline-stage: virtual stages have equally many "
+            "layers; drop one of them"
+        )
+    left, others = layers - sum(given.values()), pp - len(given)
+    if left < others or (left % others if others else left):
+        raise ConfigurationError(
+            f"--num-layers {layers} less {' and '.join(given)} leaves {left} layers, which are not spread evenly over "
+            f"{others} other pipeline stages: change one of them"
+        )
+
+
 def check_parallelism(config: RunConfig) -> None:
     """Tensor, pipeline, sequence and context parallelism, and the number of processes."""
     parallel, length, world = config.parallel, config.training.seq_length, config.launch.world_size
@@ -20,7 +41,7 @@ def check_parallelism(config: RunConfig) -> None:
         raise ConfigurationError(
             f"{layout} = {parallel.model_size} does not divide {world} processes: start a multiple of it"
         )
-    require_multiple("num_layers", config.transformer.num_layers, "pipeline_model_parallel_size", pp)
+    _check_stages(config)
     if parallel.sequence_parallel and tp == 1:
         raise ConfigurationError("--sequence-parallel needs --tensor-model-parallel-size above 1: drop it")
     if parallel.sequence_parallel and length // cp % tp:

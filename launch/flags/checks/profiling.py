@@ -5,7 +5,18 @@ from __future__ import annotations
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.run_config import RunConfig
 
+# Of Megatron's timers.
+_FINEST = 2
 _OF_PROFILE = ("profile_step_start", "profile_step_end", "profile_ranks")
+
+
+def _check_timers(level: int | None, *, is_logged: bool) -> None:
+    if level is not None and not is_logged:
+        raise ConfigurationError(
+            f"--timing-log-level {level} does nothing without --log-timers-to-tensorboard: give both, or neither"
+        )
+    if level is not None and level > _FINEST:
+        raise ConfigurationError(f"--timing-log-level {level} must be 0, 1 or {_FINEST}")
 
 
 def check_profiling(config: RunConfig) -> None:
@@ -15,6 +26,7 @@ def check_profiling(config: RunConfig) -> None:
         raise ConfigurationError(
             "--record-memory-history needs GPUs: PyTorch records no other memory; drop it, or use --profile"
         )
+    _check_timers(logging.timing_log_level, is_logged=logging.log_timers_to_tensorboard)
     if not logging.profile:
         for name in _OF_PROFILE:
             value = getattr(logging, name)

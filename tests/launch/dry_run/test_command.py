@@ -68,6 +68,17 @@ def test_an_error_as_json(capsys):
     assert json.loads(output) == {"error": "--lr -1.0 must be positive"}
 
 
+def test_a_wrong_flag_of_the_launcher_as_json(capsys):
+    code, output, errors = dry_run(capsys, "--config count_up --json --device-memory-gib 0")
+    assert (code, errors) == (2, "error: --device-memory-gib 0.0 must be positive\n")
+    assert json.loads(output) == {"error": "--device-memory-gib 0.0 must be positive"}
+    for words in ("--nnodes 0", "--nproc-per-node many", "--max-restarts x"):
+        with pytest.raises(SystemExit) as end:
+            main(["--config=count_up", "--dry-run", "--json", *words.split()])
+        output, errors = capsys.readouterr()
+        assert (end.value.code, f"error: {json.loads(output)['error']}\n") == (2, errors)
+
+
 def test_json_alone_does_nothing(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--config", "count_up", "--json"])

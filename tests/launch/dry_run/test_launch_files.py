@@ -6,6 +6,7 @@ The scripts run with stand-ins for the programs that they start.
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser
 from megatron_rc.launch.resolved import as_launch_file
 from tests.launch.dry_run.test_command import dry_run
 from tests.support.paths import ROOT
@@ -163,6 +165,65 @@ def test_a_script_starts_torchrun(name, tmp_path):
     trainer = ["-m", "megatron_rc.launch.train_ppo", "--config", "my run.yaml", "--lr", "1e-6"]
     assert words == [*command.split(), *trainer]
     torchrun_takes(words[words.index("torchrun") + 1 :])
+
+
+def commands():
+    """The lines of every block of the page, with the documents' and launch files' own of how they are started."""
+    text = (ROOT / "docs" / "dry-run.md").read_text(encoding="utf-8")
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    for path in (CONFIGS / "launch").glob("*gpus.yaml"):
+        lines += re.findall(r"^#   (.*launch/\w+\.sh .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return list(dict.fromkeys(lines))
+
+
+STAND_INS = {
+    "torchrun": 'printf "%s\\n" "$@"',
+    "srun": 'shift; exec "$@"',
+    "scontrol": "echo node-0",
+    "sbatch": "shift; SLURM_NNODES=$1 SLURM_JOB_NODELIST=node-0 SLURM_JOB_ID=7; shift; export SLURM_NNODES "
+    'SLURM_JOB_NODELIST SLURM_JOB_ID; exec "$@"',
+    "python": 'printf "%s\\n" "$@"',
+}
+
+
+@pytest.mark.parametrize("line", commands(), ids=lambda line: line.split(" --load-hf")[0])
+def test_a_command_of_the_documents_works_as_it_is_written(line, tmp_path, monkeypatch):
+    """Through the shell, with stand-ins for what starts ranks; the flags of the run are then checked as ranks do."""
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-ec", line], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    if line.startswith("python"):
+        words = done.stdout.replace("my_run.yaml", "llama3_70b_64gpus").split()
+        mine, flags = torchrun_parser().parse_known_args(words[2:])
+        assert made(flags[1], ranks=machines_of(mine).world_sizes()[-1]).launch.world_size == 64
+        return
+    words = done.stdout.splitlines()
+    torchrun_takes(words)
+    machines = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    name, *flags = words[words.index("--config") + 1 :]
+    monkeypatch.chdir(tmp_path)
+    publish(name)
+    assert made(name, *flags, ranks=8 * machines).checkpoints.load_hf == "DIR"
+
+
+def publish(name):
+    """The directory and the prompts that the commands name, of the model of a launch file."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from megatron_rc.launch.weights import find_family
+
+    config = made(name)
+    find_family(config).hugging_face_config(config).save_pretrained("DIR")
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<end>": 2}, unk_token="<end>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained("DIR")
+    Path("train.jsonl").write_text('{"prompt": "one", "label": "two"}\n')
 
 
 def torchrun_takes(words):

@@ -27,7 +27,7 @@ CASES = {
     "context-recomputed": (Layout(cp=2), LLAMA, RECOMPUTED),
     "experts-fused": (Layout(dp=2, ep=2), LLAMA, [*EXPERTS, "--fused-linear-log-probs"]),
 }
-IN_SUITE = ("gpt2-reference", "tensor-sequence", "virtual", "experts-fused")
+IN_SUITE = ("gpt2-reference", "virtual", "experts-fused")
 MEASURED = [pytest.param(name, marks=[] if name in IN_SUITE else pytest.mark.long) for name in CASES]
 
 
@@ -78,6 +78,29 @@ def test_flags_that_spare_memory_do():
     half = predicted("bf16-distributed")[0]
     assert half.optimizer == 12 * half.parameters // 2
     assert half.weights == 2 * half.parameters
+
+
+def test_megatron_lm_says_the_same_of_weights_and_optimizer():
+    """Its formulas are for bfloat16, and for the stage that has the embeddings."""
+    formulas = "megatron.training.theoretical_memory_usage"
+    pytest.importorskip(formulas, reason="this Megatron-Core brings none")
+    from megatron_rc.launch.dry_run.theoretical import theoretical_memory
+
+    for name, more in (("bf16-distributed", ()), ("pipeline-untied", ("--bf16",)), ("experts-fused", ("--bf16",))):
+        layout, words = words_of(name, *more)
+        found, theory = predicted(name, *more)[0], theoretical_memory(run_config(words, layout.world, engine=False))
+        assert found.weights + found.gradients + found.optimizer == pytest.approx(
+            theory.weights_and_optimizer, rel=0.02
+        )
+        assert theory.activations > 0
+
+
+@pytest.mark.processes
+def test_uneven_stages_hold_what_their_layers_hold():
+    first, last = predicted("pipeline-untied", "--decoder-first-pipeline-num-layers=1")
+    even = predicted("pipeline-untied")
+    assert first.parameters + last.parameters == sum(stage.parameters for stage in even)
+    assert first.parameters < even[0].parameters
 
 
 def test_what_is_in_flight_follows_from_the_schedule():

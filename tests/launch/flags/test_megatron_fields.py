@@ -133,6 +133,8 @@ REFUSED = {
     "--fp16 --loss-scale-window=0": r"--loss-scale-window 0\.0 must be positive",
     "--fp16 --min-loss-scale=8 --initial-loss-scale=4": r"--min-loss-scale 8\.0 is above --initial-loss-scale 4\.0",
     "--use-megatron-fsdp": "--use-megatron-fsdp belongs to Megatron-FSDP, which is not here",
+    "--decoder-first-pipeline-num-layers=1": "1 does nothing without --pipeline-model-parallel-size above 1",
+    "--pipeline-model-parallel-layout=Et|L": "--pipeline-model-parallel-layout .* spreads layers in a way that is not",
     "--multi-latent-attention": "--multi-latent-attention makes another kind of model than the GPT",
     "--cuda-graph-impl=local": "--cuda-graph-impl local captures CUDA graphs",
     "--apply-residual-connection-post-layernorm": "--apply-residual-connection-post-layernorm is what Megatron-Core",
@@ -178,6 +180,21 @@ def test_what_cannot_work_is_refused_in_a_sentence(tmp_path, words):
     with pytest.raises(ConfigurationError, match=REFUSED[words]) as caught:
         config_of(tmp_path, words)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--decoder-first-pipeline-num-layers=4", "--num-layers 4 less --decoder-first-pipeline-num-layers 4 leaves 0"),
+        ("--decoder-last-pipeline-num-layers=0", "--decoder-last-pipeline-num-layers 0 must be positive"),
+        ("--decoder-last-pipeline-num-layers=-1", "--decoder-last-pipeline-num-layers -1 must be positive"),
+        ("--decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2", "leaves 1 layers, which"),
+        ("--decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1", "drop one of them"),
+    ],
+)
+def test_layers_that_stages_cannot_have_are_refused(tmp_path, words, reason):
+    with pytest.raises(ConfigurationError, match=reason):
+        configure(flags(tmp_path, "--pipeline-model-parallel-size=2", *words.split()), 2, engine=False)
 
 
 @pytest.mark.parametrize(

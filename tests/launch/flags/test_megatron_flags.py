@@ -15,7 +15,7 @@ MEGATRON = {
     "kv-channels seq-length max-position-embeddings vocab-size padded-vocab-size num-experts moe-ffn-hidden-size "
     "micro-batch-size global-batch-size train-iters recompute-num-layers lr-decay-iters save-interval eval-interval "
     "save-retain-interval train-samples lr-decay-samples lr-wsd-decay-iters lr-wsd-decay-samples",
-    (int, 0): "lr-warmup-iters lr-warmup-samples profile-ranks",
+    (int, 0): "lr-warmup-iters lr-warmup-samples profile-ranks timing-log-level",
     (int, 1): "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
     "expert-model-parallel-size num-query-groups",
     (int, 2): "moe-router-topk grpo-group-size grpo-iterations",
@@ -56,7 +56,7 @@ MEGATRON = {
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
     "use-rope-scaling openai-gelu "
     "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
-    "async-save verify-integrity profile record-memory-history",
+    "async-save verify-integrity profile record-memory-history log-timers-to-tensorboard",
     (None, True): "check-for-nan-in-loss-and-grad",
 }
 # README says so, with the reason.
@@ -71,7 +71,7 @@ DIFFERENT = {
 # Not given, until the checks fill in Megatron-LM's default where the flag means something.
 FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
 moe-token-dispatcher-type grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction
-profile-step-start profile-step-end profile-ranks""".split()
+profile-step-start profile-step-end profile-ranks timing-log-level""".split()
 OURS = """config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task
 apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency

@@ -21,6 +21,10 @@ MODELS = {
 }
 
 
+# Megatron-LM's names, of the levels 1 and 2.
+TIMERS = "forward-backward forward-compute backward-compute all-grads-sync optimizer optimizer-inner-step".split()
+
+
 def counted(words):
     """(operations of a step by the formula, as PyTorch counts them, of these the half that the causal mask hides)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,6 +53,7 @@ def test_operations_are_those_that_pytorch_counts(ranks, tmp_path, name):
 
 def test_every_step_tells_of_the_machines(ranks, tmp_path):
     words = flags(tmp_path, *LIVE, "--train-iters=2", "--tensor-model-parallel-size=2", "--device-peak-tflops=0.5")
+    words += ["--log-timers-to-tensorboard", "--timing-log-level=2"]
     assert ranks.run(run_training, Layout(tp=2), words) == [None, None]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -60,11 +65,27 @@ def test_every_step_tells_of_the_machines(ranks, tmp_path):
         assert row["perf/utilization"] == pytest.approx(row["perf/tflops_per_rank"] / 0.5)
         assert row["perf/peak_memory_rank"] in (0, 1)
         assert 0.05 < row["perf/peak_memory_gib"] < 100
+        timed = {name: value for name, value in row.items() if name.endswith("-time")}
+        assert timed.keys() >= {f"{name}-time" for name in TIMERS}
+        assert 0 < timed["optimizer-inner-step-time"] < timed["optimizer-time"] < timed["iteration-time"]
+        assert 0 < timed["forward-compute-time"] < timed["forward-backward-time"] < timed["iteration-time"]
     documented = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = {name.removeprefix("perf/") for row in rows for name in row if name.startswith("perf/")}
     assert len(names) > 12
     phases = {f"{phase}_share" for phase in ("sync", "eval", "rollout", "plan", "update")}
     assert [name for name in names - phases if not re.search(rf"`(perf/)?{name}`", documented)] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--timing-log-level=1", "--timing-log-level 1 does nothing without --log-timers-to-tensorboard"),
+        ("--log-timers-to-tensorboard --timing-log-level=3", "--timing-log-level 3 must be 0, 1 or 2"),
+    ],
+)
+def test_timers_that_nobody_has_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, *more.split()))
 
 
 def highest(words):

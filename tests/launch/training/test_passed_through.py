@@ -24,12 +24,38 @@ def steps(words):
     return [trainer.update(prepared, 0) for _ in range(2)]
 
 
+def steps_and_layers(words):
+    return steps(words), len(make_trainer(words).chunks[0].decoder.layers)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_both_passes_agree(ranks, tmp_path, case):
     first, second = ranks.run(steps, Layout(), flags(tmp_path, *CASES[case].split()))[0]
     assert first["policy/noise_floor"] == 0
     assert second["policy/abs_log_ratio"] > 0
     assert first["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "ends", "layers"),
+    [
+        (Layout(pp=2), "--decoder-first-pipeline-num-layers=1", [1, 3]),
+        (Layout(pp=4), "--decoder-first-pipeline-num-layers=2 --decoder-last-pipeline-num-layers=2", [2, 1, 1, 2]),
+    ],
+    ids=["first", "both"],
+)
+def test_uneven_stages_take_the_same_steps(ranks, tmp_path, layout, ends, layers):
+    words = flags(tmp_path, f"--num-layers={sum(layers)}", "--optimizer=sgd")
+    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/start"])
+    words += [f"--load={tmp_path}/start", "--finetune"]
+    expected = ranks.run(steps, Layout(), words)[0]
+    for (got, own), number in zip(
+        ranks.run(steps_and_layers, layout, [*words, *layout.flags(), *ends.split()]), layers, strict=True
+    ):
+        assert own == number
+        for step, want in zip(got, expected, strict=True):
+            assert step["loss/total"] == pytest.approx(want["loss/total"], rel=1e-4)
+            assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
 def test_experts_split_in_another_way_take_the_same_steps(ranks, tmp_path):

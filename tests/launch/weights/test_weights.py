@@ -25,6 +25,7 @@ CASES += [
     ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2)),
     ("mixtral", Layout(pp=2)),
 ]
+UNEVEN = ["--decoder-first-pipeline-num-layers=1"]
 # One layout after the other: each has its process groups made once.
 CASES.sort(key=lambda case: str(case[1]))
 
@@ -98,6 +99,14 @@ def test_logits_and_round_trip(ranks, folders, name, layout):
         assert weights.keys() == saved.keys()
         for key, value in weights.items():
             assert torch.equal(value, saved[key]), key
+
+
+def test_uneven_stages_have_the_same_weights(ranks, folders):
+    found = ranks.run(load_and_export, Layout(pp=2), [*words_of(folders["qwen3_moe"], Layout(pp=2)), *UNEVEN])
+    saved = read_tensors(folders["qwen3_moe"])
+    assert {key: bool(torch.equal(value, saved[key])) for key, value in found[0][1].items()} == dict.fromkeys(
+        saved, True
+    )
 
 
 def logits_of(words, tokens, change):

@@ -1,0 +1,64 @@
+"""What Megatron-LM's own formulas say of the memory, where the installed Megatron-Core brings them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import dataclass
+
+from megatron_rc.launch.dry_run.batches import batch_numbers
+from megatron_rc.launch.dry_run.places import expert_tp
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.options import values_of
+
+
+@dataclass(frozen=True)
+class Theory:
+    """Bytes of a rank of the stage that holds most, by Megatron-LM's formulas.
+
+    They take the weights for bfloat16 and Adam for the optimizer, and know neither context parallelism, packing,
+    recomputed layers nor what the log-probs need.
+
+    Attributes:
+        weights_and_optimizer: with the gradients.
+        activations: of all micro-batches in flight.
+    """
+
+    weights_and_optimizer: int
+    activations: int
+
+
+def theoretical_memory(config: RunConfig) -> Theory | None:
+    """None where Megatron-Core brings no ``megatron.training``: before 0.19."""
+    if importlib.util.find_spec("megatron.training") is None:
+        return None
+    from megatron.training import theoretical_memory_usage as formulas
+
+    args, micro_batches = _megatrons_arguments(config), batch_numbers(config)["micro_batches"]
+    is_split = args.sequence_parallel and args.recompute_granularity == "selective"
+    activations = formulas.compute_activation_memory if is_split else formulas.compute_activation_memory_without_sp
+    weights = formulas.compute_weight_and_optimizer_memory(args)
+    return Theory(round(weights), round(activations(args, micro_batches)))
+
+
+def _megatrons_arguments(config: RunConfig) -> argparse.Namespace:
+    """The settings under the names of Megatron-LM's arguments."""
+    transformer = config.transformer
+    absent = dict.fromkeys(("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_latent_size"))
+    others = {
+        "moe_shared_expert_intermediate_size": None,
+        "moe_layer_freq": 1,
+        "mtp_num_layers": None,
+        "multi_latent_attention": False,
+        "group_query_attention": transformer.num_query_groups != transformer.num_attention_heads,
+        "swiglu": transformer.gated_linear_unit,
+        "world_size": config.launch.world_size,
+        "data_parallel_size": config.data_parallel_size,
+    }
+    experts = {}
+    if config.experts is not None:
+        experts = values_of(config.experts) | {"num_experts": config.experts.num_moe_experts}
+    own = (config.parallel, transformer, config.compute, config.optimizer, config.model, config.training)
+    values = {name: value for section in own for name, value in values_of(section).items()}
+    split = {"expert_tensor_parallel_size": expert_tp(config)}
+    return argparse.Namespace(**(absent | others | values | experts | config.megatron.given | split))

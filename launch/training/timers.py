@@ -1,0 +1,65 @@
+"""``--log-timers-to-tensorboard``: Megatron-Core's timers, under the names that Megatron-LM gives them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rc.launch.run_config import RunConfig
+
+# As Megatron-LM lists them, so that all ranks ask for the same ones whichever they have.
+_NAMES = (
+    *("forward-backward", "forward-compute", "backward-compute"),
+    *("forward-recv", "forward-send", "backward-recv", "backward-send", "forward-send-forward-recv"),
+    *("forward-send-backward-recv", "backward-send-forward-recv", "backward-send-backward-recv"),
+    *("forward-backward-send-forward-backward-recv", "all-grads-sync", "non-tensor-parallel-grads-all-reduce"),
+    *("embedding-grads-all-reduce", "params-all-gather", "optimizer", "optimizer-copy-to-main-grad"),
+    *("optimizer-unscale-and-check-inf", "optimizer-clip-main-grad", "optimizer-inner-step"),
+    "optimizer-copy-main-to-model-params",
+)
+
+
+class StepTimers:
+    """The times of an optimizer step's parts.
+
+    Args:
+        config: of the run.
+
+    Attributes:
+        megatron: what Megatron's configs take as ``timers``; None without the flag.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.megatron: Any = None
+        if config.logging.log_timers_to_tensorboard:
+            from megatron.core.timers import Timers
+
+            self.megatron = Timers(config.logging.timing_log_level or 0, "max")
+        self._begun = time.monotonic()
+
+    @contextlib.contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """Around a step of the optimizer."""
+        if self.megatron is None:
+            yield
+            return
+        self.megatron("optimizer", log_level=1).start()
+        try:
+            yield
+        finally:
+            self.megatron("optimizer").stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds since the last call, and of each timer that ran on any rank the most that it ran on one.
+
+        Collectives: with the flag, one all-gather of a number a timer over all ranks.
+        """
+        if self.megatron is None:
+            return {}
+        now = time.monotonic()
+        found, self._begun = {"iteration-time": now - self._begun}, now
+        # What Megatron's ``write`` writes, as numbers for all places that metrics go to.
+        times = self.megatron._get_global_min_max_time(list(_NAMES), reset=True, barrier=False, normalizer=1.0)
+        return found | {f"{name}-time": most for name, (_, most) in times.items()}
