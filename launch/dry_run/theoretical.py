@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
 from megatron_rc.launch.dry_run.places import expert_tp
@@ -41,7 +41,7 @@ def theoretical_memory(config: RunConfig) -> Theory | None:
     return Theory(round(weights), round(activations(args, micro_batches)))
 
 
-def _megatrons_arguments(config: RunConfig) -> argparse.Namespace:
+def _megatrons_arguments(config: RunConfig) -> SimpleNamespace:
     """The settings under the names of Megatron-LM's arguments."""
     transformer = config.transformer
     absent = dict.fromkeys(("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_latent_size"))
@@ -61,4 +61,4 @@ def _megatrons_arguments(config: RunConfig) -> argparse.Namespace:
     own = (config.parallel, transformer, config.compute, config.optimizer, config.model, config.training)
     values = {name: value for section in own for name, value in values_of(section).items()}
     split = {"expert_tensor_parallel_size": expert_tp(config)}
-    return argparse.Namespace(**(absent | others | values | experts | config.megatron.given | split))
+    return SimpleNamespace(**(absent | others | values | experts | config.megatron.given | split))
