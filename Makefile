@@ -29,7 +29,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 # A folder for each run, so that none takes the place of another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint \
+.PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint study \
 	format clean
 
 run: $(INSTALLED)
@@ -43,6 +43,11 @@ run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 		--load-hf $(SMOLLM2) --rollout-engine $(ENGINE) --save-hf $(TRAINED) $(FLAGS)
 	@echo "== the trained model, loaded by transformers, answers sums that it was not trained on"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py sums $(TRAINED)/step-*
+
+# 48 runs of one process, two at a time: training without correction and with four, see docs/study.md. It goes on where
+# it was stopped.
+study: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 

@@ -168,7 +168,7 @@ def test_oracles_know_nothing_of_the_library():
 
 @pytest.mark.parametrize(
     "path",
-    [path for folder in ("benchmarks", "tests/vllm", "tests/gpu") for path in sorted((ROOT / folder).glob("*.py"))],
+    [path for folder in ("benchmarks", "tests/vllm", "tests/gpu") for path in sorted((ROOT / folder).rglob("*.py"))],
     ids=lambda path: path.stem,
 )
 def test_what_no_test_runs_imports_what_exists(path):

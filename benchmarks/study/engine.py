@@ -1,0 +1,114 @@
+"""The study's rollout engine: what it holds or does differs from the trainer, on purpose and by a known amount."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.study.task import CountUp
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.engines.registry import ENGINES, EngineInputs, EngineKind
+from megatron_rc.launch.engines.transformers_engine import TransformersEngine
+from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
+from megatron_rc.records.rollout import SamplingParams
+
+POLICY_FILE = "policy.jsonl"
+
+
+class StudyEngine:
+    """A ``transformers`` model that samples for the trainer, beside an exact copy of the trainer's that is measured.
+
+    Its log-probs are those of the distribution it sampled from: it is another policy and says so. After every weight
+    sync ``policy.jsonl`` in the run's folder gets the expected reward of the trainer's own policy. Evaluations, which
+    are greedy, are answered by the exact copy.
+
+    Args:
+        inputs: of the run.
+        levels: weights of linear layers are rounded to so many values on each side of 0, one scale an output row;
+            0: they are exact.
+        warming: relative growth of the sampling temperature with each optimizer step; the trainer knows nothing of it.
+    """
+
+    is_elsewhere = False
+
+    def __init__(self, inputs: EngineInputs, levels: int = 0, warming: float = 0.0) -> None:
+        launch = inputs.config.launch
+        made = (inputs.model, "fp32", inputs.eos_token_id, inputs.pad_token_id, launch.device)
+        self.exact, self.sampler = TransformersEngine(*made), TransformersEngine(*made)
+        self.levels, self.warming = levels, warming
+        self._rounded = _linear_weights(self.sampler.model) if levels else set()
+        self._file = Path(launch.runs_dir) / launch.run_name / POLICY_FILE
+
+    @property
+    def version(self) -> int:
+        """Of the weights: the optimizer steps that made them."""
+        return self.exact.version
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over all weights of the model; see :class:`RolloutEngine`."""
+        self.exact.load_weights(weights, version)
+        exact = checkpoint_tensors(self.exact.model).items()
+        self.sampler.load_weights(((name, self._held(name, tensor)) for name, tensor in exact), version)
+        row = {"step": version, "reward": expected_reward(self.exact.model)}
+        with self._file.open("a" if version else "w", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
+    ) -> list[Sample]:
+        """Sample from the policy that is off; see :class:`RolloutEngine`."""
+        if params.top_k == 1:
+            return self.exact.sample(prompts, params, max_new_tokens, seed)
+        warmer = params.temperature * (1 + self.warming) ** self.version
+        return self.sampler.sample(prompts, dataclasses.replace(params, temperature=warmer), max_new_tokens, seed)
+
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        return round_to_levels(tensor, self.levels) if name in self._rounded else tensor
+
+
+def round_to_levels(weight: Tensor, levels: int) -> Tensor:
+    """[out, in]: each row to the nearest multiple of its largest absolute value divided by ``levels``."""
+    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / levels
+    return (weight / scale).round() * scale
+
+
+@torch.inference_mode()
+def expected_reward(model: Any) -> float:
+    """The mean reward of a policy at temperature 1 over all hundred problems, computed instead of sampled.
+
+    The reward is the share of the answer's places before the first mistake, so its expectation is the mean over the
+    places of the probability that all places up to there are right: the mean of running products.
+
+    Args:
+        model: of transformers, with the task's own tokens.
+    """
+    task = CountUp(seed=0)
+    problems = task.problems(0, 100, held_out=True)
+    shown = torch.tensor([task.text.encode(problem) for problem in problems])
+    answers = [torch.tensor([*task.text.tokens_of(problem.label), task.text.eos]) for problem in problems]
+    # What fills the shorter ones stands behind their ends, where a causal model does not look.
+    places = pad_sequence(answers, batch_first=True)
+    is_place = pad_sequence([torch.ones(len(answer)) for answer in answers], batch_first=True)
+    logits = model(input_ids=torch.cat([shown, places[:, :-1]], dim=1)).logits[:, shown.shape[1] - 1 :]
+    right = logits.double().softmax(-1).gather(-1, places.unsqueeze(-1)).squeeze(-1)
+    return float(((right.cumprod(1) * is_place).sum(1) / is_place.sum(1)).mean())
+
+
+def _linear_weights(model: Any) -> set[str]:
+    """Names of the linear layers' weights, but for the output layer's."""
+    head = model.get_output_embeddings()
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return {f"{name}.weight" for name, module in layers if module is not head}
+
+
+def register(name: str, **mismatch: Any) -> None:
+    """Make ``--rollout-engine NAME`` known to this process."""
+    ENGINES[name] = EngineKind(partial(StudyEngine, **mismatch))

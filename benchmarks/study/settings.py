@@ -1,0 +1,114 @@
+"""Which runs the study has, and what is said of them: fixed before the first of them was started.
+
+How strong each mismatch is was chosen with runs of the seeds 101 and 102, all of them without correction; see
+docs/study.md. Nothing here was changed after a run of ``SEEDS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIG = ROOT / "configs" / "study" / "count_up.yaml"
+SEEDS = (1, 2, 3)
+# Exit code of a run that an error of its own ended, which is a result.
+GAVE_UP = 3
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How the engine differs from the trainer.
+
+    Attributes:
+        name: in folders and files.
+        title: in pictures and tables.
+        levels: of the engine's weights, see ``StudyEngine``; 0: they are exact.
+        warming: of its temperature, likewise.
+        flags: of the launcher, besides the engine.
+    """
+
+    name: str
+    title: str
+    levels: int = 0
+    warming: float = 0.0
+    flags: tuple[str, ...] = ()
+
+    @property
+    def engine(self) -> str:
+        """What ``--rollout-engine`` calls it."""
+        return f"study-{self.name}"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What the trainer does about it.
+
+    Attributes:
+        name: in folders and files.
+        title: in pictures and tables.
+        flags: of the launcher.
+    """
+
+    name: str
+    title: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the study."""
+
+    mismatch: Mismatch
+    correction: Correction
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.mismatch.name}-{self.correction.name}-{self.seed}"
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the launcher, but for where the run's folder is."""
+        engine = f"--rollout-engine={self.mismatch.engine}"
+        own = [*self.mismatch.flags, *self.correction.flags]
+        return [f"--config={CONFIG.relative_to(ROOT)}", f"--seed={self.seed}", engine, *own]
+
+
+NONE = Mismatch("none", "no mismatch")
+MISMATCHES = (
+    Mismatch("rounding", "weights rounded to −1, 0, 1", levels=1),
+    Mismatch("staleness", "weights up to 50 steps old", flags=("--rollout-staleness=50",)),
+    Mismatch("temperature", "temperature 1 % higher every step", warming=0.01),
+)
+
+# The trainer scores the tokens itself and clips π_θ/π_old, as if it had sampled them; weights are measured alone.
+UNCORRECTED = Correction("uncorrected", "without correction", ("--rollout-correction-preset=disabled",))
+CORRECTIONS = (
+    Correction("token_tis", "token TIS", ("--rollout-correction-preset=decoupled_token_is",)),
+    Correction("seq_tis", "sequence TIS", ("--rollout-correction-preset=decoupled_seq_is",)),
+    # Published bounds are for means over thousands of tokens; of at most ten they spread far more.
+    Correction(
+        "geo_rs_token_tis",
+        "geometric rejection, token TIS",
+        ("--rollout-correction-preset=decoupled_geo_rs_token_tis", "--rollout-rs-threshold=0.5_2.0"),
+    ),
+    Correction("bypass", "bypass, PPO-clip", ("--rollout-correction-preset=bypass_ppo_clip",)),
+)
+
+# What is said of a run, by the expected reward of the trainer's policy at temperature 1:
+# collapsed where its last weights have less than this share of the best that it had, or an error ended it;
+COLLAPSE_SHARE = 0.5
+# else degraded where they have this much less than the mean of the runs without mismatch; else sound.
+DEGRADED_BY = 0.1
+
+
+def all_runs() -> Iterator[Run]:
+    """The 45 runs, a seed after the other, and 3 without mismatch that they are compared with."""
+    for seed in SEEDS:
+        yield Run(NONE, UNCORRECTED, seed)
+        for mismatch in MISMATCHES:
+            for correction in (UNCORRECTED, *CORRECTIONS):
+                yield Run(mismatch, correction, seed)

@@ -1,0 +1,48 @@
+"""One run of the study, in this process: ``python -m benchmarks.study.trainer <flags of the launcher>``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks.study.engine import register
+from benchmarks.study.settings import GAVE_UP, MISMATCHES, NONE
+from megatron_rc.correction.checks import shift
+from megatron_rc.launch.errors import ConfigurationError
+
+USAGE_ERROR, STOPPED = 2, 4
+
+
+def main(words: Sequence[str]) -> None:
+    """Train; ends the process with 2 for flags that cannot work, and with 3 where the trainer gave up."""
+    # The launcher's parser lists the engines when it is loaded.
+    for mismatch in (NONE, *MISMATCHES):
+        register(mismatch.engine, levels=mismatch.levels, warming=mismatch.warming)
+    from megatron_rc.launch.flags.configure import configure
+    from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings
+
+    # The task has ten different answers: neighbouring log-probs are always the same few pairs, and once resembled
+    # shifted ones by chance. Nothing is shifted here, so the test never says so.
+    shift.RATIO = 0.0
+    try:
+        config, task = configure(words, 1)
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(USAGE_ERROR)
+    ignore_megatron_warnings()
+    with cpu_backend():
+        from megatron_rc.launch.distributed import AgreedError, alone
+        from megatron_rc.launch.training.loop import train
+
+        try:
+            with alone(config):
+                is_whole = train(config, task)
+        except AgreedError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.exit(GAVE_UP)
+    if not is_whole:
+        sys.exit(STOPPED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
