@@ -74,7 +74,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     broadcast over PP.
     """
     from megatron_rc.launch.rollouts.collector import RolloutCollector
-    from megatron_rc.launch.training.loop import summarize_rollouts
+    from megatron_rc.launch.training.rollout_metrics import summarize_rollouts
     from megatron_rc.launch.training.trainer import Trainer
 
     groups = ParallelGroups.from_megatron()

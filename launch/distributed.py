@@ -18,6 +18,8 @@ from megatron_rc.launch.heartbeats import Heartbeats
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
+# A process ends with one of so many codes.
+_CODES = 256
 # Fields of Megatron's configs that its groups are made by too.
 _OF_GROUPS = (
     "expert_tensor_parallel_size",
@@ -29,11 +31,14 @@ _OF_GROUPS = (
 class AgreedError(RuntimeError):
     """An error that every rank raises together, with the message of the first rank that met it.
 
-    Attributes:
-        code: exit code of the run.
+    Args:
+        message: one sentence.
+        code: exit code of the run, below 256.
     """
 
-    code = 1
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
@@ -125,12 +130,12 @@ def shut_down() -> None:
     dist.destroy_process_group()
 
 
-def agree(config: RunConfig, error: str | None = None, stop: bool = False) -> bool:
+def agree(config: RunConfig, error: str | AgreedError | None = None, stop: bool = False) -> bool:
     """One verdict for all ranks: does any of them want to stop?
 
     Args:
         config: of the run.
-        error: what went wrong on this rank, if anything did.
+        error: what went wrong on this rank, if anything did; as an error with an exit code of its own.
         stop: this rank was told to stop.
 
     Returns:
@@ -139,15 +144,17 @@ def agree(config: RunConfig, error: str | None = None, stop: bool = False) -> bo
     Collectives: one all-reduce of two numbers over all ranks; on an error one broadcast more.
 
     Raises:
-        AgreedError: on every rank if any had an error, with the message of the lowest such rank.
+        AgreedError: on every rank if any had an error, with message and exit code of the lowest such rank.
     """
     device = config.launch.device
     world, rank = dist.get_world_size(), dist.get_rank()
-    votes = torch.tensor([world - rank if error is not None else 0, int(stop)], device=device)
+    own = AgreedError(error) if isinstance(error, str) else error
+    votes = torch.tensor([0 if own is None else (world - rank) * _CODES + own.code, int(stop)], device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
-    first, stopping = votes.tolist()
-    if first:
-        raise AgreedError(_broadcast_text(error or "", world - first, device))
+    vote, stopping = votes.tolist()
+    if vote:
+        first, code = divmod(vote, _CODES)
+        raise AgreedError(_broadcast_text(str(own or ""), world - first, device), code)
     return bool(stopping)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.ending import GUARD
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
-
-_MET, _UNKNOWN = "stopped by --stop-if", "--stop-if"
 
 # By the end of a metric's name and the side that it leaves its bounds on, the first that fits.
 _ADVICE = {
@@ -32,12 +29,6 @@ _ADVICE = {
 _OTHERWISE = "see docs/metrics.md for what moves it"
 
 
-class GuardError(AgreedError):
-    """A condition of ``--stop-if`` holds; the weights are good."""
-
-    code = GUARD
-
-
 class Guards:
     """The conditions of a run, told of its steps one after the other on the rank that reports them.
 
@@ -49,8 +40,8 @@ class Guards:
         self._met: dict[Condition, list[float]] = {Condition.parse(text): [] for text in config.guards.stop_if or ()}
         self._unseen = set(self._met)
 
-    def step(self, step: int, row: Mapping[str, float]) -> str | None:
-        """Why the run is to end, if it is.
+    def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
+        """Why the run is to end, if it is, and with which exit code; the weights are good.
 
         Args:
             step: number of the step.
@@ -70,28 +61,18 @@ class Guards:
         return None
 
 
-@contextmanager
-def telling_guards() -> Iterator[None]:
-    """All ranks agree on an error by its words alone: here a guard's is a :class:`GuardError` again."""
-    try:
-        yield
-    except AgreedError as error:
-        if str(error).startswith(_MET):
-            raise GuardError(str(error)) from None
-        raise
-
-
-def _met(condition: Condition, step: int, values: Sequence[float]) -> str:
+def _met(condition: Condition, step: int, values: Sequence[float]) -> AgreedError:
     side = condition.comparison[0]
     fitting = (words for (name, sides), words in _ADVICE.items() if condition.metric.endswith(name) and side in sides)
     advice = next(fitting, _OTHERWISE)
     found = ", ".join(f"{value:.3g}" for value in values[-3:])
-    return f"{_MET} '{condition.text}' after step {step} ({condition.metric} was {found}): {advice}"
+    words = f"stopped by --stop-if '{condition.text}' after step {step} ({condition.metric} was {found}): {advice}"
+    return AgreedError(words, GUARD)
 
 
-def _unknown(condition: Condition, step: int, row: Mapping[str, float]) -> str:
+def _unknown(condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError:
     close = difflib.get_close_matches(condition.metric, row, n=3) or sorted(row)[:3]
-    return (
-        f"{_UNKNOWN} '{condition.text}': step {step} has no metric {condition.metric}, and so could never end by it: "
+    return AgreedError(
+        f"--stop-if '{condition.text}': step {step} has no metric {condition.metric}, and so could never end by it: "
         f"use one that metrics.jsonl has, like {', '.join(close)}"
     )

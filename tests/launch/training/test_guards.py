@@ -5,11 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config.guards import Condition
 from megatron_rc.launch.training.guards import Guards
-from tests.launch.training.test_loop import LIVE, rows, run_training
+from megatron_rc.launch.training.loop import train
+from tests.launch.training.test_loop import LIVE, rows
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
@@ -65,10 +69,11 @@ def test_a_flag_that_takes_several_values_is_given_once(tmp_path):
 
 def verdicts(tmp_path, condition, values, metric=KL):
     guards = Guards(run_config(flags(tmp_path, "--stop-if", condition)))
-    return [
+    found = [
         guards.step(step, {"grad_norm": 1.0, metric: value} if value is not None else {"lr": 0.1})
         for step, value in enumerate(values, start=1)
     ]
+    return [None if error is None else str(error) for error in found]
 
 
 @pytest.mark.parametrize(
@@ -139,16 +144,25 @@ def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
     assert words.endswith(f"use one that metrics.jsonl has, like {KL}")
 
 
+def error_and_code(words):
+    try:
+        train(*configure(words, torch.distributed.get_world_size()))
+    except AgreedError as error:
+        return str(error), error.code
+
+
 def test_all_ranks_end_alike(ranks, tmp_path):
     layout = Layout(pp=2, dp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", "--train-iters=5", "--stop-if")
-    errors = ranks.run(run_training, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"])
+    errors = ranks.run(error_and_code, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"])
     assert set(errors) == {errors[0]}
-    assert errors[0].startswith("GuardError: stopped by --stop-if 'perf/update_seconds > 0 for 2' after step 2 (")
+    assert errors[0][0].startswith("stopped by --stop-if 'perf/update_seconds > 0 for 2' after step 2 (")
+    assert errors[0][1] == 3
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    errors = ranks.run(run_training, layout, [*words, "reward/short > 2"])
+    errors = ranks.run(error_and_code, layout, [*words, "reward/short > 2"])
     assert set(errors) == {errors[0]}
-    assert errors[0].startswith("AgreedError: --stop-if 'reward/short > 2': step 1 has no metric reward/short")
+    assert errors[0][1] == 1
+    assert errors[0][0].startswith("--stop-if 'reward/short > 2': step 1 has no metric reward/short")
 
 
 @pytest.mark.processes

@@ -564,9 +564,9 @@ def test_a_checkpoint_past_the_end_is_refused_and_leaves_the_settings(ranks, tmp
 def close_after_failure(words):
     """Whether the engine is closed where what follows it cannot be made."""
     from megatron_rc.launch.rollouts.collector import RolloutCollector
-    from megatron_rc.launch.training import loop
+    from megatron_rc.launch.training import weight_sync
 
-    failing = mock.patch.object(loop, "SyncCheck", side_effect=ValueError("no room"))
+    failing = mock.patch.object(weight_sync, "SyncCheck", side_effect=ValueError("no room"))
     with failing, mock.patch.object(RolloutCollector, "close", autospec=True) as close:
         return run_training(words), close.call_count
 

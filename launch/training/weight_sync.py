@@ -1,0 +1,80 @@
+"""New weights on their way from the trainer to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rc.launch.distributed import number_of_rank_0
+from megatron_rc.launch.rollouts.collector import RolloutCollector
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.metrics_file import METRICS_FILE, last_evaluation
+from megatron_rc.launch.training.report import Reporter
+from megatron_rc.launch.training.sync_check import SyncCheck
+from megatron_rc.launch.training.trainer import Trainer
+from megatron_rc.parallel import ParallelGroups
+
+
+class WeightSync:
+    """New weights for the engines, the check that they arrived, and the evaluations that are due.
+
+    Attributes:
+        metrics: of the last one.
+        evaluated: the step of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        collector: RolloutCollector,
+        groups: ParallelGroups,
+        reporter: Reporter | None,
+    ) -> None:
+        self.config, self.trainer, self.collector, self.reporter = config, trainer, collector, reporter
+        self.check = None if config.rollouts.load_rollouts else SyncCheck(config, trainer, collector, groups)
+        self.metrics: dict[str, float] = {}
+        self.evaluated = self._last_evaluation()
+
+    def _last_evaluation(self) -> int:
+        """What the run's metrics say, which rank 0 writes: a run that was told to stop ends without the one due."""
+        step = self.trainer.iteration
+        if self.config.evaluation.eval_interval is None or not step:
+            return -1
+        launch = self.config.launch
+        path = Path(launch.runs_dir) / launch.run_name / METRICS_FILE
+        return number_of_rank_0(self.config, last_evaluation(path, step) if self.reporter is not None else -1)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an evaluation is due: an interval has ended since the last one, or the run has."""
+        interval, step = self.config.evaluation.eval_interval, self.trainer.iteration
+        if interval is None or step == self.evaluated:
+            return False
+        return bool(step // interval > self.evaluated // interval or step >= self.config.training.train_iters)
+
+    def __call__(self, lap: Callable[[str], None] = lambda _: None) -> None:
+        """Now, while no request is under way; ``lap`` is told ``sync`` and ``eval`` where they end."""
+        step = self.trainer.iteration
+        self._send(step)
+        lap("sync")
+        if self.is_wanted:
+            self.evaluated = step
+            metrics = self.collector.evaluate(step)
+            if self.reporter is not None:
+                self.reporter.evaluation(step, metrics)
+            lap("eval")
+
+    def go_on(self) -> None:
+        """Let the engines sample what was under way when the checkpoint was written, from the weights they had."""
+        kept = self.trainer.sampling_weights
+
+        def send() -> None:
+            with kept.in_place_of(self.trainer.chunks):
+                self._send(kept.version)
+
+        self.collector.go_on(self.trainer.iteration, kept.version, send)
+
+    def _send(self, version: int) -> None:
+        self.collector.sync_weights(self.trainer.chunks, version)
+        self.metrics = {} if self.check is None else self.check()
