@@ -14,7 +14,7 @@ from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.criteria import ALIASES
 from megatron_rc.settings.dialects.reader import Dialect, Settings, clamped, pair, rejection
 
-_BUILT_IN: dict[str, Any] = {"tis_clip": 2.0, "tis_clip_low": 0.0}
+BUILT_IN: dict[str, Any] = {"tis_clip": 2.0, "tis_clip_low": 0.0}
 _EXAMPLE: dict[str, Any] = {
     "tis_mode": "truncate",
     "tis_level": "token",
@@ -35,8 +35,9 @@ _EARLIER: dict[str, Any] = {
     "mis_upper_bound": 2.0,
     "mis_veto_threshold": None,
 }
+OF_EXAMPLES = (*_EXAMPLE, *_EARLIER)
 _SPELLINGS = {
-    "slime's built-in correction": _BUILT_IN,
+    "slime's built-in correction": BUILT_IN,
     "its example's": _EXAMPLE,
     "its example's of October and November 2025": _EARLIER,
 }
@@ -45,7 +46,7 @@ _DEFAULTS: dict[str, Any] = {
     "use_rollout_logprobs": False,
     "use_opsm": False,
     "opsm_delta": 1e-4,
-    **_BUILT_IN,
+    **BUILT_IN,
     **_EXAMPLE,
     **_EARLIER,
 }
@@ -58,7 +59,7 @@ def slime(settings: Settings) -> dict[str, Any]:
     criteria: dict[str, tuple[float, float]] = {}
     if not settings.boolean("use_tis") and not settings.boolean("use_mis"):
         settings.drop(*used, because="slime does nothing, not even use_rs, without use_tis")
-    elif used is _BUILT_IN:
+    elif used is BUILT_IN:
         own = {"rollout_is": "token", **clamped(settings, "tis_clip_low", "tis_clip")}
     elif used is _EARLIER:
         own, criteria = _weights(settings, "mis", masks_weights="use_mis" in settings.given)

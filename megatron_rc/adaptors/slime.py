@@ -1,0 +1,160 @@
+"""For slime's ``--custom-tis-function-path``: weights and rejection of ragged responses, exact over CP ranks.
+
+Arguments and answers are those of slime of 21 August 2026 (commit 624b824), ``policy_loss_function`` in
+``slime/backends/megatron_utils/loss.py``. The page is docs/adaptors.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.adaptors.settings import check_micro_batch_config
+from megatron_rc.adaptors.slime_chunks import Chunks
+from megatron_rc.correction.api import correct_rollouts
+from megatron_rc.numerics import k3
+from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
+
+Answer = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+
+
+class SlimeCorrection:
+    """A function for ``--custom-tis-function-path``: slime names the object by its module and name.
+
+    Where slime is run without ``--use-tis`` (with ``--get-mismatch-metrics`` alone) it measures and corrects nothing.
+
+    Args:
+        config: what to correct. slime calls once a micro-batch and divides by the tokens that trained before anything
+            was rejected: a configuration with rejection says ``rejection_denominator="original"``. Default: slime's own
+            settings, from its ``args``, with the names that its example reads (``tis_level``, ``rs_level``, …, or
+            ``mis_level``, …), which slime takes from ``--custom-config-path``.
+        groups: ``groups.cp`` holds the other chunks of the responses. Default: Megatron's.
+        allow_zero_log_probs: as :func:`megatron_rc.correct_rollouts` has it.
+
+    Raises:
+        ValueError: a setting that a micro-batch alone cannot have, with the remedy.
+    """
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig | None = None,
+        groups: ParallelGroups | None = None,
+        *,
+        allow_zero_log_probs: bool = False,
+    ) -> None:
+        if config is not None:
+            check_micro_batch_config(config, "slime")
+        self.config = config
+        self.groups = groups
+        self.allow_zero_log_probs = allow_zero_log_probs
+
+    def __call__(
+        self,
+        args: Any,
+        *,
+        pg_loss: Tensor,
+        train_log_probs: Sequence[Tensor],
+        rollout_log_probs: Sequence[Tensor],
+        loss_masks: Sequence[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        **others: Any,
+    ) -> Answer:
+        """Correct one micro-batch of n responses.
+
+        Args:
+            args: slime's arguments.
+            pg_loss: [t], the loss of every local token of the responses, one response after the other.
+            train_log_probs: n tensors: log π_old of the local tokens of each response, in zigzag chunks of the whole
+                sequence (prompt and response, padded to 2·cp equal chunks).
+            rollout_log_probs: likewise, log π_rollout.
+            loss_masks: n tensors [response length] of any dtype: whole responses, anything but 0 where a token trains.
+            total_lengths: tokens of prompt and response.
+            response_lengths: tokens of the response.
+            others: nothing; what another version of slime hands over is refused.
+
+        Returns:
+            ``pg_loss`` times the weights, 0 where nothing trains; the masks of whole responses, 0 where a token is
+            rejected, of the dtype they came in; and metrics of local tokens, [t] each, which slime averages over the
+            tokens that ``loss_masks`` has.
+
+        Collectives: those of ``correct_rollouts`` over ``groups.cp``, and one SUM of one byte a token where something
+        may be rejected. Host synchronisations: one.
+
+        Raises:
+            ValueError: lists or tensors of wrong lengths; missing, NaN, infinite or positive log-probs at tokens that
+                train, alike on all CP ranks.
+        """
+        if others:
+            raise ValueError(f"{min(others)} is no argument of slime's TIS function of August 2026: leave it out")
+        self.config = self.config or config_from_args(args)
+        cp = (self.groups or ParallelGroups.from_megatron()).cp
+        chunks = Chunks(total_lengths, response_lengths, cp)
+        old = chunks.joined("train_log_probs", train_log_probs)
+        rollout = chunks.joined("rollout_log_probs", rollout_log_probs)
+        mask = chunks.cut("loss_masks", loss_masks) != 0
+        if pg_loss.shape != old.shape:
+            raise ValueError(f"pg_loss has shape {tuple(pg_loss.shape)}: expected {tuple(old.shape)} of all responses")
+        weights, accepted = self._corrected(chunks, old, rollout, mask)
+        metrics = _metrics(self.config.metric_prefix, old - rollout, mask, accepted, weights)
+        masks = list(loss_masks)
+        if not getattr(args, "use_tis", True):
+            return pg_loss, masks, metrics
+        loss = pg_loss if weights is None else pg_loss * weights.to(pg_loss.dtype)
+        loss = torch.where(accepted, loss, torch.zeros_like(loss))
+        return loss, chunks.whole_masks(masks, accepted) if self.config.rejects else masks, metrics
+
+    def _corrected(self, chunks: Chunks, old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(weights or None, accepted tokens), each [t]."""
+        assert self.config is not None
+        result = correct_rollouts(
+            chunks.spread(old),
+            chunks.spread(rollout),
+            chunks.spread(mask),
+            self.config,
+            chunks.layout,
+            ParallelGroups(cp=chunks.cp, dp_cp=chunks.cp),
+            sequence_ids=torch.arange(len(chunks.lengths), device=old.device),
+            allow_zero_log_probs=self.allow_zero_log_probs,
+        )
+        result.check()
+        return None if result.weights is None else chunks.local(result.weights), chunks.local(result.mask)
+
+
+def config_from_args(args: Any) -> RolloutCorrectionConfig:
+    """What slime's arguments ask for.
+
+    The settings of slime's example are read where there are any, else those that are built in (``--tis-clip``).
+    ``--use-opsm`` is left to slime, which applies it beside this function.
+
+    Args:
+        args: slime's, with whatever ``--custom-config-path`` added.
+
+    Raises:
+        ValueError: a setting that is wrong, or that a micro-batch alone cannot have.
+    """
+    names = [name for name in OF_EXAMPLES if hasattr(args, name)] or list(BUILT_IN)
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given |= {name: getattr(args, name) for name in ("use_tis", "use_mis") if hasattr(args, name)}
+    config = RolloutCorrectionConfig.from_dict(given, dialect=SLIME.name)
+    check_micro_batch_config(config, "slime")
+    return config
+
+
+correct = SlimeCorrection()
+
+
+def _metrics(
+    prefix: str, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None
+) -> dict[str, Tensor]:
+    """[t] each, finite everywhere, since slime multiplies by its mask: their means are the metrics of these names."""
+    log_ratio = torch.where(mask & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
+    found = {"kl": -log_ratio, "k3_kl": k3(log_ratio), "rollout_rs_masked_fraction": (mask & ~accepted).float()}
+    if weights is not None:
+        found["rollout_is_mean"] = weights
+    return {f"{prefix}{name}": value for name, value in found.items()}

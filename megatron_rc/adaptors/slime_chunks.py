@@ -1,0 +1,98 @@
+"""Which tokens of ragged responses a context-parallel rank holds, as slime cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.groups import Group, group_rank, group_size
+from megatron_rc.parallel.layout import SequenceLayout
+
+
+class Chunks:
+    """Which tokens of the responses a CP rank holds, as slime cuts them.
+
+    A sequence is padded to 2·cp equal chunks, of which a rank holds two. The local tokens of a response are those
+    positions in them that predict one of its tokens: from the prompt's last one to the last but one of the sequence.
+
+    Args:
+        total_lengths: tokens of prompt and response.
+        response_lengths: tokens of the response.
+        cp: the group that holds the other chunks.
+
+    Attributes:
+        layout: the local chunks of whole sequences, packed.
+        lengths: of the responses.
+        counts: local tokens of each response.
+
+    Raises:
+        ValueError: lengths that cannot be.
+    """
+
+    def __init__(self, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: Group | None) -> None:
+        self.cp, size = cp, group_size(cp)
+        if len(total_lengths) != len(response_lengths):
+            raise ValueError(
+                f"total_lengths has {len(total_lengths)} entries and response_lengths {len(response_lengths)}: "
+                "expected one each for every response"
+            )
+        for index, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+            if not 0 <= response < total:
+                raise ValueError(
+                    f"response_lengths[{index}]={response}: expected 0 or more, below total_lengths {total}"
+                )
+        self.lengths = list(response_lengths)
+        parts = 2 * size if size > 1 else 1
+        local = [-(-total // parts) * parts // size for total in total_lengths]
+        self.layout = SequenceLayout.packed([0, *accumulate(local)], cp_rank=group_rank(cp), cp_size=size)
+        sequence = self.layout.sequence_index
+        responses = torch.tensor(self.lengths, dtype=torch.int64)
+        token = self.layout.positions() - (torch.tensor(total_lengths, dtype=torch.int64) - responses - 1)[sequence]
+        self._held = ((token >= 0) & (token < responses[sequence])).nonzero().squeeze(1)
+        self._token = (token + (responses.cumsum(0) - responses)[sequence])[self._held]
+        self.counts = torch.bincount(sequence[self._held], minlength=len(self.lengths)).tolist()
+
+    def joined(self, name: str, values: Sequence[Tensor]) -> Tensor:
+        """[t]: the local tokens of all responses, one after the other."""
+        return torch.cat(self._checked(name, values, self.counts)).detach()
+
+    def cut(self, name: str, values: Sequence[Tensor]) -> Tensor:
+        """[t]: the same of tensors that hold whole responses."""
+        whole = torch.cat(self._checked(name, values, self.lengths))
+        return whole[self._token.to(whole.device)]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """From [t] to the layout's shape, 0 at prompts and padding."""
+        out = values.new_zeros(self.layout.shape)
+        out[self._held.to(values.device)] = values
+        return out
+
+    def local(self, values: Any) -> Tensor:
+        """The inverse of ``spread``."""
+        found: Tensor = values[self._held.to(values.device)]
+        return found
+
+    def whole_masks(self, masks: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
+        """The masks of whole responses, 0 where a token is rejected on whatever rank holds it."""
+        kept = torch.zeros(sum(self.lengths), dtype=torch.uint8, device=accepted.device)
+        kept[self._token.to(accepted.device)] = accepted.to(torch.uint8)
+        pieces = all_reduce_sum(kept, self.cp).bool().split(self.lengths)
+        return [torch.where(piece, mask, torch.zeros_like(mask)) for piece, mask in zip(pieces, masks, strict=True)]
+
+    def _checked(self, name: str, values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor]:
+        if values is None:
+            raise ValueError(f"{name} is None: slime hands it over where the engine and the trainer keep log-probs")
+        if len(values) != len(lengths):
+            raise ValueError(f"{name} has {len(values)} entries: expected {len(lengths)}, one for every response")
+        for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
+            if tuple(value.shape) != (length,):
+                raise ValueError(
+                    f"{name}[{index}] has shape {tuple(value.shape)}: expected ({length},) on CP rank "
+                    f"{self.layout.cp_rank} of {self.layout.cp_size}"
+                )
+        return [*values, *([] if values else [torch.empty(0)])]

@@ -1,0 +1,251 @@
+"""slime's call, by its shapes (commit 624b824): the oracle's numbers over CP ranks, and errors by its names."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.adaptors import slime
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.adaptors.pages import documented
+from tests.support.correction_cases import CASES, clear_batch
+from tests.support.ranks import Layout
+
+PROMPTS = (3, 1, 5, 2, 8, 1, 1, 4, 6, 3, 2, 7)
+DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16)
+ARGS = SimpleNamespace(use_tis=True)
+
+
+def can_run(case):
+    config = RolloutCorrectionConfig(**case.fields)
+    whole = config.rollout_is_batch_normalize or config.rollout_staleness_scale or config.corrects_in_loss
+    return not whole and not any(one.unit == "prompt" or one.only_negative for one in config.criteria)
+
+
+NAMES = [name for name, case in CASES.items() if can_run(case)]
+
+
+def responses(name):
+    """The rows of a batch as ragged responses; their masks have the dtypes that programs give them."""
+    batch, expected = clear_batch(name)
+    lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in batch.mask]
+    rows = range(len(lengths))
+    torch.manual_seed(0)
+    return {
+        "lengths": lengths,
+        "totals": [length + prompt for length, prompt in zip(lengths, PROMPTS, strict=True)],
+        "old": [batch.train[row, : lengths[row]] for row in rows],
+        "rollout": [batch.rollout[row, : lengths[row]] for row in rows],
+        "masks": [batch.mask[row, : lengths[row]].to(DTYPES[row % len(DTYPES)]) for row in rows],
+        "advantages": torch.randn(len(lengths), dtype=torch.float64),
+        "steps": [0.3 * torch.randn(length, dtype=torch.float64) for length in lengths],
+    }, expected
+
+
+def local_tokens(total, response, rank, size):
+    """Which tokens of a response a rank has: those predicted in its two chunks of the padded sequence."""
+    chunk = -(-total // (2 * size))
+    held = [range(rank * chunk, (rank + 1) * chunk), range((2 * size - rank - 1) * chunk, (2 * size - rank) * chunk)]
+    first = total - response - 1
+    everywhere = [range(total)] if size == 1 else held
+    return [position - first for some in everywhere for position in some if 0 <= position - first < response]
+
+
+def call(given, fields, args=ARGS):
+    """One micro-batch on this rank as slime makes it: (local loss, gradients and tokens of each response, answers)."""
+    cp = ParallelGroups.from_megatron().cp
+    lengths, totals = given["lengths"], given["totals"]
+    tokens = [local_tokens(*pair, group_rank(cp), group_size(cp)) for pair in zip(totals, lengths, strict=True)]
+
+    def cut(rows):
+        return [row[mine] for row, mine in zip(rows, tokens, strict=True)]
+
+    old, moved = cut(given["old"]), cut(given["steps"])
+    # slime's own ratio is finite, also where the log-probs of the correction are not.
+    theta = [step.clone().requires_grad_() for step in moved]
+    ratio = torch.cat(theta).exp()
+    advantages = torch.cat([value.expand(len(mine)) for value, mine in zip(given["advantages"], tokens, strict=True)])
+    correct = slime.SlimeCorrection(RolloutCorrectionConfig(**fields))
+    loss, masks, metrics = correct(
+        args,
+        pg_loss=-advantages * ratio,
+        train_log_probs=old,
+        rollout_log_probs=cut(given["rollout"]),
+        loss_masks=given["masks"],
+        total_lengths=totals,
+        response_lengths=lengths,
+    )
+    # Each response's sum over its trained tokens before rejection, as slime's reducer has it.
+    sizes, counts = [len(mine) for mine in tokens], [mask.sum().clamp(min=1) for mask in given["masks"]]
+    parts = zip(loss.split(sizes), cut(masks), counts, strict=True)
+    total = sum((part * mask).sum() / count for part, mask, count in parts)
+    total.backward()
+    trained = torch.cat(cut([mask.bool() for mask in given["masks"]]))
+    sums = {key: float((value.double() * trained).sum()) for key, value in metrics.items()}
+    return float(total.detach()), [row.grad for row in theta], tokens, masks, sums
+
+
+def expected_of(given, expected):
+    """(loss, gradients of whole responses, masks) by the formula, from the oracle's weights and mask."""
+    total, gradients, masks = 0.0, [], []
+    for row, length in enumerate(given["lengths"]):
+        count = max(float(given["masks"][row].float().sum()), 1)
+        kept = torch.tensor(expected.mask[row][:length], dtype=torch.bool)
+        weights = torch.ones(length, dtype=torch.float64)
+        if expected.weights is not None:
+            weights = torch.tensor(expected.weights[row][:length], dtype=torch.float64)
+        terms = -given["advantages"][row] * given["steps"][row].exp() * weights / count
+        gradients.append(torch.where(kept, terms, 0.0))
+        total += float(gradients[-1].sum())
+        masks.append(kept)
+    return total, gradients, masks
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_slime_gets_the_oracles_loss_gradients_and_masks(ranks, cp):
+    made = {name: responses(name) for name in NAMES}
+    fields = {name: {**CASES[name].fields, "rejection_denominator": "original"} for name in NAMES}
+    found = ranks.run(run_all, Layout(cp=cp), {name: given for name, (given, _) in made.items()}, fields)
+    assert len(NAMES) >= 7
+    for name, (given, expected) in made.items():
+        loss, gradients, masks = expected_of(given, expected)
+        parts = [rank[name] for rank in found]
+        assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-9)
+        for row, gradient in enumerate(gradients):
+            got = torch.zeros_like(gradient)
+            for _, local, tokens, _, _ in parts:
+                got[tokens[row]] = local[row]
+            torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
+        for part in parts:
+            for mask, kept, was in zip(part[3], masks, given["masks"], strict=True):
+                assert mask.dtype == was.dtype
+                assert torch.equal(mask.bool(), kept)
+        if CASES[name].bad:  # slime counts them in what it divides by
+            continue
+        tokens = sum(int(mask.sum()) for mask in given["masks"])
+        for key in parts[0][4]:
+            mean = sum(part[4][key] for part in parts) / tokens
+            assert mean == pytest.approx(expected.metrics[key.removeprefix("rollout_corr/")], rel=1e-6, abs=1e-9)
+
+
+def run_all(given, fields):
+    return {name: call(given[name], fields[name]) for name in given}
+
+
+def arguments(**changes):
+    """Three responses of 2, 0 and 3 tokens on one rank."""
+    given = {
+        "pg_loss": torch.ones(5),
+        "train_log_probs": [torch.tensor([-1.0, -0.5]), torch.empty(0), torch.tensor([-2.0, -0.1, -0.4])],
+        "rollout_log_probs": [torch.tensor([-1.1, -0.9]), torch.empty(0), torch.tensor([-2.0, -3.1, -0.4])],
+        "loss_masks": [torch.ones(2), torch.empty(0), torch.tensor([1, 1, 0])],
+        "total_lengths": [4, 3, 5],
+        "response_lengths": [2, 0, 3],
+    }
+    return given | changes
+
+
+def correct(config=None, args=ARGS, **changes):
+    groups = ParallelGroups()
+    return slime.SlimeCorrection(config, groups)(args, **arguments(**changes))
+
+
+TOKEN = RolloutCorrectionConfig.decoupled_token_is(threshold=1.25)
+
+
+def test_metrics_alone_change_nothing():
+    loss, masks, metrics = correct(TOKEN, SimpleNamespace(use_tis=False))
+    assert torch.equal(loss, torch.ones(5))
+    assert [mask.tolist() for mask in masks] == [[1, 1], [], [1, 1, 0]]
+    assert {name: tuple(value.shape) for name, value in metrics.items()} == {
+        f"rollout_corr/{name}": (5,) for name in ("kl", "k3_kl", "rollout_rs_masked_fraction", "rollout_is_mean")
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({"tis_clip": 1.25, "tis_clip_low": 0.0}, [1.105171, 1.25, 1, 1.25, 0]),
+        (
+            {"tis_clip": 2.0, "tis_level": "token", "tis_mode": "truncate", "tis_upper_bound": 1.25},
+            [1.105171, 1.25, 1, 1.25, 0],
+        ),
+        ({"mis_level": "sequence", "mis_upper_bound": 1.25, "mis_lower_bound": 0.8}, [1.25, 1.25, 1.25, 1.25, 0]),
+    ],
+    ids=["built in", "example", "its names of 2025"],
+)
+def test_settings_are_slimes_own(settings, weights):
+    loss, *_ = correct(None, SimpleNamespace(use_tis=True, use_opsm=True, opsm_delta=0.1, **settings))
+    torch.testing.assert_close(loss, torch.tensor(weights), rtol=1e-5, atol=0)
+
+
+def test_an_object_for_the_flag_is_there():
+    """slime imports a module by name, and takes the attribute."""
+    assert isinstance(slime.correct, slime.SlimeCorrection)
+    assert slime.correct.config is None
+
+
+GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bypass_mode": True}, "bypass_mode=True: slime makes the ratio"),
+        ({"proximal_interpolation": True}, "proximal_interpolation=True: slime"),
+        ({"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True: slime asks"),
+        ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime asks"),
+        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' looks at advantages"),
+        (
+            {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": "0.9_1.1"},
+            "rollout_rs='group_mean_k1' looks at prompts",
+        ),
+        (GEOMETRIC, "set rejection_denominator='original'"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:22],
+)
+def test_settings_that_a_micro_batch_cannot_have(fields, message):
+    with pytest.raises(ValueError, match=message):
+        slime.SlimeCorrection(RolloutCorrectionConfig(**fields))
+
+
+def test_slimes_own_normalisation_is_refused():
+    args = SimpleNamespace(use_tis=True, tis_level="token", tis_upper_bound=2.0, tis_batch_normalize=True)
+    with pytest.raises(ValueError, match="rollout_is_batch_normalize=True: slime asks for one micro-batch"):
+        correct(None, args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_log_probs": None}, "rollout_log_probs is None"),
+        ({"train_log_probs": [torch.zeros(2)]}, "train_log_probs has 1 entries: expected 3"),
+        (
+            {"loss_masks": [torch.ones(2), torch.empty(0), torch.ones(2)]},
+            r"loss_masks\[2\] has shape \(2,\): expected \(3,\)",
+        ),
+        ({"response_lengths": [2, 0]}, "total_lengths has 3 entries and response_lengths 2"),
+        ({"response_lengths": [2, 0, 5]}, r"response_lengths\[2\]=5: expected 0 or more, below total_lengths 5"),
+        ({"pg_loss": torch.ones(4)}, r"pg_loss has shape \(4,\): expected \(5,\)"),
+        ({"max_seq_lens": [8, 8, 8]}, "max_seq_lens is no argument of slime's"),
+        (
+            {"rollout_log_probs": [torch.tensor([-1.0, torch.nan]), torch.empty(0), -torch.ones(3)]},
+            "sample 0, position 2 is NaN",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:22],
+)
+def test_arguments_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        correct(TOKEN, **changes)
+
+
+def test_the_page_makes_the_object():
+    found = documented("slime")["correct"]
+    found.groups = ParallelGroups()
+    loss, masks, _ = found(ARGS, **arguments())
+    # The third response's mean of log ρ is 1.5; the first one's is 0.25.
+    assert [mask.tolist() for mask in masks] == [[0, 0], [], [0, 0, 0]]
+    assert not loss.any()
