@@ -12,7 +12,10 @@ import pytest
 from tests.support.paths import LINKED, ROOT
 
 # A folder, or a module that stands by itself, imports from those before it alone.
-LIBRARY = ("numerics", "parallel", "advantages", "loss", "settings", "correction", "schedule", "adaptors", "public")
+LIBRARY = (
+    *("numerics", "parallel", "advantages", "loss", "settings", "correction", "schedule", "adaptors"),
+    *("public", "doctor"),
+)
 # What stands in one row does not know of each other.
 LAUNCH = (
     {"errors", "ending", "resolved", "environment", "own_folders", "phases", "set_aside"},

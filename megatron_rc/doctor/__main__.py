@@ -1,0 +1,43 @@
+"""What is wrong with a run's log-probs, and which correction fits: in plain words, with the numbers.
+
+    python -m megatron_rc.doctor RUN|BATCH|FILE [--json]
+
+RUN is a run's folder or its metrics.jsonl, BATCH a recorded rollout batch (safetensors or JSON lines, or the folder of
+--save-rollouts), FILE the metrics of another program as JSON, JSON lines or CSV. Ends with 0 where nothing is wrong,
+with 1 where something is, with 2 for input that cannot be used, and with 3 where it says too little to judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, judge, print; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rc.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="RUN|BATCH|FILE", type=Path)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    from megatron_rc.doctor.inputs import read_evidence
+    from megatron_rc.doctor.report import UNUSABLE, as_json, examine, in_words
+
+    try:
+        report = examine(read_evidence(args.path))
+    except (ValueError, ImportError) as problem:
+        sys.stderr.write(f"{problem}\n")
+        return UNUSABLE
+    sys.stdout.write((json.dumps(as_json(report), indent=1) if args.json else in_words(report)) + "\n")
+    return report.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Which preset fits the numbers, with which thresholds, and what each would do to a recorded batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.rule import Verdict
+from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.doctor.signs import K3
+
+UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
+KEPT = 0.95  # of the sequences, by the geometric bound that is proposed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A preset, its arguments, and why this one."""
+
+    preset: str
+    why: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> RolloutCorrectionConfig:
+        """The correction itself."""
+        made: RolloutCorrectionConfig = getattr(RolloutCorrectionConfig, self.preset)(**self.arguments)
+        return made
+
+    def flags(self) -> str:
+        """The same for a run of the launcher."""
+        names = {
+            "threshold": "rollout-is-threshold",
+            "is_threshold": "rollout-is-threshold",
+            "rs_threshold": "rollout-rs-threshold",
+        }
+        words = [f"--{names[name]} {value}" for name, value in self.arguments.items()]
+        return " ".join([f"--rollout-correction-preset {self.preset}", *words])
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a correction would do to a batch.
+
+    Attributes:
+        ess: effective sample size of its weights, a share of the tokens; 1 without weights.
+        mean_weight: likewise, of the bounded weights.
+        rejected_tokens: share of the tokens; ``rejected_sequences``: of the sequences that lose any.
+        rejected_by_reward: share of the tokens, by the reward's sign.
+    """
+
+    choice: Choice
+    ess: float
+    mean_weight: float
+    rejected_tokens: float
+    rejected_sequences: float
+    rejected_by_reward: dict[str, float]
+
+
+def choose(facts: Facts, verdicts: Sequence[Verdict], sampled: Sampled | None = None) -> Choice | None:
+    """The preset for these numbers; None where too little is known."""
+    names = {verdict.rule.name for verdict in verdicts}
+    broken = next((verdict.rule for verdict in verdicts if verdict.rule.repair), None)
+    if broken is not None:
+        return Choice(
+            "disabled", f"repair this first ({broken.title}): no correction makes up for it. Measure until then"
+        )
+    if not facts.has("k3_kl"):
+        return None
+    if "tails" in names:
+        why = "weights of 0 take the few tokens out that are far off, and leave the rest as it is"
+        return Choice("decoupled_token_icepop", why)
+    return _for_noise(facts, "long_products" in names, None if sampled is None else geometric_bound(sampled))
+
+
+def _for_noise(facts: Facts, is_long: bool, bound: str | None) -> Choice:
+    """Where the policies differ by noise, or not at all."""
+    upper = _token_bound(facts)
+    if facts["k3_kl"] <= K3 and not is_long:
+        why = "the policies are as close as rounding leaves them: these weights change next to nothing"
+        return Choice("decoupled_token_is", why, {"threshold": upper})
+    if facts["sequence_eff_sample_size"] >= 0.5 and not is_long:
+        share = facts["sequence_eff_sample_size"]
+        why = f"weights of whole sequences are unbiased, and leave {share:.0%} of this batch"
+        return Choice("decoupled_seq_is", why, {"threshold": 2.0})
+    if bound is None:
+        why = "weights of tokens hold whatever the length; a recorded batch would say how to bound whole sequences"
+        return Choice("decoupled_token_is", why, {"threshold": upper})
+    why = "weights of whole sequences would leave too little: weights of tokens, and the farthest sequences rejected"
+    return Choice("decoupled_geo_rs_token_tis", why, {"is_threshold": upper, "rs_threshold": bound})
+
+
+def _token_bound(facts: Facts) -> float:
+    """The smallest upper bound that at most a hundredth of the tokens is above."""
+    top = facts["log_ratio_p99"]
+    wanted = 2.0 if math.isnan(top) else math.exp(min(top, 5.0))
+    return next((bound for bound in UPPER_BOUNDS if bound >= wanted), UPPER_BOUNDS[-1])
+
+
+def geometric_bound(sampled: Sampled) -> str | None:
+    """Symmetric bounds on the geometric mean of ρ that a share ``KEPT`` of the sequences lies within."""
+    means = mean_log_ratios(sampled)
+    if means is None or not len(means):
+        return None
+    width = float(means.abs().quantile(KEPT, interpolation="higher"))
+    # As many digits as say two of the width; rounded outwards.
+    digits = max(3, 1 - math.floor(math.log10(max(width, 1e-6))))
+    upper = math.ceil(math.exp(width) * 10**digits) / 10**digits
+    lower = math.floor(math.exp(-width) * 10**digits) / 10**digits
+    return f"{lower:.{digits}f}_{upper:.{digits}f}"
+
+
+def mean_log_ratios(sampled: Sampled) -> torch.Tensor | None:
+    """[n'] float64, the mean log ρ of each sequence that has a usable token."""
+    if sampled.old_log_probs is None:
+        return None
+    mask = sampled.usable()
+    log_ratio = torch.where(mask, sampled.old_log_probs.double() - sampled.rollout_log_probs.double(), 0.0)
+    counts = mask.sum(dim=1)
+    return (log_ratio.sum(dim=1) / counts.clamp(min=1))[counts > 0]
+
+
+def candidates(choice: Choice) -> list[Choice]:
+    """The chosen preset first, then the usual others, for comparison."""
+    others = ("decoupled_token_is", "decoupled_token_icepop", "decoupled_seq_is", "decoupled_geo_rs", "decoupled_k3_rs")
+    found = [choice]
+    for other in (Choice(name, "") for name in others):
+        if all(other.config() != known.config() for known in found):
+            found.append(other)
+    return found
+
+
+def effect(choice: Choice, sampled: Sampled) -> Effect:
+    """What a correction would do to a batch that has log-probs of the trainer."""
+    assert sampled.old_log_probs is not None
+    fields = choice.config().to_dict() | {"bad_log_probs": "reject_token", "metric_prefix": ""}
+    metrics = correct_rollouts(
+        sampled.old_log_probs.float(),
+        sampled.rollout_log_probs.float(),
+        sampled.response_mask,
+        RolloutCorrectionConfig.from_dict(fields),
+        rewards=sampled.rewards,
+        allow_zero_log_probs=True,
+    ).metrics()
+    signs = {
+        sign: metrics.get(f"rollout_rs_masked_fraction_reward_{sign}") for sign in ("negative", "zero", "positive")
+    }
+    return Effect(
+        choice,
+        ess=metrics.get("rollout_is_eff_sample_size", 1.0),
+        mean_weight=metrics.get("rollout_is_mean", 1.0),
+        rejected_tokens=metrics["rollout_rs_masked_fraction"],
+        rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],
+        rejected_by_reward={sign: share for sign, share in signs.items() if share is not None},
+    )

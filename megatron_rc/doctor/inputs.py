@@ -1,0 +1,145 @@
+"""What a path holds: the metrics of a run, or a recorded batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.other_records import is_record, sampled_of_objects, sampled_of_tensors
+from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.doctor.series import facts_of_series
+from megatron_rc.doctor.tables import own_rows, parse_json, rows_of_csv, rows_of_objects
+
+METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
+_PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".npz", ".npy", ".parquet", ".arrow")
+_SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
+_STEP = re.compile(r"(step-\d+)-replica-\d+\.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What was read.
+
+    Attributes:
+        what: in words.
+        facts: its numbers.
+        sampled: the responses, where it is a recorded batch.
+        notes: what the reader left out, a sentence each.
+    """
+
+    what: str
+    facts: Facts
+    sampled: Sampled | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_evidence(path: Path) -> Evidence:
+    """What a path holds.
+
+    Args:
+        path: a run's folder, a folder of recorded batches, or a file: metrics (JSON, JSON lines, CSV) or a batch
+            (safetensors, JSON lines).
+
+    Raises:
+        ValueError: one sentence: what it is, and what to give instead.
+    """
+    try:
+        return _read_folder(path) if path.is_dir() else _read_file(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text: give metrics as JSON or CSV, or a batch as safetensors") from None
+
+
+def _read_folder(path: Path) -> Evidence:
+    if (path / METRICS_FILE).is_file():
+        return _read_file(path / METRICS_FILE)
+    batches = sorted(path.glob("*.safetensors"))
+    if not batches:
+        raise ValueError(f"{path} has neither {METRICS_FILE} nor *.safetensors: name a run's folder, or a file")
+    match = _STEP.fullmatch(batches[-1].name)
+    files = [batches[-1]] if match is None else [file for file in batches if file.name.startswith(f"{match[1]}-")]
+    batch = RolloutBatch.concatenate([load_rollouts(file) for file in files])
+    name = files[-1].name if match is None else match[1]
+    return _of_batch(Sampled.of_batch(batch), f"{path}, {name}, the last of its batches")
+
+
+def _read_file(path: Path) -> Evidence:
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix in _PICKLED:
+        raise ValueError(
+            f"{path}: {path.suffix} files are not read (pickled ones can run code): write the batch with save_rollouts "
+            "(docs/rollouts.md), as JSON lines, or the metrics as JSON or CSV"
+        )
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
+    if text.lstrip()[0] not in "{[":
+        return _of_rows(rows_of_csv(text, path), path)
+    objects = parse_json(text, path)
+    if {"schema_version", "tokens"} <= objects[0].keys():
+        return _read_json_lines(text, path)
+    if is_record(objects[0]):
+        return _of_batch(sampled_of_objects(objects, path), str(path))
+    prefix = read_settings(path.parent).get("metric-prefix", "")
+    return _of_rows(rows_of_objects(objects, prefix), path, prefix)
+
+
+def _read_safetensors(path: Path) -> Evidence:
+    try:
+        return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path))
+    except ValueError as problem:
+        try:
+            from safetensors.torch import load_file
+
+            tensors = load_file(path)
+        except Exception:  # whatever safetensors raises for a file that is none
+            raise problem from None
+        if not is_record(tensors):
+            raise problem from None
+        return _of_batch(sampled_of_tensors(tensors, path), str(path))
+
+
+def _read_json_lines(text: str, path: Path) -> Evidence:
+    try:
+        batches = list(from_json_lines(text.splitlines(), 2**20))
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    if len(batches) > 1:
+        raise ValueError(f"{path} holds batches that were sampled differently: give one of them")
+    return _of_batch(Sampled.of_batch(batches[0]), str(path))
+
+
+def _of_batch(sampled: Sampled, what: str) -> Evidence:
+    if not sampled.response_mask.any():
+        raise ValueError(f"{what}: no response has a sampled token")
+    facts = facts_of_batch(sampled)
+    words = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
+    notes = (
+        ()
+        if sampled.old_log_probs is not None
+        else ("the batch has no log-probs of the trainer: record them with --save-rollouts DIR --save-log-probs",)
+    )
+    return Evidence(f"{what}: {words}", facts, sampled, notes)
+
+
+def _of_rows(rows: Any, path: Path, prefix: str = "") -> Evidence:
+    found, bad = own_rows(rows, path, prefix)
+    notes = (f"{bad} rows are left out: a number in them is NaN or infinite",) if bad else ()
+    settings = read_settings(path.parent) if path.name == METRICS_FILE else None
+    return Evidence(f"{path}: {len(found)} steps", facts_of_series(found, settings or None), notes=notes)
+
+
+def read_settings(folder: Path) -> Mapping[str, str]:
+    """The flags of a run, those too that it names behind a # as defaults; empty where it left none."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return {}
+    return {name: value.strip("'\" ") for name, value in _SETTING.findall(path.read_text(encoding="utf-8"))}

@@ -1,0 +1,186 @@
+"""Facts of a recorded batch: the library's own metrics of it, and what tells one fault from another."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.sampled import Sampled
+
+MAX_TOKENS = 2**18  # of those that the more expensive facts look at
+NOISE = 0.02  # nats: log-ratios below are rounding
+_FEW = 8  # tokens of a sequence that say nothing of it
+_CAP = 0.5  # nats: a single token can say no more of its sequence
+# Metrics of weights that depend on a bound.
+_BOUNDED = (
+    *("rollout_is_ratio_fraction", "rollout_is_seq_", "rollout_is_applied_", "rollout_is_eff", "rollout_is_p"),
+    *("rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min", "rollout_rs_"),
+)
+_SHARPER = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.5)
+_OTHERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+def facts_of_batch(sampled: Sampled) -> Facts:
+    """Everything that a batch says; without ``old_log_probs`` that is little.
+
+    Args:
+        sampled: on the host.
+    """
+    mask = sampled.usable()
+    facts = Facts(num_tokens=float(mask.sum()), num_sequences=float(mask.any(dim=1).sum()))
+    facts["bad_log_probs"] = float((sampled.response_mask & ~mask).sum())
+    facts["zero_sequences"] = _zero_sequences(sampled, mask)
+    facts["response_length"] = facts["num_tokens"] / max(facts["num_sequences"], 1)
+    facts |= _sampling_facts(sampled)
+    if sampled.old_log_probs is None or not mask.any():
+        return facts
+    facts |= _library_metrics(sampled)
+    rollout, old = sampled.rollout_log_probs.double(), sampled.old_log_probs.double()
+    facts |= _token_facts(rollout[mask], old[mask])
+    facts |= _shift_facts(rollout, old, mask)
+    facts |= _sequence_facts(rollout, old, mask)
+    if sampled.policy_versions is not None:
+        facts |= _version_facts(rollout[mask], old[mask], sampled.policy_versions[mask])
+    return facts
+
+
+def _zero_sequences(sampled: Sampled, mask: Tensor) -> float:
+    """Sequences of more than 8 tokens whose rollout log-probs are all exactly 0."""
+    top_k = sampled.sampling.top_k if sampled.sampling is not None else 0
+    empty = ~(mask & (sampled.rollout_log_probs != 0)).any(dim=1) & (mask.sum(dim=1) > _FEW)
+    return 0.0 if top_k == 1 else float(empty.sum())
+
+
+def _sampling_facts(sampled: Sampled) -> dict[str, float]:
+    if sampled.sampling is None:
+        return {}
+    how = sampled.sampling
+    return {
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "top_k": float(how.top_k),
+        "raw_log_probs": float(how.log_probs_mode == "raw"),
+    }
+
+
+def _library_metrics(sampled: Sampled) -> dict[str, float]:
+    """The metrics of the correction with token weights that are measured, and the share that sequence weights leave."""
+    assert sampled.old_log_probs is not None
+    measured = {}
+    for level in ("token", "sequence"):
+        config = RolloutCorrectionConfig(
+            rollout_is=level,
+            rollout_is_threshold=2.0,
+            rollout_is_apply=False,
+            bad_log_probs="reject_token",
+            metric_prefix="",
+        )
+        measured[level] = correct_rollouts(
+            sampled.old_log_probs.float(),
+            sampled.rollout_log_probs.float(),
+            sampled.response_mask,
+            config,
+            allow_zero_log_probs=True,
+        ).metrics()
+    # Nobody has chosen the bounds of these weights.
+    kept = {name: value for name, value in measured["token"].items() if not name.startswith(_BOUNDED)}
+    return kept | {"sequence_eff_sample_size": measured["sequence"]["rollout_is_raw_eff_sample_size"]}
+
+
+def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
+    """Of all usable tokens, [t] float64 each."""
+    log_ratio = old - rollout
+    ratio = log_ratio.clamp(max=20).exp()
+    differences = (old.exp() - rollout.exp()).abs()
+    return {
+        "abs_log_ratio": float(log_ratio.abs().mean()),
+        "probs_diff_mean": float(differences.mean()),
+        "mult_prob_error": float(log_ratio.abs().clamp(max=20).exp().mean()),
+        "ratio_mean_error": float(ratio.std(unbiased=False)) / math.sqrt(len(ratio)),
+        "share_above": float((log_ratio > NOISE).double().mean()),
+        "share_below": float((log_ratio < -NOISE).double().mean()),
+        **_temperature_facts(rollout[:MAX_TOKENS], old[:MAX_TOKENS]),
+    }
+
+
+def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
+    """The temperature ratio that explains the log-ratios best, and the share of them that it leaves unexplained.
+
+    Only the log-prob of the sampled token is known, so the rest of the distribution is taken to be ``others`` tokens
+    that are equally likely. The share is that of positive or that of negative log-ratios, whichever is larger: noise
+    moves the engine's own samples to one side and explains one of them alone.
+    """
+    log_ratio = old - rollout
+    up = log_ratio > 0
+    wholes = [log_ratio[side].abs().sum() for side in (up, ~up)]
+    if not all(wholes):
+        return {}
+    rest = torch.log1p(-old.exp().clamp(max=1 - 1e-9))
+    best = (math.inf, 1.0)
+    for sharper in _SHARPER:
+        for others in _OTHERS:
+            shared = sharper * rest + (1 - sharper) * math.log(others)
+            left = (rollout - sharper * old + torch.logaddexp(sharper * old, shared)).abs()
+            share = max(float(left[side].sum() / whole) for side, whole in zip((up, ~up), wholes, strict=True))
+            best = min(best, (share, sharper))
+    return {"temperature_unexplained": best[0], "temperature_ratio": 1 / best[1]}
+
+
+def _shift_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, float]:
+    """The distance between neighbours, as a share of that between equals: small where one column is late."""
+    pairs = mask[:, 1:] & mask[:, :-1]
+    first, second = slice(None, -1), slice(1, None)
+
+    def distance(here: slice, there: slice) -> float:
+        apart = (old[:, here] - rollout[:, there]).nan_to_num(0.0, 0.0, 0.0).abs().clamp(max=2.0)
+        return float(apart[pairs].sum())
+
+    straight = (distance(first, first) + distance(second, second)) / 2
+    if not straight or not pairs.any():
+        return {}
+    share, lag = min((distance(first, second) / straight, 1.0), (distance(second, first) / straight, -1.0))
+    return {"shift_pairs": float(pairs.sum()), "shift_share": share, "shift_lag": lag}
+
+
+def _noise(rollout: Tensor, old: Tensor) -> Tensor:
+    """[...] |log ρ| in units of the logits' noise: rounding moves a token of probability p by 1 - p of it."""
+    return (old - rollout).abs().clamp(max=_CAP) / (1.01 - rollout.exp().clamp(max=1.0))
+
+
+def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, float]:
+    """Whether the sequences fall into two kinds, near and far, with nothing in between."""
+    counts = mask.sum(dim=1)
+    noise = torch.where(mask, _noise(rollout, old), 0.0).sum(dim=1)
+    levels = (noise / counts)[counts >= _FEW].clamp(min=1e-5).log().sort().values
+    number = len(levels)
+    least = max(3, number // 20)
+    if number < 2 * least:
+        return {}
+    # The two kinds that leave the least variance within them.
+    total, below = levels.sum(), levels.cumsum(0)[least - 1 : number - least]
+    sizes = torch.arange(least, number - least + 1, dtype=levels.dtype)
+    low, high = below / sizes, (total - below) / (number - sizes)
+    between = sizes * (number - sizes) / number * (high - low).square()
+    cut = int(between.argmax())
+    variance = float((levels - total / number).square().sum())
+    return {
+        "two_kinds": float(between[cut]) / variance if variance else 0.0,
+        "near_noise": float(low[cut].exp()),
+        "far_noise": float(high[cut].exp()),
+        "far_sequences": float(number - sizes[cut]) / number,
+    }
+
+
+def _version_facts(rollout: Tensor, old: Tensor, versions: Tensor) -> dict[str, float]:
+    """How far the tokens of the newest and of the older half of the versions are apart."""
+    newest, oldest = int(versions.max()), int(versions.min())
+    noise = (old - rollout).abs()
+    older = versions <= (newest + oldest) / 2
+    facts = {"num_versions": float(newest - oldest + 1)}
+    if newest > oldest and (~older).any():
+        facts |= {"older_abs_log_ratio": float(noise[older].mean()), "newer_abs_log_ratio": float(noise[~older].mean())}
+    return facts

@@ -1,0 +1,128 @@
+"""Sampled tokens as any program writes them down: lists by name, a line a response or a column a field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.doctor.sampled import Sampled
+
+# The first name that is there; verl's, NeMo-RL's and slime's.
+ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
+OLD = ("old_log_probs", "prev_logprobs", "log_probs", "policy_logprobs")
+MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
+REWARD = ("reward", "rewards", "score", "total_reward")
+GROUP = ("group_id", "group_index", "uid", "group_ids")
+VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
+WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
+
+
+def is_record(names: Mapping[str, Any]) -> bool:
+    """Whether these are fields of responses, not metrics."""
+    return any(isinstance(names.get(name), (list, Tensor)) for name in ROLLOUT)
+
+
+def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Sampled:
+    """Responses from one object each, or from objects with a list of responses under each name.
+
+    Raises:
+        ValueError: names what is missing or of another length.
+    """
+    rows = [row for value in objects for row in _rows(value)]
+    pieces = [_piece(row, index, path) for index, row in enumerate(rows)]
+    width = max(len(piece[0]) for piece in pieces)
+    rollout, old = _padded([piece[0] for piece in pieces], width), [piece[1] for piece in pieces]
+    mask = _padded([piece[2] for piece in pieces], width) != 0
+    if not mask.any():
+        raise ValueError(f"{path}: no response has a sampled token")
+    known = [values for values in old if values is not None]
+    return Sampled(
+        rollout_log_probs=rollout,
+        response_mask=mask,
+        old_log_probs=_padded(known, width) if len(known) == len(old) else None,
+        rewards=_numbers([_first(row, REWARD) for row in rows]),
+        group_ids=_groups([_first(row, GROUP) for row in rows]),
+        policy_versions=_versions([_first(row, VERSION) for row in rows], width),
+    )
+
+
+def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
+    """Responses from tensors [n, s] by name.
+
+    Raises:
+        ValueError: names what is missing or of another shape.
+    """
+    return sampled_of_objects([{name: value.tolist() for name, value in tensors.items()}], path)
+
+
+def _rows(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """An object of columns as one object a response."""
+    rollout = _first(value, ROLLOUT)
+    if not (isinstance(rollout, list) and rollout and isinstance(rollout[0], list)):
+        return [value]
+    columns = {name: column for name, column in value.items() if isinstance(column, list)}
+    columns = {name: column for name, column in columns.items() if len(column) == len(rollout)}
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(rollout))]
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], list[Any] | None, list[Any]]:
+    """Rollout log-probs, the trainer's and the mask of one response, of one length."""
+    rollout, old, mask = (_first(row, names) for names in (ROLLOUT, OLD, MASK))
+    if not isinstance(rollout, list):
+        raise ValueError(f"{path}: response {index} has no {ROLLOUT[0]}: ask the engine for log-probs")
+    mask = [1] * len(rollout) if mask is None else mask
+    for name, values in ((OLD[0], old), (MASK[0], mask)):
+        if values is not None and (not isinstance(values, list) or len(values) != len(rollout)):
+            found = len(values) if isinstance(values, list) else type(values).__name__
+            raise ValueError(f"{path}: response {index} has {len(rollout)} {ROLLOUT[0]}, {name} has {found}")
+    if _first(row, WHOLE) == 0:
+        mask = [0] * len(rollout)
+    try:
+        torch.tensor([[_float(value) for value in values] for values in (rollout, old or rollout, mask)])
+    except (TypeError, ValueError):
+        raise ValueError(f"{path}: response {index} has something else than numbers in its log-probs or mask") from None
+    return rollout, old, mask
+
+
+def _float(value: Any) -> float:
+    """None stands where nothing was sampled."""
+    return 0.0 if value is None else float(value)
+
+
+def _padded(rows: Sequence[Sequence[Any]], width: int) -> Tensor:
+    filled = [[*map(_float, row), *[0.0] * (width - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.float64)
+
+
+def _numbers(values: Sequence[Any]) -> Tensor | None:
+    """[n], where all responses have one number (verl's scores of every token add up)."""
+    values = [sum(value) if isinstance(value, list) and all(map(_is_number, value)) else value for value in values]
+    return torch.tensor([float(value) for value in values]) if values and all(map(_is_number, values)) else None
+
+
+def _groups(values: Sequence[Any]) -> Tensor | None:
+    if not values or any(not isinstance(value, (str, int)) for value in values):
+        return None
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(values))}
+    return torch.tensor([numbers[value] for value in values])
+
+
+def _versions(values: Sequence[Any], width: int) -> Tensor | None:
+    """[n, s]: the oldest version of each response, where all say one."""
+    oldest = [value[0] if isinstance(value, list) and value else value for value in values]
+    texts = [str(value) for value in oldest if not isinstance(value, bool)]
+    if not texts or not all(text.isdecimal() for text in texts):
+        return None
+    return torch.tensor([int(text) for text in texts]).unsqueeze(1).expand(-1, width)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

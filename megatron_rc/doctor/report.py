@@ -1,0 +1,187 @@
+"""What the doctor says: as text, as one JSON object, and as an exit code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rc.doctor.advice import Choice, Effect, candidates, choose, effect
+from megatron_rc.doctor.inputs import Evidence
+from megatron_rc.doctor.ranges import RANGES
+from megatron_rc.doctor.rule import Rule, Verdict
+from megatron_rc.doctor.rules import judge, not_looked_at
+
+HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
+# k3 in nats up to which these words fit.
+GRADES = (
+    (1e-3, "the policies are as close as rounding to bfloat16 leaves them"),
+    (1e-2, "the policies differ; a correction takes care of it"),
+    (1e-1, "the policies are far apart; find the cause before relying on a correction"),
+    (math.inf, "these are two different policies; repair the cause"),
+)
+# What is shown of the distance, in this order, and how.
+SHOWN = (
+    ("kl", "KL", "{:.3g} nats a token"),
+    ("k3_kl", "k3", "{:.3g} nats a token"),
+    ("abs_log_ratio", "mean |log ρ|", "{:.3g}"),
+    ("probs_diff_mean", "mean |Δp|", "{:.3g}"),
+    ("mult_prob_error", "mean exp|log ρ|", "{:.4g}"),
+    ("rollout_is_raw_mean", "mean ρ", "{:.4g}"),
+    ("ppl_ratio", "perplexity, trainer / engine", "{:.4g}"),
+    ("chi2_token", "χ² of tokens", "{:.3g}"),
+    ("chi2_seq", "χ² of sequences", "{:.3g}"),
+    ("rollout_is_eff_sample_size", "effective sample size, as logged", "{:.3f}"),
+    ("rollout_is_raw_eff_sample_size", "effective sample size, token weights", "{:.3f}"),
+    ("sequence_eff_sample_size", "effective sample size, sequence weights", "{:.3f}"),
+)
+_QUANTILES = ("01", "05", "50", "95", "99")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that is said of one input."""
+
+    evidence: Evidence
+    verdicts: list[Verdict]
+    not_looked_at: list[Rule]
+    choice: Choice | None
+    effects: list[Effect]
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        if self.verdicts:
+            return WRONG
+        distances = ("k3_kl", "probs_diff_mean", "mult_prob_error")
+        return HEALTHY if any(self.evidence.facts.has(name) for name in distances) else TOO_LITTLE
+
+
+def examine(evidence: Evidence) -> Report:
+    """Judge what was read, and try corrections on it where it is a batch with log-probs of both policies."""
+    facts, sampled = evidence.facts, evidence.sampled
+    verdicts = judge(facts)
+    choice = choose(facts, verdicts, sampled)
+    can_try = sampled is not None and sampled.old_log_probs is not None and choice is not None
+    effects = [effect(one, sampled) for one in candidates(choice)] if can_try and sampled and choice else []
+    return Report(evidence, verdicts, not_looked_at(facts), choice, effects)
+
+
+def in_words(report: Report) -> str:
+    """The report as text."""
+    parts = [
+        report.evidence.what,
+        *(f"note: {note}" for note in report.evidence.notes),
+        "",
+        *_distance(report),
+        *_found(report),
+        *_proposed(report),
+        *_recommended(report),
+    ]
+    if report.not_looked_at:
+        names = ", ".join(rule.name for rule in report.not_looked_at)
+        parts += ["", f"Not looked at, since the numbers are not there: {names}."]
+        if report.evidence.sampled is None:
+            parts.append("A recorded batch has more (--save-rollouts DIR --save-log-probs).")
+    return "\n".join(parts)
+
+
+def _distance(report: Report) -> list[str]:
+    facts = report.evidence.facts
+    lines = ["How far apart"]
+    if facts.has("k3_kl"):
+        lines.append(f"  {next(words for limit, words in GRADES if facts['k3_kl'] <= limit)}")
+    lines += [f"  {label:<40}{form.format(facts[name])}" for name, label, form in SHOWN if name in facts]
+    if facts.has(*(f"log_ratio_p{quantile}" for quantile in _QUANTILES)):
+        ratios = "  ".join(f"{math.exp(facts[f'log_ratio_p{quantile}']):.3g}" for quantile in _QUANTILES)
+        lines.append(f"  {'ρ at 1, 5, 50, 95, 99 %':<40}{ratios}")
+    return lines if len(lines) > 1 else [*lines, "  not known: the log-probs of the trainer are missing"]
+
+
+def _found(report: Report) -> list[str]:
+    if not report.verdicts:
+        nothing = "nothing wrong" if report.code == HEALTHY else "nothing that could be seen without more numbers"
+        return ["", "What is wrong", f"  {nothing}"]
+    lines = ["", "What is wrong"]
+    for number, verdict in enumerate(report.verdicts, start=1):
+        rule = verdict.rule
+        lines += [f"  {number}. {rule.title} ({rule.name})", f"     {verdict.words}"]
+        lines += [f"     Do: {rule.advice}.", f"     Source: {rule.sources}"]
+    return lines
+
+
+def _proposed(report: Report) -> list[str]:
+    if report.choice is None:
+        return []
+    lines = ["", "What to use", f"  {report.choice.flags()}", f"  {report.choice.why}."]
+    if report.effects:
+        lines.append(f"  {'on this batch':<46}{'ESS':>7}{'mean w':>9}{'tokens rejected':>17}{'of reward -/0/+':>22}")
+    for one in report.effects:
+        by_sign = "/".join(
+            f"{one.rejected_by_reward[sign]:.0%}" if sign in one.rejected_by_reward else "-"
+            for sign in ("negative", "zero", "positive")
+        )
+        name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *_values(one.choice)])
+        lines.append(f"  {name:<46}{one.ess:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}")
+    return lines
+
+
+def _values(choice: Choice) -> list[str]:
+    return [str(value) for value in choice.arguments.values()]
+
+
+def _recommended(report: Report) -> list[str]:
+    complaints = [complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))]
+    if not complaints:
+        return []
+    return [
+        "",
+        "Outside of published ranges (docs/doctor.md says where ours differ)",
+        *(f"  {one}" for one in complaints),
+    ]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as one JSON object; numbers that are not known are left out."""
+    facts = {name: value for name, value in sorted(report.evidence.facts.items()) if math.isfinite(value)}
+    return {
+        "input": report.evidence.what,
+        "notes": list(report.evidence.notes),
+        "exit_code": report.code,
+        "verdicts": [
+            {
+                "name": verdict.rule.name,
+                "title": verdict.rule.title,
+                "words": verdict.words,
+                "advice": verdict.rule.advice,
+                "sources": verdict.rule.sources,
+                "numbers": {name: value for name, value in verdict.numbers.items() if math.isfinite(value)},
+            }
+            for verdict in report.verdicts
+        ],
+        "not_looked_at": [rule.name for rule in report.not_looked_at],
+        "proposal": None
+        if report.choice is None
+        else {
+            "preset": report.choice.preset,
+            "arguments": report.choice.arguments,
+            "flags": report.choice.flags(),
+            "why": report.choice.why,
+        },
+        "effects": [
+            {
+                "preset": one.choice.preset,
+                "arguments": one.choice.arguments,
+                "eff_sample_size": one.ess,
+                "mean_weight": one.mean_weight,
+                "rejected_tokens": one.rejected_tokens,
+                "rejected_sequences": one.rejected_sequences,
+                "rejected_by_reward": one.rejected_by_reward,
+            }
+            for one in report.effects
+        ],
+        "outside_of_published_ranges": [
+            complaint for one in RANGES if (complaint := one.complaint(report.evidence.facts))
+        ],
+        "facts": facts,
+    }

@@ -1,0 +1,218 @@
+"""The table of rules, in the order in which they explain: what stands above accounts for what stands below."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_rc.doctor import signs
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.rule import Rule, Verdict
+from megatron_rc.doctor.signs import K3, MIN_PAIRS
+
+_UNKNOWN = re.compile(r"\bnan%?")
+
+YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+LIU = "Liu et al. 2025, When Speed Kills Stability"
+VERL = "verl, docs/algo/rollout_corr.md"
+OWN = "own measurement (docs/doctor.md)"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "unusable",
+        "unusable log-probs",
+        (("bad_log_probs",), ("zero_sequences",)),
+        signs.is_unusable,
+        "one NaN, infinite or positive log-prob, or a sequence of more than 8 tokens whose rollout log-probs are all 0",
+        "{bad_log_probs:.0f} log-probs are NaN, infinite or positive, and in {zero_sequences:.0f} sequences all of the "
+        "engine's are exactly 0",
+        "ask the engine for the log-prob of every sampled token, and look for padding inside the response mask",
+        "docs/rollouts.md; TRL#6166",
+        repair=True,
+    ),
+    Rule(
+        "shift",
+        "log-probs shifted by one position",
+        (("shift_pairs", "shift_share"),),
+        signs.is_shifted,
+        f"over at least {MIN_PAIRS} pairs, neighbours differ by less than half of what equal positions do",
+        "the engine's log-prob of a token is {shift_share:.0%} as far from the trainer's of its neighbour (lag "
+        "{shift_lag:+.0f}) as from that of the token itself",
+        "align both to the label tokens: shift whole sequences before anything is cut",
+        "megatron_rc/correction/checks/shift.py; ms-swift#8196, verl#4250",
+        repair=True,
+    ),
+    Rule(
+        "truncated_sampling",
+        "truncated sampling (top-p, top-k)",
+        (("top_p",), ("rollout_is_raw_mean", "log_ratio_p99")),
+        signs.is_truncated,
+        "the record says top_p < 1 or top_k > 0; or the mean ratio is below 1 by 0.01 and by 4 standard errors, and "
+        "nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2): the engine's log-probs are of the "
+        "tokens that it kept, and the mean ratio is the probability that the trainer gives to these",
+        "the mean ratio is {rollout_is_raw_mean:.3f}, where full sampling gives 1: the trainer puts that much on the "
+        "tokens that the engine sampled from (recorded: top_p {top_p:.3g}, top_k {top_k:.0f})",
+        "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",
+        "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-V3.2, arXiv 2512.02556, 3.1",
+        ("shift",),
+        repair=True,
+    ),
+    Rule(
+        "stale_cache",
+        "a stale cache, or one engine with other weights",
+        (("two_kinds", "far_noise"),),
+        signs.is_of_two_kinds,
+        "sequences fall into two kinds (85 % of the variance of their log distance is between the kinds), the far one "
+        "at least 8 times as far as the near one, and versions do not explain it",
+        "{far_sequences:.0%} of the sequences are {far_noise:.2f} apart, the others {near_noise:.3f} (|log ρ| over the "
+        "probability that is not the token's)",
+        "empty the engine's prefix cache after every weight sync, and compare the weights of all replicas with the "
+        "trainer's",
+        "SkyRL#2246 (stale prefix cache: mean difference 0.87); vLLM's reset_prefix_cache",
+        ("shift",),
+        repair=True,
+    ),
+    Rule(
+        "log_prob_mode",
+        "log-probs from before the temperature",
+        (("raw_log_probs",), ("temperature_unexplained", "rollout_is_raw_mean")),
+        signs.is_raw,
+        "the record says raw log-probs and a temperature other than 1; or a temperature explains the log-ratios (as "
+        "below) and the mean ratio is above 1 by 0.01 and by 4 standard errors: then the tokens were not sampled from "
+        "what is reported",
+        "the mean ratio is {rollout_is_raw_mean:.3f}, where log-probs of what was sampled from give 1, and the two "
+        "policies look like temperatures with a ratio of {temperature_ratio:.2f}",
+        "ask the engine for processed log-probs (vLLM: logprobs_mode=processed_logprobs)",
+        "TRL#4159 (vLLM's raw_logprobs at temperature 0.6: ratio 2)",
+        ("shift", "stale_cache", "truncated_sampling"),
+        repair=True,
+    ),
+    Rule(
+        "temperature",
+        "another temperature",
+        (("temperature_unexplained",),),
+        signs.is_other_temperature,
+        "one temperature between the two policies leaves less than 90 % of the positive and of the negative log-ratios",
+        "engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the trainer's: "
+        "that leaves {temperature_unexplained:.0%} of the distance",
+        "score with the temperature that the engine samples at (here: --rl-default-temperature)",
+        OWN,
+        ("shift", "stale_cache", "truncated_sampling", "log_prob_mode"),
+        repair=True,
+    ),
+    Rule(
+        "staleness",
+        "weights that are some updates old",
+        (("num_versions",), ("staleness_mean", "k3_kl"), ("staleness_kl_growth",)),
+        signs.is_stale,
+        f"tokens of the older versions are twice as far off as those of the newer ones; or k3 > {K3:g} at a mean "
+        "staleness of 0.5 steps and more; or KL of the stalest tokens is twice that of the freshest",
+        "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, those of newer ones "
+        "{newer_abs_log_ratio:.3f}; mean staleness {staleness_mean:.2g} steps, k3 {k3_kl:.2g}",
+        "hand weights over more often (lower --rollout-staleness), or widen the bounds by staleness with "
+        "--rollout-staleness-scale",
+        f"AReaL, arXiv 2505.24298; {VERL}",
+        ("shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
+    ),
+    Rule(
+        "tails",
+        "a few improbable tokens that are far off",
+        (("k3_kl", "log_ratio_p05", "log_ratio_p95"),),
+        signs.has_tails,
+        f"k3 > {K3:g} and more than 8 times what the 5th and 95th percentile of log ρ, less than 0.2 apart, explain",
+        "k3 is {k3_kl:.2g} although nine tokens of ten lie within log ρ {log_ratio_p05:.3f} and {log_ratio_p95:.3f}: a "
+        "few tokens carry it (1st percentile {log_ratio_p01:.2f}, largest weight {rollout_is_raw_max:.3g})",
+        "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); look at "
+        "these tokens: routing of experts and low-probability tokens are the usual places",
+        f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); arXiv 2510.11370",
+        ("unusable", "shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
+    ),
+    Rule(
+        "precision",
+        "coarse rounding, or other weights",
+        (("k3_kl",), ("probs_diff_mean",), ("mult_prob_error",)),
+        signs.is_noisy,
+        f"k3 > {K3:g} and nothing above explains it; where k3 is not known, a mean difference of probabilities above "
+        "0.01, or a multiplicative error above 1.05",
+        "the policies differ by noise of both signs: k3 {k3_kl:.2g}, mean |log ρ| {abs_log_ratio:.2g} nats, mean "
+        "difference of probabilities {probs_diff_mean:.2g}",
+        "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers); where "
+        "both are alike, the weights are not: look at the weight sync, and at staleness if versions are not recorded",
+        f"{YAO}; verl, docs/faq/faq.rst (0.01); NeMo-RL, docs/guides/dtensor-tp-accuracy.md (1.05); {OWN}",
+        ("shift", "truncated_sampling", "stale_cache", "log_prob_mode", "temperature", "staleness", "tails"),
+    ),
+    Rule(
+        "growing_length",
+        "responses grow, and the mismatch of whole sequences with them",
+        (("response_length_growth", "chi2_seq_growth"),),
+        signs.is_growing,
+        "from the first third of the run to the last the mean length grows by 1.3 and χ² of sequences by 2, to over 1",
+        "responses are {response_length_growth:.2g} times as long as at the start ({response_length:.0f} tokens), and "
+        "χ² of sequences {chi2_seq_growth:.2g} times as large ({chi2_seq:.2g})",
+        "use token weights, or geometric means of sequences, which do not grow with the length",
+        f"{LIU}; {VERL}",
+    ),
+    Rule(
+        "long_products",
+        "sequence weights that few responses carry",
+        (("rollout_is_eff_sample_size", "chi2_token"), ("sequence_weights", "sequence_eff_sample_size")),
+        signs.is_carried_by_few,
+        "effective sample size < 0.3 although χ² of tokens is < 0.3: products over long responses",
+        "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f} (of whole sequences "
+        "{sequence_eff_sample_size:.2f}), χ² of tokens only {chi2_token:.2g}",
+        "use token weights, and reject sequences by their geometric mean",
+        f"{VERL} (effective sample size < 0.3); {LIU}",
+        ("precision", "growing_length"),
+    ),
+    Rule(
+        "gspo_with_sequence_weights",
+        "GSPO beside sequence weights",
+        (("gspo", "sequence_weights"),),
+        signs.is_gspo_by_products,
+        "the settings say --policy-loss gspo and --rollout-is sequence",
+        "GSPO's ratio is a mean over the sequence, the weights are products over it: they differ by a power of the "
+        "length",
+        "use --rollout-is geometric, which has GSPO's length, or token weights",
+        "GSPO, arXiv 2507.18071, eq. 7",
+    ),
+    Rule(
+        "threshold_cuts_half",
+        "a threshold that cuts half of the batch",
+        tuple((name,) for name in signs.CUTS),
+        lambda facts: signs.cut_share(facts) >= 0.5,
+        "half of the tokens is rejected, has weight 0, or lies outside the bounds of its weight",
+        "rejected {rollout_rs_masked_fraction:.0%}, weight 0 {rollout_is_masked_fraction:.0%}, out of bounds "
+        "{rollout_is_oob_ratio:.0%}, above the upper bound {rollout_is_ratio_fraction_high:.0%}",
+        "widen the bounds until they cut the tail alone (5 % and less), or bring the policies closer first",
+        f"{OWN}; {VERL}",
+    ),
+    Rule(
+        "veto",
+        "a veto that rejects much",
+        (("rollout_is_veto_fraction",),),
+        lambda facts: facts["rollout_is_veto_fraction"] > 0.1,
+        "more than 10 % of the sequences are vetoed",
+        "the veto rejects {rollout_is_veto_fraction:.0%} of the sequences",
+        "lower --rollout-token-veto-threshold, or find out why the trainer finds these tokens impossible",
+        "verl, docs/advance/rollout_is_migration.md of October 2025 (0.1)",
+    ),
+)
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def judge(facts: Facts) -> list[Verdict]:
+    """The verdicts on some facts; the first one explains most."""
+    found = {rule.name for rule in RULES if rule.can_be_looked_at(facts) and rule.holds(facts)}
+    verdicts = []
+    for rule in RULES:
+        if rule.name in found and found.isdisjoint(rule.unless):
+            names = {name for needed in rule.needs for name in needed if name in facts}
+            numbers = {name: facts[name] for name in sorted(names)}
+            words = _UNKNOWN.sub("unknown", rule.words.format_map(facts))
+            verdicts.append(Verdict(rule, words, numbers))
+    return verdicts
+
+
+def not_looked_at(facts: Facts) -> list[Rule]:
+    """The rules for which facts are missing."""
+    return [rule for rule in RULES if not rule.can_be_looked_at(facts)]

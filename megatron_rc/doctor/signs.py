@@ -1,0 +1,118 @@
+"""What shows a fault: one function of the facts each. A comparison with a fact that is not known is false."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rc.doctor.facts import Facts
+
+MIN_PAIRS = 512  # neighbouring tokens below which a shift is not judged
+MIN_TOKENS = 256  # tokens below which shares and means are not judged
+K3 = 2e-3  # nats: what is below is rounding to bfloat16
+# Shares that a threshold rejects, weighs by 0, moves to a bound, and truncates.
+CUTS = (
+    "rollout_rs_masked_fraction",
+    "rollout_is_masked_fraction",
+    "rollout_is_oob_ratio",
+    "rollout_is_ratio_fraction_high",
+)
+
+
+def ratio_error(facts: Facts) -> float:
+    """Four standard errors of the mean ratio, and at least 0.01."""
+    error = facts["ratio_mean_error"]
+    if math.isnan(error):
+        error = facts["rollout_is_raw_std"] / math.sqrt(max(facts["num_tokens"], 1.0))
+    return 0.01 if math.isnan(error) else max(0.01, 4 * error)
+
+
+def is_enough(facts: Facts) -> bool:
+    """Whether there are as many tokens as shares and means need, or nobody counted."""
+    return not facts["num_tokens"] < MIN_TOKENS
+
+
+def is_shifted(facts: Facts) -> bool:
+    """Neighbours are closer than equals."""
+    return facts["shift_pairs"] >= MIN_PAIRS and facts["shift_share"] < 0.5
+
+
+def is_truncated(facts: Facts) -> bool:
+    """The engine kept some tokens: no ratio is above 1, and their mean is what the trainer gives to these tokens."""
+    if facts["top_p"] < 1 or facts["top_k"] > 0:
+        return True
+    cut = facts["rollout_is_raw_mean"] < 1 - ratio_error(facts) and is_enough(facts)
+    one_sided = not facts["share_above"] > 0.2 * facts["share_below"]
+    tight = facts["log_ratio_p99"] < 0.2 and facts["log_ratio_p01"] > -1.5 and facts["log_ratio_p25"] < 0
+    return cut and one_sided and tight
+
+
+def is_other_temperature(facts: Facts) -> bool:
+    """One temperature explains the log-ratios."""
+    explained = facts["temperature_unexplained"] < 0.9
+    return explained and facts["k3_kl"] > 5e-4 and is_enough(facts) and not is_of_two_kinds(facts)
+
+
+def is_raw(facts: Facts) -> bool:
+    """A temperature explains them, and what was reported is not what was sampled from."""
+    if facts["raw_log_probs"] == 1 and facts["temperature"] != 1:
+        return True
+    return is_other_temperature(facts) and facts["rollout_is_raw_mean"] > 1 + ratio_error(facts)
+
+
+def is_of_two_kinds(facts: Facts) -> bool:
+    """Some sequences are near, the others far, and there is nothing in between."""
+    apart = facts["two_kinds"] > 0.85 and facts["far_noise"] > 8 * facts["near_noise"]
+    return apart and facts["far_noise"] > 0.15 and not differs_by_version(facts)
+
+
+def differs_by_version(facts: Facts) -> bool:
+    """Tokens of older weights are farther off than those of newer ones."""
+    return facts["older_abs_log_ratio"] > 2 * facts["newer_abs_log_ratio"] and facts["older_abs_log_ratio"] > 0.02
+
+
+def is_stale(facts: Facts) -> bool:
+    """The mismatch comes with age."""
+    late = facts["staleness_mean"] >= 0.5 and facts["k3_kl"] > K3
+    return differs_by_version(facts) or late or (facts["staleness_kl_growth"] > 2 and facts["k3_kl"] > K3 / 2)
+
+
+def has_tails(facts: Facts) -> bool:
+    """Few tokens carry k3."""
+    width = facts["log_ratio_p95"] - facts["log_ratio_p05"]
+    # k3 of a normal log-ratio with these quantiles, which are 3.29 deviations apart.
+    usual = (width / 3.29) ** 2 / 2
+    return facts["k3_kl"] > max(K3, 8 * usual) and width < 0.2
+
+
+def cut_share(facts: Facts) -> float:
+    """The largest share of tokens that a threshold takes."""
+    return max((facts[name] for name in CUTS if name in facts), default=math.nan)
+
+
+def is_carried_by_few(facts: Facts) -> bool:
+    """Weights of whole sequences leave little, those of tokens would not."""
+    whole = facts["sequence_weights"] == 1 and facts["sequence_eff_sample_size"] < 0.3
+    applied = facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3
+    return (whole or applied) and facts["chi2_token"] < 0.3
+
+
+def is_unusable(facts: Facts) -> bool:
+    """Log-probs that are none, or were never asked for."""
+    return facts["bad_log_probs"] > 0 or facts["zero_sequences"] > 0
+
+
+def is_noisy(facts: Facts) -> bool:
+    """Farther apart than rounding to bfloat16 leaves them."""
+    otherwise = facts["probs_diff_mean"] > 0.01 or facts["mult_prob_error"] > 1.05
+    return facts["k3_kl"] > K3 if facts.has("k3_kl") else otherwise
+
+
+def is_growing(facts: Facts) -> bool:
+    """Responses get longer, and whole sequences farther apart."""
+    grown = facts["response_length_growth"] > 1.3 and facts["chi2_seq_growth"] > 2
+    return grown and facts["chi2_seq"] > 1
+
+
+def is_gspo_by_products(facts: Facts) -> bool:
+    """Two ratios of a sequence, one of them a mean."""
+    return facts["gspo"] == 1 and facts["sequence_weights"] == 1

@@ -1,0 +1,213 @@
+"""Each fault is recognised on data that are made to have it, and nothing is found on healthy data."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.rules import BY_NAME, RULES, judge, not_looked_at
+from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.doctor.series import facts_of_series
+from megatron_rc.doctor.tables import own_rows
+from tests.support.made_faults import FAULTS, Setting, made
+
+# Sure of its tokens, or open; few or many tokens and words.
+SETTINGS = (
+    Setting(),
+    Setting(sequences=32, length=48, vocab=512, sharpness=2.0),
+    Setting(sequences=48, length=64, vocab=96, sharpness=5.0),
+)
+
+
+def found(batch):
+    return [verdict.rule.name for verdict in judge(facts_of_batch(Sampled(**batch)))]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting.sequences}x{setting.length}")
+def test_the_first_verdict_is_the_made_fault(fault, setting):
+    assert found(made(fault, 7, setting))[:1] == [FAULTS[fault][0]]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_nothing_is_found_on_healthy_data(seed):
+    """benchmarks/doctor.py does the same 200 times; docs/doctor.md has its figure."""
+    setting = Setting(
+        sequences=(8, 32, 64)[seed % 3],
+        length=(16, 48, 96)[seed % 4 % 3],
+        vocab=(64, 256)[seed % 2],
+        noise=("bf16", "none")[seed % 5 == 0],
+        sharpness=(1.0, 3.0, 6.0)[seed % 7 % 3],
+    )
+    assert found(made(None, 100 + seed, setting)) == []
+
+
+def test_a_few_tokens_are_not_judged():
+    """A hundred tokens say nothing of temperatures and truncation."""
+    setting = Setting(sequences=4, length=24)
+    for fault in ("temperature 0.7", "top_p 0.9", "raw at 1.3", "shift"):
+        assert FAULTS[fault][0] not in found(made(fault, 3, setting))
+
+
+def test_the_engine_may_be_sure_of_all_its_tokens():
+    zeros = torch.zeros(40, 32)
+    assert found({"rollout_log_probs": zeros - 1e-6, "old_log_probs": zeros - 1e-6, "response_mask": zeros == 0}) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 0.5])
+def test_unusable_log_probs_come_first(value):
+    batch = made("temperature 0.7", 1)
+    batch["rollout_log_probs"][3, 2] = value
+    assert found(batch)[0] == "unusable"
+    batch["response_mask"][3, 2] = False
+    assert "unusable" not in found(batch)
+
+
+def test_log_probs_that_were_never_filled_are_unusable():
+    batch = made(None, 1)
+    batch["rollout_log_probs"][5] = 0.0
+    batch["response_mask"][5] = True
+    batch["old_log_probs"][5] = -1.0
+    assert found(batch)[0] == "unusable"
+
+
+def with_sampling(**sampling):
+    from megatron_rc import SamplingParams
+
+    return Sampled(**made(None, 2), sampling=SamplingParams(**sampling))
+
+
+def test_the_record_says_how_was_sampled():
+    """Raw log-probs at top-p look like the policy's: only the record tells."""
+    assert judge(facts_of_batch(with_sampling())) == []
+    for sampling in ({"top_p": 0.9}, {"top_k": 50}):
+        (verdict,) = judge(facts_of_batch(with_sampling(**sampling)))
+        assert verdict.rule.name == "truncated_sampling"
+    (verdict,) = judge(facts_of_batch(with_sampling(temperature=0.6, log_probs_mode="raw")))
+    assert verdict.rule.name == "log_prob_mode"
+    assert judge(facts_of_batch(with_sampling(temperature=1.0, log_probs_mode="raw"))) == []
+    assert judge(facts_of_batch(with_sampling(temperature=0.6))) == []
+
+
+def test_without_the_trainers_log_probs_little_can_be_said():
+    facts = facts_of_batch(dataclasses.replace(with_sampling(top_p=0.9), old_log_probs=None))
+    assert [verdict.rule.name for verdict in judge(facts)] == ["truncated_sampling"]
+    assert {"precision", "shift", "temperature"} <= {rule.name for rule in not_looked_at(facts)}
+
+
+def row(batch, prefix="rollout_corr/", **fields):
+    """What a run logs of a batch."""
+    config = RolloutCorrectionConfig(
+        **{"rollout_is": "token", "rollout_is_threshold": 2.0, **fields, "metric_prefix": prefix}
+    )
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    return correct_rollouts(*(batch[name] for name in names), config, allow_zero_log_probs=True).metrics()
+
+
+def from_rows(rows, settings=None):
+    return [verdict.rule.name for verdict in judge(facts_of_series(own_rows(rows, "here")[0], settings))]
+
+
+@pytest.mark.parametrize("prefix", ["rollout_corr/", "mismatch/", "train/rollout_corr/"])
+@pytest.mark.parametrize("fault", [None, "fp8", "int4", "tails", "top_p 0.8"])
+def test_metrics_alone_tell_some_faults(fault, prefix):
+    metrics = row(made(fault, 5))
+    if prefix == "mismatch/":
+        metrics = row(made(fault, 5), prefix)
+    elif prefix.startswith("train/"):
+        metrics = {f"train/{name}": value for name, value in metrics.items()}
+    assert from_rows([metrics] * 3) == ([] if fault is None else [FAULTS[fault][0]])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"training/rollout_probs_diff_mean": 0.004}, []),
+        ({"training/rollout_probs_diff_mean": 0.03}, ["precision"]),
+        ({"training/rollout_probs_diff_mean": 0.0, "training/rollout_probs_diff_valid": 0, "rollout_corr/kl": 0.0}, []),
+        ({"train/token_mult_prob_error": 1.02, "train/gen_kl_error": 4e-4}, []),
+        ({"train/gen_kl_error": 0.02, "train/token_mult_prob_error": 1.3}, ["precision"]),
+        ({"train/gen_kl_error": 0.02, "train/avg_trajectory_age": 1.0}, ["staleness"]),
+        ({"train/mismatch_k3_kl": 0.02}, ["precision"]),
+        ({"rollout_corr/rollout_is_veto_fraction": 0.2}, ["veto"]),
+    ],
+)
+def test_other_programs_names(metrics, expected):
+    assert from_rows([{"step": 1, **metrics}]) == expected
+
+
+def test_stale_tokens_of_a_run():
+    fresh = {"rollout_corr/k3_kl": 0.004, "rollout_corr/staleness_0_kl": 1e-3, "rollout_corr/staleness_3_kl": 8e-3}
+    assert from_rows([fresh]) == ["staleness"]
+    assert from_rows([fresh | {"rollout_corr/staleness_3_kl": 1e-3}]) == ["precision"]
+    assert from_rows([{"rollout_corr/k3_kl": 0.004, "rollout/staleness_mean": 2.0}]) == ["staleness"]
+    assert from_rows([{"rollout_corr/k3_kl": 0.001, "rollout/staleness_mean": 2.0}]) == []
+
+
+def test_growing_responses():
+    def steps(length, chi2):
+        return [
+            {
+                "step": step,
+                "rollout/response_length": 100 * length**step,
+                "rollout_corr/chi2_seq": 0.5 * chi2**step,
+                "rollout_corr/k3_kl": 1e-3,
+            }
+            for step in range(15)
+        ]
+
+    assert from_rows(steps(1.05, 1.2)) == ["growing_length"]
+    assert from_rows(steps(1.0, 1.2)) == []
+    assert from_rows(steps(1.05, 1.0)) == []
+    assert from_rows(steps(1.05, 1.2)[:8]) == []
+
+
+def test_products_over_long_responses():
+    long = made(None, 4, Setting(sequences=32, length=128, vocab=64, noise="int8"))
+    metrics = row(long, rollout_is="sequence", rollout_is_threshold=1000.0)
+    assert from_rows([metrics]) == []
+    metrics |= {"rollout_corr/rollout_is_eff_sample_size": 0.2}
+    assert from_rows([metrics]) == ["long_products"]
+    assert from_rows([metrics | {"rollout_corr/chi2_token": 2.0}]) == []
+
+
+def test_a_threshold_that_cuts_half_of_the_batch():
+    batch = made(None, 4)
+    metrics = row(batch, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9999_1.0001")
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0.5
+    assert from_rows([metrics]) == ["threshold_cuts_half"]
+    assert from_rows([row(batch, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.1")]) == []
+    masked = row(made("int4", 4), rollout_is_threshold="0.99_1.01")
+    assert from_rows([masked]) == ["precision", "threshold_cuts_half"]
+
+
+def test_gspo_beside_sequence_weights():
+    metrics = row(made(None, 4))
+    settings = {"policy-loss": "gspo", "rollout-is": "sequence", "rollout-is-apply": "true"}
+    assert from_rows([metrics], settings) == ["gspo_with_sequence_weights"]
+    for other in ({"policy-loss": "ppo_clip"}, {"rollout-is": "geometric"}, {"rollout-is-apply": "false"}):
+        assert from_rows([metrics], settings | other) == []
+
+
+def test_every_rule_is_tested_here():
+    own = {"unusable", "growing_length", "long_products", "gspo_with_sequence_weights", "threshold_cuts_half", "veto"}
+    assert own | {name for name, _ in FAULTS.values()} == set(BY_NAME)
+
+
+def test_a_rule_without_its_numbers_holds_of_nothing():
+    """Each number that is missing is NaN, which no comparison holds of."""
+    assert judge(Facts()) == []
+    assert not_looked_at(Facts()) == list(RULES)
+
+
+def test_rules_are_complete():
+    for rule in RULES:
+        assert min(len(rule.sources), len(rule.when), len(rule.advice), len(rule.needs)) > 0
+        assert set(rule.unless) <= set(BY_NAME)
+        rule.words.format_map(Facts())
+        json.dumps(rule.needs)

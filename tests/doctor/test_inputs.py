@@ -1,0 +1,192 @@
+"""What the doctor reads: runs, batches and exports of any program; and one sentence for what it cannot use."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rc import (
+    RolloutBatch,
+    RolloutCorrectionConfig,
+    SamplingParams,
+    correct_rollouts,
+    save_rollouts,
+    write_jsonl,
+)
+from megatron_rc.doctor.__main__ import main
+from megatron_rc.doctor.inputs import read_evidence
+from megatron_rc.doctor.rules import judge
+from tests.support.made_faults import made
+
+
+def names_of(path):
+    return [verdict.rule.name for verdict in judge(read_evidence(path).facts)]
+
+
+def batch_of(fault, seed=5):
+    """The record of a made batch: a prompt of one token in front of each response."""
+    batch = made(fault, seed)
+    rows = len(batch["response_mask"])
+
+    def behind_prompt(value):
+        return torch.cat([torch.zeros_like(value[:, :1]), value], dim=1)
+
+    mask = behind_prompt(batch["response_mask"])
+    versions = batch.get("policy_versions", torch.zeros(batch["response_mask"].shape))
+    return RolloutBatch(
+        tokens=torch.ones(mask.shape, dtype=torch.int64),
+        response_mask=mask,
+        rollout_log_probs=behind_prompt(batch["rollout_log_probs"]),
+        old_log_probs=behind_prompt(batch["old_log_probs"]),
+        policy_versions=behind_prompt(versions).int(),
+        sample_ids=torch.arange(rows),
+        group_ids=batch["group_ids"],
+        rewards=torch.arange(rows).float() % 3 - 1,
+        finish_reasons=torch.zeros(rows, dtype=torch.int64),
+        sampling=SamplingParams(),
+    )
+
+
+def metrics_of(fault, **fields):
+    batch = made(fault, 5)
+    config = RolloutCorrectionConfig(**{"rollout_is": "token", "rollout_is_threshold": 2.0, **fields})
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    return correct_rollouts(*(batch[name] for name in names), config).metrics()
+
+
+def write_lines(path, objects):
+    path.write_text("".join(json.dumps(value) + "\n" for value in objects))
+    return path
+
+
+@pytest.mark.parametrize("fault", ["temperature 0.7", "staleness"])
+def test_own_batches(tmp_path, fault):
+    batch, expected = batch_of(fault), [fault.split()[0]]
+    save_rollouts(batch, tmp_path / "one.safetensors")
+    assert names_of(tmp_path / "one.safetensors") == expected
+    assert names_of(tmp_path) == expected
+    write_jsonl([batch], tmp_path / "one.jsonl")
+    assert names_of(tmp_path / "one.jsonl") == expected
+
+
+def test_the_last_batch_of_a_folder_with_all_its_replicas(tmp_path):
+    half = batch_of("shift").num_sequences // 2
+    save_rollouts(batch_of("temperature 0.7"), tmp_path / "step-0000001-replica-0000.safetensors")
+    for replica, rows in enumerate((slice(half), slice(half, None))):
+        save_rollouts(batch_of("shift").rows(rows), tmp_path / f"step-0000002-replica-{replica:04d}.safetensors")
+    evidence = read_evidence(tmp_path)
+    assert [verdict.rule.name for verdict in judge(evidence.facts)] == ["shift"]
+    assert evidence.facts["num_sequences"] == 2 * half
+
+
+def lists(batch, row):
+    count = int(batch["response_mask"][row].sum())
+    return [batch[name][row, :count].tolist() for name in ("rollout_log_probs", "old_log_probs")]
+
+
+def test_other_programs_records(tmp_path):
+    """Lines as slime's samples, NeMo-RL's training data and verl's columns have them."""
+    batch = made("temperature 1.4", 5)
+    rows = range(len(batch["response_mask"]))
+    slime, nemo = [], []
+    for row in rows:
+        rollout, old = lists(batch, row)
+        ones = [1] * len(rollout)
+        slime.append({"rollout_log_probs": rollout, "log_probs": old, "loss_mask": ones, "reward": 1.0, "index": row})
+        padded = {"generation_logprobs": [0.0, *rollout], "prev_logprobs": [0.0, *old], "token_loss_mask": [0, *ones]}
+        nemo.append({**padded, "sample_loss_mask": 1.0, "rewards": 0.5, "token_ids": [7, *ones]})
+    nemo[3] |= {"sample_loss_mask": 0.0, "prev_logprobs": [None] * len(nemo[3]["prev_logprobs"])}
+    columns = {name: batch[name].tolist() for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
+    for name, objects in (("slime", slime), ("nemo", nemo), ("verl", [columns])):
+        assert names_of(write_lines(tmp_path / f"{name}.jsonl", objects)) == ["temperature"], name
+    tensors = {name: batch[name].contiguous() for name in ("rollout_log_probs", "old_log_probs")}
+    save_file(tensors | {"response_mask": batch["response_mask"].long()}, tmp_path / "verl.safetensors")
+    assert names_of(tmp_path / "verl.safetensors") == ["temperature"]
+
+
+def test_a_runs_folder(tmp_path):
+    row = metrics_of(None)
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "eval/reward": 0.5}, {"step": 1, **row}, {"step": 2, **row}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rollout_co')  # the run was killed
+    assert names_of(tmp_path) == []
+    assert "2 steps" in read_evidence(tmp_path).what
+    (tmp_path / "config.yaml").write_text("# of a run\npolicy-loss: gspo\n# rollout-is: sequence\n")
+    assert names_of(tmp_path) == ["gspo_with_sequence_weights"]
+    (tmp_path / "config.yaml").write_text("# metric-prefix: 'mine/'\n")
+    mine = {name.replace("rollout_corr/", "mine/"): value for name, value in metrics_of("int4").items()}
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **mine}])
+    assert names_of(tmp_path) == ["precision"]
+
+
+def test_exports(tmp_path):
+    """verl's file logger, NeMo-RL's columns by step, lists, one JSON array, and W&B's CSV."""
+    row = metrics_of("int4")
+    columns = {name: {"1": value, "2": value} for name, value in row.items()}
+    for text in (
+        json.dumps({"step": 1, "data": row}) + "\n",
+        json.dumps(columns),
+        json.dumps({name: [value, value] for name, value in row.items()}),
+        json.dumps([row, row], indent=2),
+    ):
+        (tmp_path / "file.json").write_text(text)
+        assert names_of(tmp_path / "file.json") == ["precision"]
+    with (tmp_path / "wandb.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        name = "my run - rollout_corr/k3_kl"
+        writer.writerow(["Step", name, f"{name}__MIN", f"{name}__MAX"])
+        writer.writerows([[step, row["rollout_corr/k3_kl"], 0, 9] for step in range(3)])
+        writer.writerow([4, "", "", ""])
+    assert names_of(tmp_path / "wandb.csv") == ["precision"]
+
+
+def test_rows_with_nan_are_left_out_and_told(tmp_path):
+    row = metrics_of(None)
+    write_lines(tmp_path / "m.jsonl", [row, row | {"rollout_corr/kl": float("nan")}, row])
+    assert read_evidence(tmp_path / "m.jsonl").notes == ("1 rows are left out: a number in them is NaN or infinite",)
+
+
+BAD = {
+    "empty.jsonl": ("", "is empty"),
+    "empty.json": ("[]", "expected JSON objects"),
+    "number.json": ("{}\n3\n", "expected JSON objects"),
+    "nan.jsonl": ('{"step": 1, "rollout_corr/kl": NaN}\n' * 2, "all 2 rows have a number that is NaN"),
+    "columns.csv": ("Step,loss\n1,0.5\n", "has no metric of the two policies (its names: Step, loss)"),
+    "value.csv": ("Wall time,Step,Value\n1,2,3\n", "no metric of the two policies"),
+    "two.csv": ("Step,a - rollout_corr/kl,b - rollout_corr/kl\n1,0,0\n", "both kl: export one run"),
+    "names.csv": ("Step,rollout_corr/kl\n", "has no metric"),
+    "text.csv": ("Step,rollout_corr/kl\n1,much\n", "has no metric"),
+    "length.jsonl": ('{"step": 1, "rollout/response_length": 5.0}', "has no metric"),
+    "damaged.jsonl": ('{"a": 1}\n{"a"\n{"a": 1}\n', "line 2 is no JSON"),
+    "cut.jsonl": ('{"rollout_corr/k', "line 1 is no JSON"),
+    "no_mask.jsonl": ('{"rollout_log_probs": [-1.0], "response_mask": [0]}', "no response has a sampled token"),
+    "short.jsonl": ('{"rollout_log_probs": [-1.0, -2.0], "old_log_probs": [-1.0]}', "old_log_probs has 1"),
+    "words.jsonl": ('{"rollout_log_probs": ["a"]}', "something else than numbers"),
+    "lacking.jsonl": ('{"rollout_log_probs": [-1.0]}\n{"reward": 1}\n', "response 1 has no rollout_log_probs"),
+    "own.jsonl": ('{"schema_version": 1, "tokens": [1]}', "line 1: fields unknown or missing"),
+    "batch.pt": ("PK", "pickled ones can run code"),
+    "cut.safetensors": ("xx", "cut.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_unusable_input_is_one_sentence(tmp_path, capsys, name):
+    text, words = BAD[name]
+    (tmp_path / name).write_text(text)
+    assert main([str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+def test_paths_that_hold_nothing(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "neither metrics.jsonl nor *.safetensors" in capsys.readouterr().err
+    assert main([str(tmp_path / "gone")]) == 2
+    assert "gone cannot be read: No such file" in capsys.readouterr().err
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert main([str(tmp_path / "bytes.jsonl")]) == 2
+    assert "is no text" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""What the doctor says, proposes and ends with."""
+
+import argparse
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rc import add_rollout_correction_args, rollout_correction_config_from_args
+from megatron_rc.doctor.__main__ import main
+from megatron_rc.doctor.advice import effect, geometric_bound, mean_log_ratios
+from megatron_rc.doctor.inputs import Evidence
+from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.ranges import RANGES
+from megatron_rc.doctor.report import as_json, examine, in_words
+from megatron_rc.doctor.sampled import Sampled
+from tests.doctor.test_inputs import metrics_of, write_lines
+from tests.support.made_faults import made
+from tests.support.paths import ROOT
+
+
+def report_of(fault, seed=5, **more):
+    sampled = Sampled(**made(fault, seed), **more)
+    return examine(Evidence("made", facts_of_batch(sampled), sampled))
+
+
+@pytest.mark.parametrize(
+    ("fault", "preset", "code"),
+    [
+        (None, "decoupled_token_is", 0),
+        ("temperature 0.7", "disabled", 1),
+        ("top_p 0.8", "disabled", 1),
+        ("tails", "decoupled_token_icepop", 1),
+        ("int4", "decoupled_geo_rs_token_tis", 1),
+        ("staleness", "decoupled_geo_rs_token_tis", 1),
+    ],
+)
+def test_proposal_and_exit_code(fault, preset, code):
+    report = report_of(fault)
+    assert report.choice.preset == preset
+    assert report.code == code
+    assert report.effects[0].choice is report.choice
+    # Each correction once.
+    configs = [one.choice.config() for one in report.effects]
+    assert all(config not in configs[:index] for index, config in enumerate(configs))
+
+
+def test_the_proposed_flags_are_the_proposed_correction():
+    for fault in (None, "tails", "int4"):
+        choice = report_of(fault).choice
+        parser = argparse.ArgumentParser()
+        add_rollout_correction_args(parser)
+        assert rollout_correction_config_from_args(parser.parse_args(choice.flags().split())) == choice.config()
+
+
+def test_the_proposed_bound_keeps_95_percent_of_the_sequences():
+    sampled = Sampled(**made("int4", 5))
+    lower, upper = map(float, geometric_bound(sampled).split("_"))
+    means = mean_log_ratios(sampled).exp()
+    kept = float(((means >= lower) & (means <= upper)).double().mean())
+    assert 0.95 <= kept <= 0.97
+    chosen = report_of("int4").effects[0]
+    assert math.isclose(1 - chosen.rejected_sequences, kept, abs_tol=1e-9)
+
+
+def test_effects_are_the_librarys_own_numbers():
+    """Of 64 sequences the one whose ratio is e^0.5 a token is rejected by the geometric mean alone."""
+    batch = made(None, 5)
+    batch["old_log_probs"][0] = batch["rollout_log_probs"][0] - 0.5
+    report = examine(Evidence("made", facts_of_batch(Sampled(**batch)), Sampled(**batch)))
+    choice = dataclasses.replace(report.choice, preset="decoupled_geo_rs", arguments={"rs_threshold": "0.7_1.4"})
+    found = effect(choice, Sampled(**batch))
+    assert math.isclose(found.rejected_sequences, 1 / 64)
+    tokens = batch["response_mask"].sum(dim=1)
+    assert math.isclose(found.rejected_tokens, int(tokens[0]) / int(tokens.sum()), rel_tol=1e-9)
+    assert found.ess == 1
+
+
+def test_text_says_what_why_and_what_to_do():
+    text = in_words(report_of("temperature 0.7"))
+    for words in (
+        "How far apart",
+        "1. another temperature (temperature)",
+        "as if the engine's temperature were 0.7",
+        "Do: score with the temperature that the engine samples at",
+        "--rollout-correction-preset disabled",
+        "Outside of published ranges",
+    ):
+        assert words in text
+    assert "nan" not in text
+    assert "nothing wrong" in in_words(report_of(None))
+
+
+def test_without_the_trainers_log_probs_the_flag_is_named(tmp_path, capsys):
+    lines = [{"rollout_log_probs": [-1.0, -2.0]}]
+    assert main([str(write_lines(tmp_path / "b.jsonl", lines))]) == 3
+    printed = capsys.readouterr().out
+    assert "--save-log-probs" in printed
+    assert "not known: the log-probs of the trainer are missing" in printed
+
+
+def test_json_is_one_object_of_finite_numbers(tmp_path, capsys):
+    path = write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **metrics_of("int4")}])
+    assert main([str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["exit_code"] == 1
+    assert [verdict["name"] for verdict in found["verdicts"]] == ["precision"]
+    assert found["proposal"]["preset"] == "decoupled_token_is"
+    assert found["facts"]["k3_kl"] == pytest.approx(metrics_of("int4")["rollout_corr/k3_kl"])
+    assert "shift" in found["not_looked_at"]
+    json.dumps(as_json(report_of("shift")), allow_nan=False)
+
+
+def test_published_ranges_are_said_where_they_are_left():
+    complaints = as_json(report_of("int4"))["outside_of_published_ranges"]
+    assert any(words.startswith("kl is ") and "-0.1 to 0.1" in words for words in complaints)
+    assert as_json(report_of(None))["outside_of_published_ranges"] == []
+    assert len({one.fact for one in RANGES}) == len(RANGES)
+
+
+@pytest.mark.processes
+def test_the_command_as_a_process(tmp_path):
+    path = write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **metrics_of(None)}])
+    command = [sys.executable, "-m", "megatron_rc.doctor", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "nothing wrong" in done.stdout

@@ -1,0 +1,213 @@
+"""Rollouts that are made to have one fault: tokens sampled from a softmax over real logits, and scored by two policies.
+
+Both policies are one output layer over the same hidden states; a fault changes what the engine's computes, samples from
+or reports. Nothing of the library is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HIDDEN = 48
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of a batch; ``noise`` is how the healthy engine rounds."""
+
+    sequences: int = 64
+    length: int = 48
+    vocab: int = 256
+    noise: str = "bf16"
+    sharpness: float = 3.0
+
+
+def round_weight(weight: Tensor, kind: str) -> Tensor:
+    """Rounded to nearest as engines hold weights: bf16, fp8 (e4m3, one scale), int8 a row, int4 in groups of 16."""
+    if kind == "bf16":
+        return weight.bfloat16().float()
+    if kind == "fp8":
+        scale = 448 / weight.abs().max()
+        return (weight * scale).to(torch.float8_e4m3fn).float() / scale
+    if kind == "int8":
+        step = weight.abs().amax(1, keepdim=True) / 127
+        return (weight / step).round() * step
+    if kind == "int4":
+        groups = weight.view(len(weight), -1, 16)
+        step = groups.abs().amax(2, keepdim=True) / 7
+        return ((groups / step).round() * step).view_as(weight)
+    return weight
+
+
+class Maker:
+    """One batch in the making: hidden states, the trainer's output layer, and how long each response is."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting, self.generator = setting, torch.Generator().manual_seed(seed)
+        n, s = setting.sequences, setting.length
+        # Most tokens of a language model are nearly certain, some are open.
+        scale = setting.sharpness * self.normal(n, s, 1).mul(0.7).add(1.4).exp()
+        self.hidden = self.normal(n, s, HIDDEN) * scale
+        self.weight = self.normal(setting.vocab, HIDDEN) / math.sqrt(HIDDEN)
+        self.lengths = torch.randint(max(2, s // 4), s + 1, (n,), generator=self.generator)
+        self.mask = torch.arange(s) < self.lengths.unsqueeze(1)
+        self.groups = torch.arange(n) // 4
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def log_probs(self, weight: Tensor, temperature: float = 1.0, noise: bool = False) -> Tensor:
+        """[n, s, v]: of a policy; ``noise`` is that of computing in bfloat16."""
+        hidden = self.hidden.bfloat16().float() if noise else self.hidden
+        return (hidden @ weight.T / temperature).log_softmax(-1)
+
+    def sample(self, log_probs: Tensor) -> Tensor:
+        """[n, s]: a token from each distribution."""
+        # The first of exponential clocks with these rates.
+        clocks = torch.empty_like(log_probs).exponential_(generator=self.generator)
+        return (log_probs - clocks.log_()).argmax(-1)
+
+    def drifted(self, steps: float) -> Tensor:
+        """The engine's weights, that many optimizer steps away: an update of low rank each."""
+        change = self.normal(self.setting.vocab, 4) @ self.normal(4, HIDDEN) / math.sqrt(4 * HIDDEN)
+        return self.weight + 0.012 * steps * change
+
+
+def pick(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def result(maker: Maker, rollout: Tensor, old: Tensor, **more: Any) -> dict[str, Any]:
+    return {
+        "rollout_log_probs": rollout,
+        "old_log_probs": old,
+        "response_mask": maker.mask,
+        "group_ids": maker.groups,
+        **more,
+    }
+
+
+def healthy(maker: Maker) -> dict[str, Any]:
+    """The engine rounds as the setting says, and computes in bfloat16."""
+    engine = maker.log_probs(round_weight(maker.weight, maker.setting.noise), noise=True)
+    tokens = maker.sample(engine)
+    return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
+
+
+def rounded(kind: str) -> Callable[[Maker], dict[str, Any]]:
+    def make(maker: Maker) -> dict[str, Any]:
+        engine = maker.log_probs(round_weight(maker.weight, kind), noise=True)
+        tokens = maker.sample(engine)
+        return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
+
+    return make
+
+
+def temperature(engine_at: float) -> Callable[[Maker], dict[str, Any]]:
+    """The engine samples at another temperature than the trainer scores at, and reports what it sampled from."""
+
+    def make(maker: Maker) -> dict[str, Any]:
+        engine = maker.log_probs(round_weight(maker.weight, "bf16"), engine_at, noise=True)
+        tokens = maker.sample(engine)
+        return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
+
+    return make
+
+
+def raw_mode(at: float) -> Callable[[Maker], dict[str, Any]]:
+    """Both sample and score at a temperature, and the engine reports log-probs before it."""
+
+    def make(maker: Maker) -> dict[str, Any]:
+        weight = round_weight(maker.weight, "bf16")
+        tokens = maker.sample(maker.log_probs(weight, at, noise=True))
+        raw = maker.log_probs(weight, noise=True)
+        return result(maker, pick(raw, tokens), pick(maker.log_probs(maker.weight, at), tokens))
+
+    return make
+
+
+def shifted(maker: Maker) -> dict[str, Any]:
+    """The engine's log-probs stand one position late."""
+    made = healthy(maker)
+    late = made["rollout_log_probs"].roll(1, dims=1)
+    late[:, 0] = -1.0
+    return made | {"rollout_log_probs": late}
+
+
+def truncated(top_p: float) -> Callable[[Maker], dict[str, Any]]:
+    """The engine samples from the fewest tokens that hold ``top_p``, and reports their probabilities among these."""
+
+    def make(maker: Maker) -> dict[str, Any]:
+        engine = maker.log_probs(round_weight(maker.weight, "bf16"), noise=True)
+        order = engine.argsort(-1, descending=True)
+        sorted_probs = engine.gather(-1, order).exp()
+        out = sorted_probs.cumsum(-1) - sorted_probs > top_p
+        kept = engine.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf).log_softmax(-1)
+        tokens = maker.sample(kept)
+        return result(maker, pick(kept, tokens), pick(maker.log_probs(maker.weight), tokens))
+
+    return make
+
+
+def stale(maker: Maker, oldest: int = 6) -> dict[str, Any]:
+    """Each sequence comes from weights of some version, the trainer is the newest."""
+    versions = torch.randint(0, oldest + 1, (maker.setting.sequences,), generator=maker.generator)
+    newest = oldest
+    full = maker.drifted(float(oldest)) - maker.weight
+    rollout, tokens = torch.empty(maker.mask.shape), torch.empty(maker.mask.shape, dtype=torch.long)
+    for version in range(oldest + 1):
+        rows = versions == version
+        weight = round_weight(maker.weight + full * (newest - version) / oldest, "bf16")
+        engine = maker.log_probs(weight, noise=True)
+        sampled = maker.sample(engine)
+        rollout[rows], tokens[rows] = pick(engine, sampled)[rows], sampled[rows]
+    old = pick(maker.log_probs(maker.weight), tokens)
+    return result(maker, rollout, old, policy_versions=versions.unsqueeze(1).expand_as(maker.mask))
+
+
+def stale_cache(maker: Maker) -> dict[str, Any]:
+    """A third of the prompts is answered from what much older weights made of them."""
+    fresh = maker.log_probs(round_weight(maker.weight, "bf16"), noise=True)
+    older = maker.log_probs(maker.drifted(30.0), noise=True)
+    cached = (maker.groups % 3 == 0).view(-1, 1, 1)
+    engine = torch.where(cached, older, fresh)
+    tokens = maker.sample(engine)
+    return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
+
+
+def tails(maker: Maker) -> dict[str, Any]:
+    """All is well but at a few improbable tokens, which the trainer finds impossible."""
+    made = healthy(maker)
+    rollout, old = made["rollout_log_probs"], made["old_log_probs"].clone()
+    improbable = maker.mask & (rollout < -3.5)
+    hit = improbable & (torch.rand(rollout.shape, generator=maker.generator) < 0.12)
+    old[hit] -= 4 + 5 * torch.rand(int(hit.sum()), generator=maker.generator)
+    return made | {"old_log_probs": old}
+
+
+FAULTS: dict[str, tuple[str, Callable[[Maker], dict[str, Any]]]] = {
+    "shift": ("shift", shifted),
+    "temperature 0.7": ("temperature", temperature(0.7)),
+    "temperature 1.4": ("temperature", temperature(1.4)),
+    "raw at 0.6": ("log_prob_mode", raw_mode(0.6)),
+    "raw at 1.3": ("log_prob_mode", raw_mode(1.3)),
+    "top_p 0.8": ("truncated_sampling", truncated(0.8)),
+    "top_p 0.9": ("truncated_sampling", truncated(0.9)),
+    "fp8": ("precision", rounded("fp8")),
+    "int4": ("precision", rounded("int4")),
+    "staleness": ("staleness", stale),
+    "stale cache": ("stale_cache", stale_cache),
+    "tails": ("tails", tails),
+}
+
+
+def made(fault: str | None, seed: int, setting: Setting = Setting()) -> dict[str, Any]:
+    """A batch with a fault of ``FAULTS``, or without."""
+    maker = Maker(setting, seed)
+    return healthy(maker) if fault is None else FAULTS[fault][1](maker)
