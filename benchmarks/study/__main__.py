@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.study.document import put_table
+from benchmarks.study.pictures import draw_measures, draw_rewards
 from benchmarks.study.queue import StudyError, run_all
-from benchmarks.study.settings import all_runs
+from benchmarks.study.results import Outcome, gather, write
+from benchmarks.study.settings import ROOT, all_runs, hard_runs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -16,14 +19,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/study"), help="where the runs are, or will be")
     parser.add_argument("--at-once", type=int, default=2, help="runs under way together")
+    parser.add_argument("--hard", type=Path, metavar="DIR", help="the harder task, with SmolLM2 in this folder")
     args = parser.parse_args(argv)
     if args.at_once < 1:
         parser.error(f"--at-once {args.at_once}: take 1 or more")
+    if args.hard and not (args.hard / "config.json").is_file():
+        parser.error(f"--hard {args.hard}: no config.json there, see make study-hard")
+    runs, folder = list(hard_runs(args.hard.resolve()) if args.hard else all_runs()), args.runs.resolve()
     try:
-        run_all(list(all_runs()), args.runs.resolve(), args.at_once, say)
+        run_all(runs, folder, args.at_once, say)
+        outcomes = gather(runs, folder)
     except StudyError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
+    if args.hard:
+        tell_hard(outcomes)
+    else:
+        write_documents(outcomes)
+
+
+def write_documents(outcomes: Sequence[Outcome]) -> None:
+    """Data, table and figures of docs/study.md."""
+    docs = ROOT / "docs"
+    write(outcomes, docs / "study.json")
+    put_table(outcomes, docs / "study.md")
+    draw_rewards(outcomes, docs / "study.png")
+    draw_measures(outcomes, docs / "study_measures.png")
+    say(f"written: {docs / 'study.json'}, study.md, study.png and study_measures.png beside it")
+
+
+def tell_hard(outcomes: Sequence[Outcome]) -> None:
+    """Three runs of one seed are no statistics: what each of them measured is all there is to say."""
+    for found in outcomes:
+        rewards = ", ".join(f"{reward:.1%} at step {step}" for step, reward in found.policy)
+        means = ", ".join(f"{measure} {found.mean(measure):.3g}" for measure in ("kl", "ess", "grad_norm"))
+        say(f"{found.correction}, seed {found.seed}: {rewards}; means {means}; {found.seconds:.0f} s of processor")
 
 
 def say(line: str) -> None:

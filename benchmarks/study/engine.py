@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.study.settings import POLICY_FILE
 from benchmarks.study.task import CountUp
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.registry import ENGINES, EngineInputs, EngineKind
 from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors
 from megatron_rc.records.rollout import SamplingParams
-
-POLICY_FILE = "policy.jsonl"
 
 
 class StudyEngine:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CONFIG = ROOT / "configs" / "study" / "count_up.yaml"
+CONFIG, HARD_CONFIG = (f"configs/study/{name}.yaml" for name in ("count_up", "smollm2"))
 SEEDS = (1, 2, 3)
+# In a run's folder: what the engine measured of the trainer's policy.
+POLICY_FILE = "policy.jsonl"
 # Exit code of a run that an error of its own ended, which is a result.
 GAVE_UP = 3
 
@@ -35,11 +37,6 @@ class Mismatch:
     warming: float = 0.0
     flags: tuple[str, ...] = ()
 
-    @property
-    def engine(self) -> str:
-        """What ``--rollout-engine`` calls it."""
-        return f"study-{self.name}"
-
 
 @dataclass(frozen=True)
 class Correction:
@@ -58,11 +55,19 @@ class Correction:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the study."""
+    """One run of the study.
+
+    Attributes:
+        mismatch: what is wrong with the engine.
+        correction: what the trainer does about it.
+        seed: of weights, prompts and sampling.
+        setting: flags of the launcher that say what is trained, and on what engine.
+    """
 
     mismatch: Mismatch
     correction: Correction
     seed: int
+    setting: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -72,9 +77,8 @@ class Run:
     @property
     def flags(self) -> list[str]:
         """Of the launcher, but for where the run's folder is."""
-        engine = f"--rollout-engine={self.mismatch.engine}"
-        own = [*self.mismatch.flags, *self.correction.flags]
-        return [f"--config={CONFIG.relative_to(ROOT)}", f"--seed={self.seed}", engine, *own]
+        config, *others = self.setting
+        return [config, f"--seed={self.seed}", *others, *self.mismatch.flags, *self.correction.flags]
 
 
 NONE = Mismatch("none", "no mismatch")
@@ -108,7 +112,22 @@ DEGRADED_BY = 0.1
 def all_runs() -> Iterator[Run]:
     """The 45 runs, a seed after the other, and 3 without mismatch that they are compared with."""
     for seed in SEEDS:
-        yield Run(NONE, UNCORRECTED, seed)
+        yield _run(NONE, UNCORRECTED, seed)
         for mismatch in MISMATCHES:
             for correction in (UNCORRECTED, *CORRECTIONS):
-                yield Run(mismatch, correction, seed)
+                yield _run(mismatch, correction, seed)
+
+
+def hard_runs(model: Path) -> Iterator[Run]:
+    """Three runs of a language model, one seed.
+
+    Args:
+        model: its Hugging Face directory.
+    """
+    old = Mismatch("smollm2", "weights up to 8 steps old")
+    for correction in (UNCORRECTED, CORRECTIONS[0], CORRECTIONS[-1]):
+        yield Run(old, correction, SEEDS[0], (f"--config={HARD_CONFIG}", f"--load-hf={model}"))
+
+
+def _run(mismatch: Mismatch, correction: Correction, seed: int) -> Run:
+    return Run(mismatch, correction, seed, (f"--config={CONFIG}", f"--rollout-engine=study-{mismatch.name}"))

@@ -17,7 +17,7 @@ def main(words: Sequence[str]) -> None:
     """Train; ends the process with 2 for flags that cannot work, and with 3 where the trainer gave up."""
     # The launcher's parser lists the engines when it is loaded.
     for mismatch in (NONE, *MISMATCHES):
-        register(mismatch.engine, levels=mismatch.levels, warming=mismatch.warming)
+        register(f"study-{mismatch.name}", levels=mismatch.levels, warming=mismatch.warming)
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings
 

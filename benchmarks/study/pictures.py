@@ -1,0 +1,86 @@
+"""The figures of docs/study.md: a line is the mean of the seeds, its band reaches from the smallest to the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.study.results import WINDOW, Outcome
+from benchmarks.study.settings import CORRECTIONS, MISMATCHES, NONE, UNCORRECTED, Correction, Mismatch
+
+_COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:purple", "tab:orange")
+# Title and scale of an axis.
+_ROWS = {
+    "sampled": ("reward of the samples", "linear"),
+    "kl": ("KL(rollout ‖ trainer), nats a token", "symlog"),
+    "ess": ("effective sample size", "linear"),
+    "grad_norm": ("gradient norm", "log"),
+}
+Points = Mapping[int, float]
+
+
+def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
+    """What is learnt: the reward of the trainer's own policy, an axis for each mismatch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.9), layout="constrained")
+    axes = figure.subplots(1, len(MISMATCHES), sharey=True)
+    for axis, kind in zip(axes, MISMATCHES, strict=True):
+        reference = _of(outcomes, NONE, UNCORRECTED)
+        _draw(axis, [dict(found.policy) for found in reference], "0.6", NONE.title, linestyle="--")
+        for how, colour in _coloured():
+            _draw(axis, [dict(found.policy) for found in _of(outcomes, kind, how)], colour, how.title)
+        axis.set_title(kind.title)
+        axis.set_ylim(-0.02, 1.02)
+    axes[0].set_ylabel("reward of the trainer's policy")
+    _finish(figure, list(axes), picture)
+
+
+def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
+    """Reward of the samples, KL, ESS and gradient norm: a row each, a column for each mismatch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 11.5), layout="constrained")
+    grid = figure.subplots(len(_ROWS), len(MISMATCHES), sharey="row")
+    for (measure, (title, scale)), axes in zip(_ROWS.items(), grid, strict=True):
+        for axis, kind in zip(axes, MISMATCHES, strict=True):
+            for how, colour in _coloured():
+                own = [_points(found.curves[measure]) for found in _of(outcomes, kind, how)]
+                _draw(axis, own, colour, how.title)
+            axis.set_yscale(scale, **({"linthresh": 0.1} if scale == "symlog" else {}))
+        axes[0].set_ylabel(title)
+    for axis, kind in zip(grid[0], MISMATCHES, strict=True):
+        axis.set_title(kind.title)
+    _finish(figure, list(grid.flat), picture)
+
+
+def _finish(figure: Any, axes: list[Any], picture: Path) -> None:
+    for axis in axes:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(picture, dpi=90)
+
+
+def _coloured() -> list[tuple[Correction, str]]:
+    return list(zip((UNCORRECTED, *CORRECTIONS), _COLOURS, strict=True))
+
+
+def _of(outcomes: Sequence[Outcome], kind: Mismatch, how: Correction) -> list[Outcome]:
+    return [found for found in outcomes if (found.mismatch, found.correction) == (kind.name, how.name)]
+
+
+def _points(values: Sequence[float | None]) -> Points:
+    """By the last step of each window."""
+    return {(number + 1) * WINDOW: value for number, value in enumerate(values) if value is not None}
+
+
+def _draw(axis: Any, curves: Sequence[Points], colour: str, label: str, linestyle: str = "-") -> None:
+    steps = sorted({step for curve in curves for step in curve})
+    at = [[curve[step] for curve in curves if step in curve] for step in steps]
+    marker = "o" if len(steps) < WINDOW else None
+    axis.plot(steps, [fmean(some) for some in at], color=colour, label=label, linestyle=linestyle, marker=marker, ms=3)
+    axis.fill_between(steps, [min(some) for some in at], [max(some) for some in at], color=colour, alpha=0.15, lw=0)
