@@ -1,7 +1,6 @@
 """The commands a user types, on real processes: a run, its files, its resumption, its end, its errors."""
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -37,46 +36,30 @@ def test_a_run_from_flags_to_picture(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_signal_saves_and_ends_all_ranks(tmp_path):
-    words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
-    process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save"))
-    metrics = tmp_path / "count_up" / "metrics.jsonl"
-    wait_for(lambda: metrics.is_file() and metrics.read_text(), process)
+def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp_path):
+    """One is killed; torchrun keeps its store, in which the dead one's address still stands. Later comes Ctrl-C."""
+    words = ["--nproc-per-node=2", "--max-restarts=1", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
+    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--save-interval=2"]
+    process = start(launch(*words, *files, f"--runs-dir={tmp_path}"))
+    folder = tmp_path / "count_up"
+    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) >= 3, process)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    before = read(folder)
+    wait_for(lambda: len(read(folder)) > len(before) + 1, process)
     ranks = children(process.pid)
-    assert len(ranks) == 2
     process.send_signal(signal.SIGINT)
     told = time.monotonic()
     code, _, errors = finish(process, timeout=60)
     assert time.monotonic() - told < 30
     assert code == 0, errors
     assert "Traceback" not in errors
+    assert "restart 1 of 1" in errors
     assert errors.splitlines()[-1] == f"picture {tmp_path}/count_up/summary.png"
     saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved == read(tmp_path / "count_up")[-1]["step"]
     assert f"at step {saved}, saved to" in errors
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
-
-
-@pytest.mark.processes
-def test_ranks_that_are_started_again_go_on_from_the_checkpoint(tmp_path):
-    """One is killed, and later another; torchrun keeps its store, in which the dead ones' addresses still stand."""
-    words = ["--nproc-per-node=2", "--max-restarts=1", *SMALL, *TWO, "--train-iters=100", "--save-interval=2"]
-    process = start(launch(*words, f"--runs-dir={tmp_path}", f"--save={tmp_path}/save", f"--load={tmp_path}/save"))
-    folder = tmp_path / "count_up"
-    wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) >= 3, process)
-    os.kill(children(process.pid)[1], signal.SIGKILL)
-    before = read(folder)
-    wait_for(lambda: len(read(folder)) > len(before) + 1, process)
-    victim = children(process.pid)[1]
-    os.kill(victim, signal.SIGKILL)
-    code, _, errors = finish(process)
-    assert code == 1
-    assert "restart 1 of 1" in errors
-    last = errors.splitlines()[-1]
-    assert re.fullmatch(r"error: rank \d \(process \d+\) was ended by SIGKILL: by hand, or by the system .*", last)
-    assert f"(process {victim})" in last
     rows = read(folder)
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert [row["step"] for row in rows] == list(range(1, saved + 1))
     for one, again in zip(before, rows, strict=False):
         for name in ("reward/mean", "loss/total", "grad_norm", "rollout_corr/kl"):
             assert one[name] == again[name], "the same steps, to the last digit"

@@ -31,6 +31,7 @@ CASES = {
     "interrupts": r"130 stopped by SIGINT before all ranks could save: what no checkpoint holds is lost",
     "told": f"1 error: a rank was told to stop, and {NOT_KEPT}",
     "restarts": r"0 ",
+    "restarts-guard": r"3 error: stopped by --stop-if 'lr > 0'",
     "restarts-stopped": r"143 stopped by SIGTERM before all ranks could save: what no checkpoint holds is lost",
 }
 

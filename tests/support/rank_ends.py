@@ -48,6 +48,9 @@ elif how == "agrees":
     sys.stderr.write("what a rank says is above the last line\n")
     tell_ending(error="the rollout of step 3 failed: no answer in 60 s", code=1)
     sys.exit(1)
+elif how == "restarts-guard":
+    tell_ending(error="stopped by --stop-if 'lr > 0'", code=3)
+    sys.exit(0)
 elif how == "restarts-stopped" and restart == "1":
     if rank == 0:
         os.kill(os.getppid(), signal.SIGTERM)

@@ -59,7 +59,7 @@ def rows_of(folder):
     return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=120):
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds

@@ -1,20 +1,17 @@
 """Conditions on metrics that end a run: how they are read, when they hold, and what the run then says."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megatron_rc.launch.distributed import AgreedError
+from megatron_rc.launch.ending import FOLDER, GUARD, read_endings, tell_start
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config.guards import Condition
+from megatron_rc.launch.train_ppo import end_together
 from megatron_rc.launch.training.guards import Guards
 from megatron_rc.launch.training.loop import train
 from tests.launch.training.test_loop import LIVE, rows
-from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 
@@ -165,21 +162,12 @@ def test_all_ranks_end_alike(ranks, tmp_path):
     assert errors[0][0].startswith("--stop-if 'reward/short > 2': step 1 has no metric reward/short")
 
 
-@pytest.mark.processes
-def test_a_guard_has_its_own_exit_code(tmp_path):
-    """And is not started again: the run would go on behind its guard."""
-    files = (f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--save-interval=1", "--max-restarts=1")
-    words = flags(tmp_path, *LIVE, "--train-iters=5", *files, "--stop-if", "lr > 0 for 2")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rc.launch", *words],
-        env=environment,
-        text=True,
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 3, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: stopped by --stop-if 'lr > 0 for 2' after step 2 (lr was 0.001, ")
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+def test_a_guard_has_its_own_exit_code(tmp_path, monkeypatch):
+    """Told to the launcher; torchrun, which would start ranks that fail again, sees a rank that ends well."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    tell_start()
+    with pytest.raises(SystemExit) as end:
+        end_together("stopped by --stop-if 'lr > 0' after step 2", GUARD)
+    assert end.value.code == 0
+    (ending,) = read_endings(tmp_path)
+    assert (ending.error, ending.code) == ("stopped by --stop-if 'lr > 0' after step 2", 3)
