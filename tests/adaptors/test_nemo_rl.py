@@ -1,0 +1,205 @@
+"""NeMo-RL's call by its shapes (commit 7ea279a): the oracle's numbers, and errors by its names."""
+
+import copy
+import enum
+import pickle
+from collections import UserDict
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.adaptors.nemo_rl import CorrectedLoss
+from tests.adaptors.pages import documented
+from tests.support.correction_cases import CASES, clear_batch
+
+
+class LossType(enum.Enum):
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class ClippedLoss:
+    """What of ClippedPGLossFn a correction meets: its columns, its masks and what it divides by."""
+
+    input_type = "logprob"
+    metric_normalizations = {"loss": "tokens", "probs_ratio": "tokens"}  # noqa: RUF012
+
+    def __init__(self, loss_type=LossType.TOKEN_LEVEL, **settings):
+        self.loss_type = loss_type
+        vars(self).update(settings)
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        tokens, samples = data["token_mask"][:, 1:], data["sample_mask"]
+        advantages, old = data["advantages"][:, 1:], data["prev_logprobs"][:, 1:]
+        ratio = (next_token_logprobs - old).exp()
+        loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+        loss = torch.where(advantages < 0, torch.min(loss, -3 * advantages), loss)
+        if self.loss_type is LossType.TOKEN_LEVEL:
+            total = (loss * tokens * samples.unsqueeze(1)).sum() / global_valid_toks
+        else:
+            means = (loss * tokens).sum(1) / (tokens.sum(1) + 1e-8)
+            total = (means * samples).sum() / global_valid_seqs
+        return total, {"loss": total.item()}
+
+
+def data_of(batch, dtype=torch.float32, **changes):
+    """A batch of NeMo-RL: a column before the first token, the last row masked as a sample."""
+    generator = torch.Generator().manual_seed(0)
+    filled = [
+        torch.nn.functional.pad(torch.where(batch.mask, one, -1.0), (1, 0)) for one in (batch.train, batch.rollout)
+    ]
+    advantages = torch.randn(len(batch.mask), 1, generator=generator, dtype=torch.float64)
+    data = {
+        "prev_logprobs": filled[0],
+        "generation_logprobs": filled[1],
+        "token_mask": torch.nn.functional.pad(batch.mask.to(dtype), (1, 0)),
+        "sample_mask": torch.ones(len(batch.mask), dtype=dtype),
+        "advantages": advantages.expand_as(filled[0]).contiguous(),
+        "input_ids": torch.zeros_like(filled[0], dtype=torch.int64),
+    }
+    return UserDict({name: value for name, value in (data | changes).items() if value is not None})
+
+
+def fits(case):
+    config = RolloutCorrectionConfig(**case.fields)
+    whole = config.rollout_is_batch_normalize or config.rollout_staleness_scale or config.corrects_in_loss
+    return not whole and not any(one.unit == "prompt" or one.only_negative for one in config.criteria)
+
+
+NAMES = [name for name, case in CASES.items() if fits(case)]
+SEQUENCES, TOKENS = torch.tensor(20.0, dtype=torch.float64), torch.tensor(300.0, dtype=torch.float64)
+
+
+def by_formula(batch, data, expected, new, loss_type):
+    """The loss from the oracle's weights and mask, one sequence after the other."""
+    total = 0
+    for row, kept in enumerate(torch.tensor(expected.mask)):
+        count, weights = int(batch.mask[row].sum()), torch.ones(len(kept), dtype=torch.float64)
+        if expected.weights is not None:
+            weights = torch.tensor(expected.weights[row], dtype=torch.float64)
+        a = data["advantages"][row, 1:]
+        ratio = (new[row] - data["prev_logprobs"][row, 1:]).exp()
+        loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+        loss = torch.where(a < 0, torch.minimum(loss, -3 * a), loss) * weights
+        share = TOKENS if loss_type is LossType.TOKEN_LEVEL else SEQUENCES * max(count, 1)
+        total = total + loss[kept].sum() / share
+    return total
+
+
+def config_of(name):
+    return RolloutCorrectionConfig(**CASES[name].fields | {"rejection_denominator": "original"})
+
+
+def rejects_tokens(config):
+    return any(one.unit == "token" for one in config.criteria) or config.bad_log_probs == "reject_token"
+
+
+BY_TOKEN = [(name, LossType.TOKEN_LEVEL) for name in NAMES]
+BY_SEQUENCE = [(name, LossType.SEQUENCE_LEVEL) for name in NAMES if not rejects_tokens(config_of(name))]
+
+
+@pytest.mark.parametrize(("name", "loss_type"), BY_TOKEN + BY_SEQUENCE)
+def test_the_loss_is_the_oracles(name, loss_type):
+    config = config_of(name)
+    batch, expected = clear_batch(name)
+    data = data_of(batch, torch.int64 if loss_type is LossType.TOKEN_LEVEL else torch.float32)
+    before = {key: value.clone() for key, value in data.items()}
+    noise = 0.4 * torch.randn(batch.train.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    base = torch.where(data["prev_logprobs"].isfinite(), data["prev_logprobs"], -1.0)[:, 1:]
+    new = (base + noise).requires_grad_()
+    loss, metrics = CorrectedLoss(ClippedLoss(loss_type), config)(
+        next_token_logprobs=new, data=data, global_valid_seqs=SEQUENCES, global_valid_toks=TOKENS
+    )
+    wanted = by_formula(batch, data, expected, new, loss_type)
+    # NeMo-RL adds 1e-8 to the length of a sequence.
+    torch.testing.assert_close(loss, wanted, rtol=1e-7, atol=1e-10)
+    (gradient,) = torch.autograd.grad(loss, new, retain_graph=True)
+    (other,) = torch.autograd.grad(wanted, new)
+    kept = torch.tensor(expected.mask)
+    torch.testing.assert_close(gradient[kept], other[kept], rtol=1e-7, atol=1e-10)
+    assert not gradient[~kept].any()
+    assert all(torch.equal(value.nan_to_num(), before[key].nan_to_num()) for key, value in data.items())
+    share = int(batch.mask.sum()) / float(TOKENS)
+    for key in () if CASES[name].bad else ("kl", "k3_kl", "rollout_rs_masked_fraction"):
+        assert metrics[f"rollout_corr/{key}"] == pytest.approx(expected.metrics[key] * share, rel=1e-6, abs=1e-12)
+
+
+TOKEN = RolloutCorrectionConfig.decoupled_token_is()
+
+
+def test_what_nemo_rl_reads_is_that_of_its_loss():
+    loss = CorrectedLoss(ClippedLoss(reference_policy_kl_penalty=0.1), TOKEN)
+    for one in (loss, pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
+        assert one.loss_type is LossType.TOKEN_LEVEL
+        assert one.input_type == "logprob"
+        assert one.reference_policy_kl_penalty == 0.1
+        assert one.metric_normalizations["rollout_corr/kl"] == "tokens"
+        assert not hasattr(one, "use_fused_linear_logprobs")
+
+
+def test_on_policy_the_current_policy_is_the_old_one():
+    batch, _ = clear_batch("nothing")
+    data = data_of(batch)
+    seen = {}
+
+    class Loss(ClippedLoss):
+        def __call__(self, **given):
+            seen.update(given["data"])
+            return given["next_token_logprobs"].sum(), {}
+
+    loss = CorrectedLoss(Loss(force_on_policy_ratio=True), TOKEN)
+    new = data["prev_logprobs"][:, 1:].clone()
+    del data["prev_logprobs"]
+    loss(new, data, SEQUENCES, TOKENS)
+    ratio = (new - data["generation_logprobs"][:, 1:]).exp().clamp(max=2.0)
+    torch.testing.assert_close(
+        (seen["advantages"] / data["advantages"])[:, 1:][batch.mask], ratio[batch.mask], rtol=1e-9, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "message"),
+    [
+        (ClippedLoss(use_importance_sampling_correction=True), {}, "use_importance_sampling_correction=True: NeMo-RL"),
+        (ClippedLoss(), {"bypass_mode": True}, "bypass_mode=True: NeMo-RL makes the ratio"),
+        (ClippedLoss(), {"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True"),
+        (
+            ClippedLoss(),
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
+            "set rejection_denominator='original'",
+        ),
+        (
+            ClippedLoss(LossType.SEQUENCE_LEVEL),
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2", "rejection_denominator": "original"},
+            "token_k1 rejects single tokens, and token_level_loss=False",
+        ),
+    ],
+    ids=lambda value: value[:28] if isinstance(value, str) else "",
+)
+def test_losses_that_cannot_be(made, fields, message):
+    with pytest.raises(ValueError, match=message):
+        CorrectedLoss(made, RolloutCorrectionConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generation_logprobs": None}, "generation_logprobs is missing in the data"),
+        ({"prev_logprobs": None}, "prev_logprobs is missing in the data"),
+        ({"token_mask": torch.ones(12, 16)}, r"token_mask has shape \(12, 16\): expected \(12, 17\)"),
+        ({"sample_mask": torch.ones(3)}, r"sample_mask has shape \(3,\): expected \(12,\)"),
+        ({"generation_logprobs": torch.full((12, 17), torch.nan)}, "is NaN"),
+    ],
+    ids=lambda value: value[:28] if isinstance(value, str) else "",
+)
+def test_data_that_cannot_be(changes, message):
+    batch, _ = clear_batch("nothing")
+    with pytest.raises(ValueError, match=message):
+        CorrectedLoss(ClippedLoss(), TOKEN)(torch.zeros(12, 16), data_of(batch, **changes), SEQUENCES, TOKENS)
+
+
+def test_the_page_wraps_a_loss():
+    found = documented("NeMo-RL", loss_fn=ClippedLoss())["loss_fn"]
+    assert found.config.rollout_rs == "seq_mean_k1"
+    assert found.loss_type is LossType.TOKEN_LEVEL

@@ -1,0 +1,236 @@
+"""verl's calls by their shapes (0.9.1): the oracle's numbers, and errors by its names. make test-adaptors has verl."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.adaptors.verl import VerlCorrection
+from tests.support import correction_oracle as oracle
+from tests.support.correction_cases import CASES, clear_batch
+from tests.support.correction_comparison import assert_metrics
+
+
+def fits(case):
+    config = RolloutCorrectionConfig(**case.fields)
+    alone = config.rollout_staleness_scale is None and config.rejection_denominator == "accepted"
+    return alone and not config.corrects_in_loss and not any(one.only_negative for one in config.criteria)
+
+
+NAMES = [name for name, case in CASES.items() if fits(case)]
+RNG = torch.Generator().manual_seed(0)
+
+
+class Config(SimpleNamespace):
+    """What verl's ActorConfig answers to."""
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
+
+
+def actor(info=None, **fields):
+    given = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.3, "global_batch_info": info or {}}
+    return Config(**given | fields)
+
+
+def proto(batch, **changes):
+    """What of a DataProto is looked at; a mask of integers, as verl has it."""
+    tensors = {"old_log_probs": batch.train, "rollout_log_probs": batch.rollout, "response_mask": batch.mask.long()}
+    tensors = {name: value for name, value in (tensors | changes).items() if value is not None}
+    uid = [f"prompt {index}" for index in batch.sides.get("group_ids", torch.zeros(0)).tolist()]
+    return SimpleNamespace(batch=tensors, non_tensor_batch={"uid": uid} if uid else {})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_driver_gets_the_oracles_batch(name):
+    assert len(NAMES) >= 8
+    batch, expected = clear_batch(name)
+    config = RolloutCorrectionConfig(**CASES[name].fields)
+    given = proto(batch)
+    got, metrics = VerlCorrection(config).add_to_batch(given, {"rollout_is": None})
+    assert got is given
+    assert got.batch["response_mask"].dtype == torch.int64
+    assert got.batch["response_mask"].bool().tolist() == expected.mask
+    assert ("rollout_is_weights" in got.batch) == (expected.weights is not None)
+    if expected.weights is not None:
+        want = torch.tensor(expected.weights, dtype=torch.float64)
+        torch.testing.assert_close(got.batch["rollout_is_weights"], want, rtol=1e-9, atol=1e-12)
+    assert metrics["rollout_corr/kl"] == pytest.approx(expected.metrics["kl"], rel=1e-9)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == expected.metrics["rollout_rs_masked_fraction"]
+
+
+def per_token(log_prob, old, advantages, algorithm, weights, low=0.2, high=0.3, dual=3.0):
+    """[b, r] by the formula, element by element."""
+    loss = torch.zeros_like(log_prob)
+    for row, column in torch.ones_like(log_prob).nonzero().tolist():
+        a, ratio = advantages[row, column], (log_prob[row, column] - old[row, column]).exp()
+        if algorithm == "reinforce":
+            value = -a * log_prob[row, column]
+        else:
+            value = max(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+            value = min(value, -a * dual) if a < 0 else value
+        loss[row, column] = value * weights[row, column]
+    return loss
+
+
+def divided(loss, mask, mode, info):
+    """verl's sums and denominators, one sequence after the other."""
+    rows = [loss[row][mask[row]].sum() for row in range(len(mask))]
+    counts = [int(row.sum()) for row in mask]
+    some = sum(count > 0 for count in counts)
+    tokens, sequences = info.get("batch_num_tokens") or sum(counts), info.get("global_batch_size") or some
+    total = {
+        "token-mean": sum(rows) / tokens,
+        "token-sum": sum(rows),
+        "seq-mean-token-sum": sum(rows) / sequences,
+        "seq-mean-token-mean": sum(row / max(count, 1) for row, count in zip(rows, counts, strict=True)) / sequences,
+        "seq-mean-token-sum-norm": sum(rows) / sequences / (info.get("loss_scale_factor") or mask.shape[1]),
+    }[mode]
+    return total * (info.get("dp_size") or 1)
+
+
+def step(seed=0, shape=(6, 8)):
+    """(old, new, advantages, mask): ragged responses, one of them empty, with holes, and log-probs of a spread."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -1 - 2 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    new = old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64).clamp(-1.9, 1.9)
+    advantages = 2 * torch.randn(shape[0], 1, generator=generator, dtype=torch.float64).expand(shape)
+    mask = torch.arange(shape[1]) < torch.tensor([8, 3, 0, 5, 1, 7]).unsqueeze(1)
+    return old, new.requires_grad_(), advantages, mask & (torch.rand(shape, generator=generator) > 0.2)
+
+
+GLOBAL = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 12, "loss_scale_factor": 7}
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", [{}, GLOBAL], ids=["alone", "global"])
+def test_the_loss_of_the_decoupled_mode(mode, info):
+    old, new, advantages, mask = step()
+    weights = 0.5 + torch.rand(mask.shape, generator=RNG, dtype=torch.float64)
+    correction = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is())
+    filled = torch.where(mask, old, torch.nan)
+    loss, metrics = correction.policy_loss(filled, new, advantages, mask.int(), mode, actor(info), weights)
+    expected = divided(per_token(new, old, advantages, "ppo_clip", weights), mask, mode, info)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(loss, new, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, new)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
+    assert metrics["actor/pg_clipfrac"] > 0.1
+    assert metrics["actor/pg_clipfrac_lower"] >= 0
+
+
+REJECTING = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_1.8,0.2"}
+CRITERIA = (("token_k1", -0.6931471805599453, 0.5877866649021191), ("seq_mean_k3", -float("inf"), 0.2))
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("info", [{}, GLOBAL], ids=["alone", "global"])
+def test_the_loss_of_bypass_mode(loss_type, info):
+    rollout, new, advantages, mask = step(3)
+    fields = {"rollout_is": "sequence", "rollout_is_threshold": 1.5, **REJECTING}
+    config = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, **fields)
+    loss, metrics = VerlCorrection(config).policy_loss(rollout, new, advantages, mask.float(), config=actor(info))
+    settings = oracle.Settings(level="sequence", upper=1.5, criteria=CRITERIA)
+    found = oracle.correct(*(value.tolist() for value in (new.detach(), rollout, mask)), settings)
+    kept, weights = torch.tensor(found.mask), torch.tensor(found.weights, dtype=torch.float64)
+    assert 0 < int(kept.sum()) < int(mask.sum())
+    weights = weights if loss_type == "reinforce" else torch.ones_like(weights)
+    expected = divided(per_token(new, rollout, advantages, loss_type, weights), kept, "token-mean", info)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    (gradient,) = torch.autograd.grad(loss, new, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, new)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
+    assert_metrics(
+        {name: value for name, value in metrics.items() if "/" in name and "actor/" not in name}, found, 1e-9
+    )
+
+
+def test_settings_are_verls_own():
+    settings = {"_target_": "x", "rollout_is": "token", "rollout_is_threshold": 1.1, "bypass_mode": False}
+    batch, _ = clear_batch("nothing")
+    got, _ = VerlCorrection().add_to_batch(proto(batch), settings)
+    assert float(got.batch["rollout_is_weights"].max()) == pytest.approx(1.1)
+    settings = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": None}
+    rollout, new, advantages, mask = step()
+    config = actor(policy_loss=Config(rollout_correction=settings))
+    loss, _ = VerlCorrection().policy_loss(rollout, new, advantages, mask, config=config)
+    expected = -(advantages * new)[mask].mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_bad_log_probs_reach_no_gradient():
+    rollout, new, advantages, mask = step()
+    row, column = mask.nonzero()[0].tolist()
+    rollout = rollout.clone()
+    rollout[row, column] = torch.nan
+    fields = {"bad_log_probs": "reject_token", "bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
+    loss, _ = VerlCorrection(RolloutCorrectionConfig(**fields)).policy_loss(
+        rollout, new, advantages, mask, config=actor()
+    )
+    (gradient,) = torch.autograd.grad(loss, new)
+    assert gradient.isfinite().all()
+    assert gradient[row, column] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"proximal_interpolation": True}, "proximal_interpolation=True: verl cannot"),
+        ({"rejection_denominator": "original"}, "rejection_denominator='original': verl counts"),
+        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm': verl computes advantages after"),
+        ({**REJECTING, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': verl cannot"),
+        (
+            {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize=True: verl cannot",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:30],
+)
+def test_settings_that_verl_cannot_carry_out(fields, message):
+    with pytest.raises(ValueError, match=message):
+        VerlCorrection(RolloutCorrectionConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_log_probs": None}, "rollout_log_probs is missing in the batch: set actor_rollout_ref.rollout.calc"),
+        ({"old_log_probs": None}, "old_log_probs is missing in the batch"),
+        ({"old_log_probs": torch.zeros(3, 4)}, r"old_log_probs has shape \(3, 4\): expected \(12, 16\)"),
+        ({"response_mask": torch.ones(12)}, r"response_mask has shape \(12,\)"),
+        ({"rollout_log_probs": torch.full((12, 16), torch.nan)}, "is NaN"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:30],
+)
+def test_batches_that_cannot_be(changes, message):
+    batch, _ = clear_batch("nothing")
+    with pytest.raises(ValueError, match=message):
+        VerlCorrection(RolloutCorrectionConfig.decoupled_token_is()).add_to_batch(proto(batch, **changes))
+
+
+def test_prompts_are_needed_where_a_criterion_looks_at_them():
+    batch, _ = clear_batch("nothing")
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="group_mean_k1", rollout_rs_threshold="0.9_1.1")
+    with pytest.raises(ValueError, match="uid of the batch has 0 entries: expected 12"):
+        VerlCorrection(config).add_to_batch(proto(batch))
+
+
+def test_calls_that_cannot_be():
+    rollout, new, advantages, mask = step()
+    decoupled = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is())
+    bypass = VerlCorrection(RolloutCorrectionConfig(bypass_mode=True))
+    batch, _ = clear_batch("nothing")
+    with pytest.raises(ValueError, match="register policy_loss as 'bypass_mode'"):
+        bypass.add_to_batch(proto(batch))
+    with pytest.raises(ValueError, match="config is None"):
+        decoupled.policy_loss(rollout, new, advantages, mask)
+    with pytest.raises(ValueError, match="loss_agg_mode='mean' is unknown"):
+        decoupled.policy_loss(rollout, new, advantages, mask, "mean", actor())
+    with pytest.raises(ValueError, match="batch_num_tokens is missing in global_batch_info"):
+        decoupled.policy_loss(rollout, new, advantages, mask, "token-mean", actor({"dp_size": 2}))
+    with pytest.raises(ValueError, match=r"algorithm.rollout_correction is None: expected verl's settings"):
+        VerlCorrection().add_to_batch(proto(batch))
+    with pytest.raises(ValueError, match="algorithm='grpo' is unknown"):
+        VerlCorrection(algorithm="grpo")

@@ -1,0 +1,167 @@
+"""verl's own driver and losses beside the adaptor: ``make test-adaptors``, which installs verl 0.9.1."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlConfig
+from verl.trainer.ppo import core_algos, rollout_corr_helper
+from verl.utils import tensordict_utils
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.adaptors.verl import VerlCorrection
+from tests.adaptors.pages import blocks
+from tests.support.paths import ROOT
+
+SETTINGS = (
+    {"rollout_is": "token", "rollout_is_threshold": 1.3},
+    {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+    {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_2.0",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.8_1.3",
+    },
+    {"rollout_is": None, "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_1.8,0.6"},
+    {"rollout_is": None},
+)
+ROWS, WIDTH = 12, 10
+
+
+def batch(seed, dtype=torch.float32):
+    """(old, rollout, current, advantages, mask) of ragged responses."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -0.2 - 2 * torch.rand(ROWS, WIDTH, generator=generator)
+    old, new = ((rollout + 0.4 * torch.randn(ROWS, WIDTH, generator=generator)).clamp(max=0) for _ in range(2))
+    lengths = torch.randint(1, WIDTH + 1, (ROWS, 1), generator=generator)
+    lengths[0] = WIDTH
+    advantages = torch.randn(ROWS, 1, generator=generator).expand(ROWS, WIDTH).contiguous()
+    mask = (torch.arange(WIDTH) < lengths).long()
+    return *(value.to(dtype) for value in (old, rollout, new, advantages)), mask
+
+
+def proto(old, rollout, mask):
+    tensors = {"old_log_probs": old.clone(), "rollout_log_probs": rollout.clone(), "response_mask": mask.clone()}
+    return DataProto.from_dict(tensors, non_tensors={"uid": [f"prompt {row // 4}" for row in range(ROWS)]})
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_driver_gets_what_verls_own_function_gives(settings):
+    for seed in range(5):
+        old, rollout, _, _, mask = batch(seed)
+        given = VerlConfig(**settings)
+        theirs, their_metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
+            proto(old, rollout, mask), given
+        )
+        ours, metrics = VerlCorrection().add_to_batch(proto(old, rollout, mask), given)
+        assert torch.equal(ours.batch["response_mask"].bool(), theirs.batch["response_mask"].bool())
+        assert set(ours.batch.keys()) == set(theirs.batch.keys())
+        if settings["rollout_is"] is not None:
+            own, their = (one.batch["rollout_is_weights"] * mask for one in (ours, theirs))
+            torch.testing.assert_close(own, their, rtol=2e-6, atol=1e-7)
+        for name in ("kl", "k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "rollout_rs_masked_fraction"):
+            if f"rollout_corr/{name}" in their_metrics:
+                name = f"rollout_corr/{name}"
+                assert metrics[name] == pytest.approx(their_metrics[name], rel=1e-4, abs=1e-6), name
+
+
+def actor(mode, loss_mode, settings=None):
+    given = {"loss_mode": loss_mode} | ({} if settings is None else {"rollout_correction": settings})
+    return ActorConfig(
+        strategy="fsdp",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=ROWS,
+        loss_agg_mode=mode,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.2,
+        policy_loss=PolicyLossConfig(**given),
+    )
+
+
+def worker_loss(config, old, new, advantages, mask, weights, dp_size=2):
+    """(loss, gradient) by the loss of verl's workers, whatever their engine, from what a model gives back."""
+    lengths = mask.sum(1)
+    prompts = torch.nested.as_nested_tensor([torch.zeros(2, dtype=torch.long)] * ROWS, layout=torch.jagged)
+
+    def ragged(values):
+        rows = [row[:length] for row, length in zip(values, lengths.tolist(), strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    fields = {"old_log_probs": old, "advantages": advantages, "response_mask": mask, "responses": mask}
+    fields |= {} if weights is None else {"rollout_is_weights": weights}
+    data = TensorDict({name: ragged(value) for name, value in fields.items()} | {"prompts": prompts}, batch_size=ROWS)
+    info = {"dp_size": dp_size, "batch_num_tokens": 2 * int(mask.sum()), "global_batch_size": 2 * ROWS}
+    tensordict_utils.assign_non_tensor(data, max_response_len=WIDTH, **info)
+    theta = new.clone().requires_grad_()
+    # The model's log-probs: one of the prompt's last token for the first of the response, and so on, and one behind.
+    rows = [
+        torch.cat([row.new_zeros(1), row[:length], row.new_zeros(1)])
+        for row, length in zip(theta, lengths.tolist(), strict=True)
+    ]
+    output = {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+    loss, metrics = ppo_loss(config, output, data)
+    (gradient,) = torch.autograd.grad(loss, theta)
+    return loss.detach(), gradient, metrics
+
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_get_the_loss_of_verls_vanilla(mode):
+    old, rollout, new, advantages, mask = batch(1)
+    config = RolloutCorrectionConfig.decoupled_token_is(threshold=1.3)
+    core_algos.register_policy_loss("rollout_correction")(VerlCorrection(config).policy_loss)
+    given, _ = VerlCorrection(config).add_to_batch(proto(old, rollout, mask))
+    weights = given.batch["rollout_is_weights"]
+    tensors = (old, new, advantages, mask, weights)
+    loss, gradient, metrics = worker_loss(actor(mode, "rollout_correction"), *tensors)
+    their_loss, their_gradient, their_metrics = worker_loss(actor(mode, "vanilla"), *tensors)
+    torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-7)
+    assert gradient.norm() > 1e-3
+    for name in ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"):
+        got, want = (float(one[name].aggregate()) for one in (metrics, their_metrics))
+        assert got == pytest.approx(want, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("settings", [one for one in SETTINGS if "rollout_is_batch_normalize" not in one], ids=str)
+def test_workers_get_the_loss_of_verls_bypass_mode(settings, loss_type, monkeypatch):
+    _, rollout, new, advantages, mask = batch(2)
+    config = actor("token-mean", "bypass_mode", VerlConfig(**settings, bypass_mode=True, loss_type=loss_type))
+    tensors = (rollout, new, advantages, mask, None)
+    their_loss, their_gradient, _ = worker_loss(config, *tensors)
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "bypass_mode", VerlCorrection().policy_loss)
+    loss, gradient, metrics = worker_loss(config, *tensors)
+    torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-7)
+    assert "rollout_corr/kl" in metrics
+
+
+def test_the_page_puts_both_into_verl(tmp_path):
+    """The module of docs/adaptors.md, by the variable that it names, in a process of its own."""
+    (tmp_path / "my_correction.py").write_text(blocks("verl")[0], encoding="utf-8")
+    code = (
+        "import verl\n"
+        "from verl.trainer.ppo import core_algos, rollout_corr_helper\n"
+        "own = core_algos.get_policy_loss_fn('rollout_correction').__self__\n"
+        "assert rollout_corr_helper.compute_rollout_correction_and_add_to_batch.__self__ is own\n"
+        "print(own.config.rollout_rs)"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "my_correction", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "seq_mean_k1", done.stderr
+
+
+def test_nothing_of_verl_is_imported_by_the_library():
+    code = "import sys, megatron_rc.adaptors.verl; assert 'verl' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
