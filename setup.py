@@ -40,7 +40,12 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=packages(),
     package_dir={"megatron_rc": "megatron_rc", **{f"megatron_rc.{folder}": folder for folder in MOVED}},
-    package_data={"megatron_rc": ["py.typed"], "megatron_rc.configs": ["**/*.yaml"], "megatron_rc.launch": ["*.sh"]},
+    package_data={
+        "megatron_rc": ["py.typed"],
+        "megatron_rc.configs": ["**/*.yaml"],
+        "megatron_rc.launch": ["*.sh"],
+        "megatron_rc.replay": ["page.html"],
+    },
     install_requires=["torch>=2.6"],
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20", "numpy"],

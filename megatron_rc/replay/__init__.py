@@ -1,0 +1,1 @@
+"""What other corrections would have done to recorded rollouts, side by side."""

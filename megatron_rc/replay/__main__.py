@@ -1,0 +1,87 @@
+"""``python -m megatron_rc.replay BATCHES --preset A --preset B``: see docs/replay.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rc.records.storage import replacing
+from megatron_rc.replay.candidates import candidates
+from megatron_rc.replay.gradient import uncorrected
+from megatron_rc.replay.outcome import Outcome, outcome
+from megatron_rc.replay.page import as_page
+from megatron_rc.replay.reading import read_batches
+from megatron_rc.replay.report import as_dict, as_text
+from megatron_rc.replay.tokens import Recorded, recorded
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command.
+
+    Returns:
+        0; 2 where it could not be done, with one sentence on standard error.
+    """
+    args = _parser().parse_args(words)
+    try:
+        data, outcomes = _replay(args)
+        text = as_text(data, outcomes, args.sequences)
+        if args.json:
+            text = json.dumps(as_dict(data, outcomes, args.sequences), indent=1) + "\n"
+        if args.html:
+            with replacing(args.html) as temporary:
+                temporary.write_text(as_page(data, outcomes, args.sequences), encoding="utf-8")
+    except (ImportError, OSError, ValueError) as problem:
+        sys.stderr.write(f"{problem}\n")
+        return 2
+    sys.stdout.write(text)
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> tuple[Recorded, list[Outcome]]:
+    if args.sequences < 0:
+        raise ValueError(f"--sequences {args.sequences}: expected 0 or more")
+    if args.html and not Path(args.html).parent.is_dir():
+        raise ValueError(f"--html {args.html}: the folder {Path(args.html).parent} does not exist, create it first")
+    configs = candidates(args.preset, args.correction, args.grid)
+    data = recorded(read_batches(args.batches, args.vocab_size))
+    base = uncorrected(data)
+    return data, [outcome(data, base, name, config) for name, config in configs.items()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_rc.replay",
+        description="What other corrections would have done to recorded rollouts, side by side.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "batches",
+        nargs="+",
+        metavar="BATCHES",
+        help="files or folders that --save-rollouts DIR --save-log-probs wrote, or JSON lines (.jsonl)",
+    )
+    parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="compare this preset; repeatable")
+    parser.add_argument(
+        "--correction", action="append", default=[], metavar="FILE", help="compare the settings of this YAML file"
+    )
+    parser.add_argument(
+        "--grid",
+        action="append",
+        default=[],
+        metavar="FIELD=A,B,...",
+        help="each of them with each of these values, for example rollout_is_threshold=1.5,2,5; repeatable",
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="token ids must lie below it")
+    parser.add_argument(
+        "--sequences", type=int, default=5, metavar="N", help="list the N sequences that each changes most (default 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
+    parser.add_argument("--html", metavar="FILE", help="write one page with everything, which needs no network")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

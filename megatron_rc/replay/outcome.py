@@ -1,0 +1,196 @@
+"""What one correction makes of recorded tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.api import correct_rollouts
+from megatron_rc.replay.gradient import Effect, Uncorrected, effect, listed
+from megatron_rc.replay.tokens import Recorded
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+# Of the histogram of weights: powers of 2, eight bins to each.
+LOG_LIMIT, BINS_PER_POWER = 6, 8
+NUM_BINS = 2 * LOG_LIMIT * BINS_PER_POWER
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some of the sequences, and what is rejected of them.
+
+    Attributes:
+        label: in words.
+        sequences: how many.
+        tokens: of them.
+        rejected_sequences: those without an accepted token.
+        rejected_tokens: all tokens that are not accepted, those of rejected sequences included.
+    """
+
+    label: str
+    sequences: int
+    tokens: int
+    rejected_sequences: int
+    rejected_tokens: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of the accepted tokens; 1 everywhere where the correction has none.
+
+    Attributes:
+        mean: over the accepted tokens, like the next two.
+        smallest: likewise.
+        largest: likewise.
+        effective_share: (Σ w)² / (n Σ w²) over all n sampled tokens, with 0 for rejected ones.
+        histogram: counts of accepted tokens whose weight lies in each bin of :func:`edges`; what is beyond them is in
+            the first and the last. Weights of 0 are not among them.
+        zeros: accepted tokens whose weight is 0.
+    """
+
+    mean: float
+    smallest: float
+    largest: float
+    effective_share: float
+    histogram: list[int]
+    zeros: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one correction does.
+
+    Attributes:
+        name: what it is called.
+        config: the settings.
+        metrics: all that a training run would have logged of it.
+        total: all sequences.
+        by_reward: sequences by the sign of their reward; only those that hold tokens, like the next two.
+        by_length: by powers of 2.
+        by_age: by how many steps the weights that sampled them were behind.
+        weights: of the tokens.
+        effect: on the gradient.
+        accepted: [n] int64: accepted tokens of each sequence.
+        mean_weights: [n] float64: mean over all sampled tokens of each sequence, with 0 for rejected ones.
+        token_weights: for each batch [n, s]: the weight of every accepted token, 0 elsewhere; None without weights.
+        masks: for each batch [n, s] bool: accepted tokens.
+    """
+
+    name: str
+    config: RolloutCorrectionConfig
+    metrics: dict[str, float]
+    total: Bucket
+    by_reward: list[Bucket]
+    by_length: list[Bucket]
+    by_age: list[Bucket]
+    weights: Weights
+    effect: Effect
+    accepted: Tensor
+    mean_weights: Tensor
+    token_weights: list[Tensor] | None
+    masks: list[Tensor]
+
+
+def edges() -> list[float]:
+    """Of the bins of the weights' histogram."""
+    return [2 ** (index / BINS_PER_POWER - LOG_LIMIT) for index in range(NUM_BINS + 1)]
+
+
+def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrectionConfig) -> Outcome:
+    """Run the correction over all batches together.
+
+    Raises:
+        ValueError: the record lacks what the correction looks at, or its log-probs cannot be right.
+    """
+    if config.proximal_interpolation:
+        raise ValueError(f"{name}: proximal_interpolation makes π_old out of two policies as it trains: leave it out")
+    greedy = data.parts[0].records.sampling.top_k == 1
+    versions = [part.versions for part in data.parts]
+    result = correct_rollouts(
+        [part.theta if config.bypass_mode else part.old for part in data.parts],
+        [part.rollout for part in data.parts],
+        [part.mask for part in data.parts],
+        config,
+        advantages=data.split(data.advantages),
+        rewards=data.split(data.rewards),
+        group_ids=data.split(data.group_ids),
+        num_groups=int(data.group_ids.max()) + 1,
+        policy_versions=versions,
+        current_version=0,
+        max_staleness=int(data.ages.max()),
+        allow_zero_log_probs=greedy,
+    )
+    result.check()
+    masks = listed(result.mask)
+    weights = listed(result.weights) if config.applies_weights else None
+    accepted = torch.cat([mask.sum(dim=1) for mask in masks])
+    sums, summary = _weights(masks, weights, int(data.lengths.sum()))
+    count = _Counter(data, accepted)
+    return Outcome(
+        name=name,
+        config=config,
+        metrics=result.metrics(),
+        total=count(torch.zeros_like(accepted), lambda _: "all")[0],
+        by_reward=count(data.rewards.sign().long() + 1, lambda sign: ("negative", "zero", "positive")[sign]),
+        by_length=count(_power(data.lengths), lambda power: f"{2**power} to {2 ** (power + 1) - 1}" if power else "1"),
+        by_age=count(data.ages, lambda age: f"{age} step{'s' * (age != 1)}"),
+        weights=summary,
+        effect=effect(data, base, config, result),
+        accepted=accepted,
+        mean_weights=sums / data.lengths.clamp(min=1),
+        token_weights=weights,
+        masks=masks,
+    )
+
+
+class _Counter:
+    """Counts sequences and tokens by a number of each sequence; sequences without a token count nowhere."""
+
+    def __init__(self, data: Recorded, accepted: Tensor) -> None:
+        rejected = data.lengths - accepted
+        ones = torch.ones_like(rejected)
+        self.held = data.lengths > 0
+        self.columns = [ones, data.lengths, (accepted == 0).long(), rejected]
+
+    def __call__(self, keys: Tensor, label: Callable[[int], str]) -> list[Bucket]:
+        known, where = keys[self.held].unique(return_inverse=True)
+        sums = [torch.zeros_like(known).index_add_(0, where, column[self.held]).tolist() for column in self.columns]
+        return [Bucket(label(key), *counts) for key, *counts in zip(known.tolist(), *sums, strict=True)]
+
+
+def _power(lengths: Tensor) -> Tensor:
+    """[n] int64: floor of log2, 0 for 0."""
+    return torch.frexp(lengths.clamp(min=1).double()).exponent.long() - 1
+
+
+def _weights(masks: list[Tensor], weights: list[Tensor] | None, tokens: int) -> tuple[Tensor, Weights]:
+    """([n] float64 sums over each sequence, what they are like)."""
+    sums, counts = [], torch.zeros(NUM_BINS, dtype=torch.int64)
+    squares, smallest, largest, accepted, zeros = 0.0, math.inf, 0.0, 0, 0
+    for index, mask in enumerate(masks):
+        held = mask.to(torch.float32) if weights is None else torch.where(mask, weights[index], 0)
+        sums.append(held.sum(dim=1, dtype=torch.float64))
+        accepted += int(mask.sum())
+        if not mask.any():
+            continue
+        squares += float(held.square().sum(dtype=torch.float64))
+        smallest = min(smallest, float(torch.where(mask, held, torch.inf).amin()))
+        largest = max(largest, float(held.amax()))
+        nonzero = held[held > 0]
+        zeros += int(mask.sum()) - len(nonzero)
+        bins = (nonzero.log2_() + LOG_LIMIT).mul_(BINS_PER_POWER).clamp_(0, NUM_BINS - 1)
+        counts += torch.bincount(bins.long(), minlength=NUM_BINS)
+    every = torch.cat(sums)
+    total = float(every.sum())
+    return every, Weights(
+        mean=total / max(accepted, 1),
+        smallest=smallest if accepted else 0.0,
+        largest=largest,
+        effective_share=total**2 / (tokens * squares) if squares else 0.0,
+        histogram=counts.tolist(),
+        zeros=zeros,
+    )

@@ -1,0 +1,139 @@
+"""One self-contained HTML page: tables, distributions and points, with the data in it as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.replay.affected import place
+from megatron_rc.replay.outcome import Outcome
+from megatron_rc.replay.report import as_dict
+from megatron_rc.replay.tokens import Recorded
+
+POINTS, BAND_TOKENS, BAND_BINS = 3000, 200_000, 24
+MAX_SEQUENCES = 1500
+_PLACE = "@DATA@"  # in the page, where the JSON goes
+_LOWEST = -16.0  # log π_rollout: what is less probable stands at the edge
+
+
+def as_page(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
+    """The page's text.
+
+    Args:
+        data: that was replayed.
+        outcomes: of the corrections.
+        sequences: how many of the most affected ones are listed for each.
+    """
+    text = json.dumps(page_data(data, outcomes, sequences), separators=(",", ":"))
+    page = files("megatron_rc.replay").joinpath("page.html").read_text(encoding="utf-8")
+    # Nothing in a name may end the element that the JSON stands in.
+    return page.replace(_PLACE, text.replace("<", "\\u003c"))
+
+
+def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:
+    """What the page shows: the report, points for some of the tokens and sequences, and bands over more of them.
+
+    Points and bands are of a random sample where there are very many; the same one every time.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = _draw(torch.cat([part.mask.flatten() for part in data.parts]), BAND_TOKENS, generator)
+    chosen = _tokens(data, drawn)
+    points = slice(0, POINTS)
+    return {
+        "report": as_dict(data, outcomes, sequences),
+        "tokens": {name: _rounded(values[points]) for name, values in chosen.items()}
+        | {"weights": [_rounded(_weights(data, found, drawn[points])) for found in outcomes]},
+        "bands": {
+            "tokens": len(drawn),
+            "position": _bands(torch.log2(chosen["position"] + 1.0), chosen["log_ratio"]),
+            "probability": _bands(chosen["log_prob"].clamp(min=_LOWEST), chosen["log_ratio"]),
+        },
+        "sequences": _sequences(data, outcomes, generator),
+    }
+
+
+def _draw(mask: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """[k] int64: places where the mask is True, at most so many, in random order."""
+    where = mask.nonzero().flatten()
+    if len(where) > most:
+        where = where[torch.randint(len(where), (most,), generator=generator).unique()]
+    return where[torch.randperm(len(where), generator=generator)]
+
+
+def _at(values: Sequence[Tensor], places: Tensor) -> Tensor:
+    """[k] float64: values by batch, [n, s] each, at places among all of them."""
+    out, first = torch.zeros(len(places), dtype=torch.float64), 0
+    for one in values:
+        here = (places >= first) & (places < first + one.numel())
+        out[here] = one.flatten()[places[here] - first].double()
+        first += one.numel()
+    return out
+
+
+def _tokens(data: Recorded, places: Tensor) -> dict[str, Tensor]:
+    """Of each place: where in its response it stands, what the policies say, its token and its sequence."""
+    rows, columns, first_row = [], [], 0
+    for part in data.parts:
+        number, width = part.mask.shape
+        begins = part.mask.int().argmax(dim=1, keepdim=True)
+        columns.append((torch.arange(width) - begins).expand(number, width))
+        rows.append((torch.arange(number).unsqueeze(1) + first_row).expand(number, width))
+        first_row += number
+    old, rollout = (_at([getattr(part, name) for part in data.parts], places) for name in ("old", "rollout"))
+    return {
+        "position": _at(columns, places),
+        "log_ratio": old - rollout,
+        "log_prob": rollout,
+        "token": _at([part.records.tokens for part in data.parts], places),
+        "sequence": _at(rows, places),
+    }
+
+
+def _weights(data: Recorded, found: Outcome, places: Tensor) -> Tensor:
+    """[k]: the weight of each token; -1: rejected."""
+    kept = _at(found.masks, places)
+    weights = kept if found.token_weights is None else _at(found.token_weights, places)
+    return torch.where(kept > 0, weights, -1.0)
+
+
+def _bands(across: Tensor, values: Tensor) -> list[list[float]]:
+    """[middle, 5 %, 50 %, 95 %] of the values in bins of equal width that hold 20 of them or more."""
+    if not len(across) or across.min() == across.max():
+        return []
+    span = across.max() - across.min()
+    bins = ((across - across.min()) / span * BAND_BINS).long().clamp(max=BAND_BINS - 1)
+    shares, found = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64), []
+    for number in range(BAND_BINS):
+        held = values[bins == number]
+        if len(held) >= 20:
+            middle = float(across.min() + span * (number + 0.5) / BAND_BINS)
+            found.append([middle, *held.quantile(shares).tolist()])
+    return found
+
+
+def _sequences(data: Recorded, outcomes: Sequence[Outcome], generator: torch.Generator) -> dict[str, Any]:
+    sums = [torch.where(part.mask, part.old - part.rollout, 0).sum(dim=1, dtype=torch.float64) for part in data.parts]
+    rows = _draw(data.lengths > 0, MAX_SEQUENCES, generator).sort().values
+    samples = torch.cat([part.records.sample_ids for part in data.parts])
+    return {
+        "row": rows.tolist(),
+        "batch": [place(data, row)[0] for row in rows.tolist()],
+        "sample_id": samples[rows].tolist(),
+        "reward": _rounded(data.rewards[rows]),
+        "age": data.ages[rows].tolist(),
+        "length": data.lengths[rows].tolist(),
+        "log_ratio": _rounded(torch.cat(sums)[rows]),
+        "accepted": [found.accepted[rows].tolist() for found in outcomes],
+        "mean_weight": [_rounded(found.mean_weights[rows]) for found in outcomes],
+        "change": [_rounded(found.effect.change[rows]) for found in outcomes],
+    }
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """Five digits are more than a picture shows."""
+    return [float(f"{value:.5g}") for value in values.tolist()]

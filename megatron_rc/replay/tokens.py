@@ -1,0 +1,143 @@
+"""The sampled tokens of recorded batches, with what each policy says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.advantages.group import group_advantages
+from megatron_rc.records.rollout import RolloutBatch
+from megatron_rc.replay.reading import NamedBatch
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one batch, in token positions.
+
+    Attributes:
+        name: of the batch.
+        records: what the engine wrote.
+        mask: [n, s] bool: sampled tokens that the trainer scored.
+        rollout: [n, s], log π_rollout.
+        old: [n, s], log π_old.
+        theta: [n, s], log π_θ: as the batch's last optimizer step saw it, or log π_old.
+        versions: [n, s] or [n] int64, at most 0: minus the number of steps that the sampling weights were behind.
+    """
+
+    name: str
+    records: RolloutBatch
+    mask: Tensor
+    rollout: Tensor
+    old: Tensor
+    theta: Tensor
+    versions: Tensor
+
+    @property
+    def ages(self) -> Tensor:
+        """[n] int64: how many steps behind the oldest weights were that sampled each sequence."""
+        if self.versions.dim() == 1:
+            return -self.versions
+        return torch.where(self.mask, -self.versions, 0).amax(dim=1)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Several batches, which are replayed as one.
+
+    Attributes:
+        parts: the tokens of each.
+        rewards: [n] float64, over all parts, like what follows.
+        group_ids: [n] int64, from 0.
+        advantages: [n] float32: rewards against those of the prompt's other responses, as in GRPO.
+        lengths: [n] int64: tokens of ``mask``.
+        ages: [n] int64, see :class:`Tokens`.
+        unscored: sampled tokens that the trainer did not score, which count nowhere.
+        has_advantages: False: all rewards of each prompt are alike, and every advantage is taken as 1.
+    """
+
+    parts: tuple[Tokens, ...]
+    rewards: Tensor
+    group_ids: Tensor
+    advantages: Tensor
+    lengths: Tensor
+    ages: Tensor
+    unscored: int
+    has_advantages: bool
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences, of all parts."""
+        return len(self.rewards)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """One value a sequence, for each part."""
+        return list(values.split([len(part.mask) for part in self.parts]))
+
+
+def recorded(batches: Sequence[NamedBatch]) -> Recorded:
+    """The tokens of batches that hold the trainer's log-probs.
+
+    Raises:
+        ValueError: a batch has none, or none at a sampled token.
+    """
+    parts = tuple(_tokens(batch) for batch in batches)
+    lengths = torch.cat([part.mask.sum(dim=1) for part in parts])
+    sampled = sum(int(part.records.response_mask.sum()) for part in parts)
+    if not lengths.any():
+        names = ", ".join(part.name for part in parts)
+        raise ValueError(f"{names}: no sampled token has a log-prob of the trainer: write them with --save-log-probs")
+    rewards = torch.cat([part.records.rewards.double() for part in parts])
+    group_ids = _numbered([part.records.group_ids for part in parts])
+    advantages = group_advantages(rewards, group_ids, kept=lengths > 0)
+    has_advantages = bool((advantages.abs() > 1e-9).any())
+    return Recorded(
+        parts=parts,
+        rewards=rewards,
+        group_ids=group_ids,
+        advantages=(advantages if has_advantages else torch.ones_like(advantages)).float(),
+        lengths=lengths,
+        ages=torch.cat([part.ages for part in parts]),
+        unscored=sampled - int(lengths.sum()),
+        has_advantages=has_advantages,
+    )
+
+
+def _tokens(batch: NamedBatch) -> Tokens:
+    records = batch.records
+    # A run in bypass mode scores nothing before its steps: what they saw stands for both.
+    old = records.log_probs if records.old_log_probs is None else records.old_log_probs
+    theta = old if records.log_probs is None else records.log_probs
+    if old is None or theta is None:
+        raise ValueError(
+            f"{batch.name} has no old_log_probs: write them with --save-rollouts DIR --save-log-probs, or read another "
+            "program's record that has them"
+        )
+    mask = records.response_mask & ~(old.isnan() | theta.isnan())
+    return Tokens(batch.name, records, mask, records.rollout_log_probs, old, theta, _versions(batch, mask))
+
+
+def _versions(batch: NamedBatch, mask: Tensor) -> Tensor:
+    versions = batch.records.policy_versions
+    limits = torch.iinfo(versions.dtype)
+    empty = ~mask.any(dim=1)
+    newest = torch.where(mask, versions, limits.min).amax(dim=1)
+    oldest = torch.where(mask, versions, limits.max).amin(dim=1)
+    if empty.all():
+        return torch.zeros_like(newest, dtype=torch.int64)
+    current = max(int(newest[~empty].max()), batch.version or 0)
+    if (newest == oldest)[~empty].all():
+        return torch.where(empty, 0, newest.long() - current)
+    return torch.where(mask, versions.long() - current, 0)
+
+
+def _numbered(group_ids: Sequence[Tensor]) -> Tensor:
+    """[n]: prompts from 0; those of different batches are different ones, whatever their numbers."""
+    numbers, first = [], 0
+    for ids in group_ids:
+        known, own = ids.unique(return_inverse=True)
+        numbers.append(own + first)
+        first += len(known)
+    return torch.cat(numbers)

@@ -1,0 +1,378 @@
+"""A replay against loops in float64: weights, rejections, shares and the gradient's angle; and what it refuses."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_rc.records.formats.jsonl import write_jsonl
+from megatron_rc.records.rollout import SamplingParams, save_rollouts
+from megatron_rc.replay.__main__ import main
+from megatron_rc.replay.candidates import candidates
+from megatron_rc.replay.gradient import uncorrected
+from megatron_rc.replay.outcome import outcome
+from megatron_rc.replay.reading import NamedBatch, read_batches
+from megatron_rc.replay.report import as_dict
+from megatron_rc.replay.tokens import recorded
+from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from tests.replay.batches import scored_batch
+from tests.support import correction_oracle as oracle
+from tests.support.paths import ROOT
+
+# Each with the settings of the oracle, and the objective that it trains with.
+CASES = {
+    "token": (preset("decoupled_token_is"), oracle.Settings("token"), "ppo_clip"),
+    "sequence": (
+        RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.1"),
+        oracle.Settings("sequence", criteria=(("seq_mean_k1", math.log(0.9), math.log(1.1)),)),
+        "ppo_clip",
+    ),
+    "icepop": (
+        RolloutCorrectionConfig(
+            rollout_is="token",
+            rollout_is_threshold="0.8_1.3",
+            rollout_rs="token_k1",
+            rollout_rs_threshold="0.6_1.6",
+            rejection_denominator="original",
+        ),
+        oracle.Settings(
+            "token",
+            "mask",
+            lower=0.8,
+            upper=1.3,
+            criteria=(("token_k1", math.log(0.6), math.log(1.6)),),
+            denominator="original",
+        ),
+        "ppo_clip",
+    ),
+    "bypass": (preset("bypass_ppo_clip"), oracle.Settings(None), "bypass_ppo_clip"),
+    "reinforce": (
+        RolloutCorrectionConfig(rollout_is="token", bypass_mode=True, loss_type="reinforce"),
+        oracle.Settings("token"),
+        "reinforce",
+    ),
+}
+
+
+def ppo_gradient(advantage, log_ratio):
+    ratio = math.exp(log_ratio)
+    clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
+    return 0.0 if clipped else -advantage * ratio
+
+
+def expected(batch, settings, objective):
+    """(mask, weights, cosine, length, change of each sequence), by loops; π_θ is ``batch.log_probs``."""
+    mask, rollout = batch.response_mask.tolist(), batch.rollout_log_probs.double().tolist()
+    old, theta = batch.old_log_probs.double().tolist(), batch.log_probs.double().tolist()
+    bypass = objective in ("bypass_ppo_clip", "reinforce")
+    found = oracle.correct(theta if bypass else old, rollout, mask, settings)
+    weights = found.weights or [[1.0] * len(row) for row in mask]
+    rewards, groups = batch.rewards.double(), batch.group_ids
+    plain, corrected = {}, {}
+    for i, row in enumerate(mask):
+        own = rewards[groups == groups[i]]
+        advantage = float((rewards[i] - own.mean()) / (own.std() + 1e-6))
+        for t, sampled in enumerate(row):
+            if sampled:
+                plain[i, t] = ppo_gradient(advantage, theta[i][t] - old[i][t])
+                kept = weights[i][t] * found.mask[i][t]
+                corrected[i, t] = kept * {
+                    "ppo_clip": plain[i, t],
+                    "bypass_ppo_clip": ppo_gradient(advantage, theta[i][t] - rollout[i][t]),
+                    "reinforce": -advantage,
+                }.get(objective)
+    tokens = len(plain)
+    divisor = tokens if settings.denominator == "original" else sum(map(sum, found.mask))
+    plain = {place: value / tokens for place, value in plain.items()}
+    corrected = {place: value / divisor for place, value in corrected.items()}
+    dot = sum(plain[place] * corrected[place] for place in plain)
+    sizes = [math.sqrt(sum(value**2 for value in one.values())) for one in (plain, corrected)]
+    change = [0.0] * len(mask)
+    for place, value in plain.items():
+        change[place[0]] += (value - corrected[place]) ** 2
+    total = sum(change)
+    return found.mask, weights, dot / math.prod(sizes), sizes[1] / sizes[0], [value / total for value in change]
+
+
+def with_theta(batch, seed=5, size=0.15):
+    """The same where the batch made several steps: π_θ is no longer π_old, and some ratios are clipped."""
+    noise = size * torch.randn(batch.old_log_probs.shape, generator=torch.Generator().manual_seed(seed))
+    return dataclasses.replace(batch, log_probs=(batch.old_log_probs + noise).clamp(max=-0.005))
+
+
+def replayed(batches, config, name="it"):
+    data = recorded([NamedBatch(str(index), one) for index, one in enumerate(batches)])
+    return data, outcome(data, uncorrected(data), name, config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outcomes_are_those_of_loops(case):
+    config, settings, objective = CASES[case]
+    batch = with_theta(scored_batch(rows=24))
+    data, found = replayed([batch], config)
+    mask, weights, cosine, length, change = expected(batch, settings, objective)
+    (got,) = found.masks
+    assert got.tolist() == mask
+    kept = [[w * m for w, m in zip(*rows, strict=True)] for rows in zip(weights, mask, strict=True)]
+    total, squares = sum(map(sum, kept)), sum(w**2 for row in kept for w in row)
+    accepted = int(got.sum())
+    assert found.weights.mean == pytest.approx(total / accepted)
+    assert found.weights.effective_share == pytest.approx(total**2 / (int(data.lengths.sum()) * squares))
+    assert found.weights.largest == pytest.approx(max(max(row) for row in kept))
+    assert sum(found.weights.histogram) + found.weights.zeros == accepted
+    assert found.effect.cosine == pytest.approx(cosine, rel=1e-5)
+    assert found.effect.length == pytest.approx(length, rel=1e-5)
+    assert found.effect.change.tolist() == pytest.approx(change, rel=1e-4, abs=1e-9)
+    assert abs(cosine) < 0.999
+    assert case in ("token", "bypass", "reinforce") or accepted < int(data.lengths.sum())
+
+
+def test_rejections_are_counted_by_reward_length_and_age():
+    batch = scored_batch(rows=24)
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.95_1.05")
+    _, found = replayed([batch], config)
+    (mask,) = found.masks
+    lengths, kept = batch.response_mask.sum(dim=1), mask.sum(dim=1)
+    ages = 3 - batch.policy_versions[:, 0]
+    keys = {
+        "by_reward": [("negative", "zero", "positive")[int(reward) + 1] for reward in batch.rewards],
+        "by_length": [f"{2 ** (n.bit_length() - 1)} to {2 ** n.bit_length() - 1}" for n in lengths.tolist()],
+        "by_age": [f"{age} step{'s' * (age != 1)}" for age in ages.tolist()],
+    }
+    for name, labels in keys.items():
+        for bucket in getattr(found, name):
+            here = torch.tensor([label == bucket.label for label in labels])
+            assert here.sum() == bucket.sequences
+            assert lengths[here].sum() == bucket.tokens
+            assert (kept[here] == 0).sum() == bucket.rejected_sequences
+            assert (lengths - kept)[here].sum() == bucket.rejected_tokens
+        assert sum(bucket.sequences for bucket in getattr(found, name)) == 24
+    assert 0 < found.total.rejected_tokens < found.total.tokens
+    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        found.total.rejected_tokens / found.total.tokens
+    )
+
+
+def test_several_batches_are_one():
+    """Whatever files they lie in: prompts of one are never those of another, ages are against the own step."""
+    one, two = scored_batch(0), scored_batch(1, length=26)
+    together = dataclasses.replace(two, group_ids=two.group_ids + 3, sample_ids=two.sample_ids + 50)
+    config = preset("decoupled_seq_is_rs")
+    _, apart = replayed([one, two], config)
+    _, joined = replayed([type(one).concatenate([one, together])], config)
+    assert apart.total == joined.total
+    assert apart.weights.mean == pytest.approx(joined.weights.mean)
+    assert apart.effect.cosine == pytest.approx(joined.effect.cosine, rel=1e-6)
+    data = recorded([NamedBatch("a", one, version=5), NamedBatch("b", scored_batch(1, version=9), version=9)])
+    assert data.ages[:12].min() == 2
+    assert data.ages[12:].min() == 0
+
+
+def test_tokens_without_a_score_count_nowhere():
+    batch = scored_batch()
+    holes = batch.response_mask & (torch.arange(20) % 5 == 0)
+    some = dataclasses.replace(batch, old_log_probs=torch.where(holes, torch.nan, batch.old_log_probs))
+    fewer = dataclasses.replace(batch, response_mask=batch.response_mask & ~holes)
+    config = preset("decoupled_token_is")
+    data, found = replayed([some], config)
+    _, same = replayed([fewer], config)
+    assert data.unscored == int(holes.sum()) > 0
+    assert found.metrics == same.metrics
+    assert found.effect.cosine == same.effect.cosine
+
+
+def test_nothing_corrected_changes_nothing():
+    data, found = replayed([scored_batch()], preset("disabled"))
+    assert found.effect.cosine == pytest.approx(1, abs=1e-12)
+    assert found.effect.length == pytest.approx(1, abs=1e-12)
+    assert as_dict(data, [found], 5)["corrections"][0]["most_affected"] == []
+
+
+def test_everything_rejected_has_no_direction():
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.9999999_1.0000001")
+    _, found = replayed([scored_batch()], config)
+    assert found.effect.cosine is None
+    assert found.effect.length == 0
+    assert (found.weights.mean, found.weights.smallest, found.weights.effective_share) == (0, 0, 0)
+
+
+def test_rewards_that_are_alike_leave_the_mean_log_prob():
+    batch = dataclasses.replace(scored_batch(), rewards=torch.ones(12))
+    data, found = replayed([batch], preset("decoupled_token_is"))
+    assert not data.has_advantages
+    assert as_dict(data, [found], 0)["gradient_proxy"].startswith("gradient of the mean log")
+    kept = found.token_weights[0][batch.response_mask].double()
+    cosine = float(kept.sum() / (kept.square().sum() * len(kept)).sqrt())
+    assert found.effect.cosine == pytest.approx(cosine, rel=1e-6)
+
+
+def test_the_most_affected_sequences_have_their_tokens():
+    batch = scored_batch()
+    far = batch.old_log_probs.clone()
+    column = int(batch.response_mask[7].nonzero()[2])
+    far[7, column] = batch.rollout_log_probs[7, column] + 0.45  # weight e^0.45 × … stays below every bound
+    batch = dataclasses.replace(batch, old_log_probs=far)
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4")
+    data, found = replayed([batch], config)
+    listed = as_dict(data, [found], 12)["corrections"][0]["most_affected"]
+    changes = [one["change"] for one in listed]
+    assert changes == sorted(changes, reverse=True)
+    (one,) = [one for one in listed if one["sample_id"] == 107]
+    assert one["num_tokens"] == len(one["tokens"]) == int(batch.response_mask[7].sum())
+    (token,) = [token for token in one["tokens"] if token[1] == column]
+    token_id, _, log_ratio, log_prob, weight, accepted = token
+    assert token_id == batch.tokens[7, column]
+    assert log_ratio == pytest.approx(0.45, abs=1e-6)
+    assert log_prob == pytest.approx(float(batch.rollout_log_probs[7, column]))
+    assert (weight, accepted) == (0, False)
+
+
+# The command
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for step in (3, 4):
+        path = tmp_path / "records" / f"step-000000{step}-replica-0000.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_rollouts(with_theta(scored_batch(step, version=step)), path)
+    return tmp_path / "records"
+
+
+def test_the_command_prints_tables(folder, capsys):
+    assert main([str(folder), "--preset", "decoupled_token_is", "--preset", "bypass_ppo_clip", "--sequences=2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("24 sequences, ")
+    for words in ("rejected tokens (sequences) by reward", "by length", "by age", "ESS", "cosine"):
+        assert words in text
+    assert text.count("\nsequences that ") == 2
+    assert "gradient of the mean policy loss (clipped at 1 ± 0.2) with respect to log π_θ of each sampled token" in text
+
+
+def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text("rollout_is: token\nrollout_is_threshold: 3.0\n")
+    words = [str(folder), "--preset=decoupled_token_is", f"--correction={tmp_path}/own.yaml"]
+    words += ["--grid=rollout_is_threshold=1.1,5", "--grid=rollout_is_batch_normalize=true,false", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [one["name"] for one in found["corrections"]]
+    assert len(names) == 8
+    assert names[1] == "decoupled_token_is rollout_is_threshold=1.1 rollout_is_batch_normalize=False"
+    assert names[7] == "own rollout_is_threshold=5 rollout_is_batch_normalize=False"
+    first, second = found["corrections"][1], found["corrections"][3]
+    assert first["weights"]["largest"] == pytest.approx(1.1)
+    assert second["weights"]["largest"] > 1.2
+    assert found["corrections"][2]["settings"]["rollout_is_batch_normalize"] is True
+    assert found["corrections"][2]["weights"]["mean"] == pytest.approx(1, abs=1e-6)
+    assert first["metrics"]["rollout_corr/num_tokens"] == found["tokens"]
+
+
+def test_lines_and_files_say_the_same(folder, tmp_path, capsys):
+    batches = read_batches([str(folder)])
+    lines = tmp_path / "rollouts.jsonl"
+    write_jsonl(
+        [dataclasses.replace(batches[0].records, rollout_log_probs=batches[0].records.rollout_log_probs)], lines
+    )
+    results = []
+    for path in (batches[0].name, str(lines)):
+        assert main([path, "--preset=decoupled_seq_is", "--json", "--sequences=0"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0]["corrections"] == results[1]["corrections"]
+
+
+@pytest.mark.processes
+def test_it_runs_as_a_module(folder):
+    """Without safetensors' or torch's noise, and with nothing of the launcher."""
+    command = [sys.executable, "-m", "megatron_rc.replay", str(folder), "--preset=disabled", "--sequences=0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "disabled" in done.stdout
+
+
+def refused(words, capsys):
+    assert main([str(word) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to compare: give --preset NAME or --correction FILE"),
+        (["--preset=decoupled_tokn_is"], "preset='decoupled_tokn_is' is unknown: use one of"),
+        (["--preset=disabled", "--grid=rollout_is_treshold=1,2"], "--grid='rollout_is_treshold' is unknown"),
+        (["--preset=disabled", "--grid=rollout_is_threshold"], "expected field=value,value,... for example"),
+        (["--preset=disabled", "--grid=rollout_is_threshold=1,,2"], "expected field=value,value,..."),
+        (["--preset=token_is", "--grid=rollout_is_threshold=2", "--grid=rollout_is_threshold=3"], "a field twice"),
+        (["--preset=token_is", "--grid=rollout_is_threshold=-1"], "--grid rollout_is_threshold=-1 over token_is: "),
+        (
+            ["--preset=token_is", "--grid=rollout_is_threshold=" + ",".join(map(str, range(1, 70)))],
+            "64 can be compared",
+        ),
+        (["--correction=nowhere.yaml"], "--correction nowhere.yaml: nowhere.yaml cannot be read"),
+        (["--preset=disabled", "--sequences=-1"], "--sequences -1: expected 0 or more"),
+        (["--preset=disabled", "--html=nowhere/a.html"], "--html nowhere/a.html: the folder nowhere does not exist"),
+        (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
+        (
+            ["--preset=token_is", "--grid=proximal_interpolation=true"],
+            "proximal_interpolation makes π_old out of two policies as it trains",
+        ),
+    ],
+)
+def test_flags_that_cannot_serve_are_one_sentence(folder, capsys, words, message):
+    assert message in refused([folder, *words], capsys)
+
+
+def changed(**fields):
+    return lambda batch: dataclasses.replace(batch, **fields)
+
+
+def bad_value(batch):
+    values = batch.rollout_log_probs.clone()
+    values[2, 4] = 0.5
+    return dataclasses.replace(batch, rollout_log_probs=values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed(old_log_probs=None), "has no old_log_probs: write them with --save-rollouts DIR --save-log-probs"),
+        (lambda batch: batch.rows([]), "no sequence is there, expected records of --save-rollouts"),
+        (changed(old_log_probs=torch.full((12, 20), torch.nan)), "no sampled token has a log-prob of the trainer"),
+        (bad_value, "the rollout log-prob of sample 102, token 4 is 0.5: expected a finite number"),
+        (changed(sampling=SamplingParams(temperature=0.5, log_probs_mode="raw")), "log-probs are raw"),
+    ],
+)
+def test_records_that_cannot_serve_are_one_sentence(tmp_path, capsys, change, message):
+    save_rollouts(change(scored_batch()), tmp_path / "a.safetensors")
+    assert message in refused([tmp_path / "a.safetensors", "--preset=disabled"], capsys)
+
+
+def test_files_that_are_not_there_or_do_not_go_together(tmp_path, capsys):
+    assert "nowhere is missing" in refused([tmp_path / "nowhere", "--preset=disabled"], capsys)
+    assert "no .safetensors and no .jsonl file" in refused([tmp_path, "--preset=disabled"], capsys)
+    (tmp_path / "a.safetensors").write_bytes(b"no")
+    assert "cut off, damaged" in refused([tmp_path, "--preset=disabled"], capsys)
+    save_rollouts(scored_batch(), tmp_path / "a.safetensors")
+    save_rollouts(
+        dataclasses.replace(scored_batch(), sampling=SamplingParams(temperature=0.7)), tmp_path / "b.safetensors"
+    )
+    assert "were sampled differently" in refused([tmp_path, "--preset=disabled"], capsys)
+
+
+def test_log_probs_that_are_shifted_are_refused(tmp_path, capsys):
+    batch = scored_batch(rows=200, length=40, noise=0.01)
+    shifted = torch.roll(batch.old_log_probs.nan_to_num(-1.0), 1, dims=1)
+    save_rollouts(dataclasses.replace(batch, old_log_probs=shifted), tmp_path / "a.safetensors")
+    assert "are shifted by" in refused([tmp_path / "a.safetensors", "--preset=disabled"], capsys)
+
+
+def test_candidates_keep_their_order_and_names():
+    found = candidates(["token_is", "disabled"])
+    assert list(found) == ["token_is", "disabled"]
+    assert found["token_is"] == preset("token_is")
