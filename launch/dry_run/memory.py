@@ -274,7 +274,7 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         weights=weights,
         gradients=parameters * (4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize),
         optimizer=_optimizer_bytes(config, chunks),
-        reference=weights if config.loss.kl_coef else 0,
+        reference=weights if config.needs_reference else 0,
         batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
         activations=dynamic - min(working.logits, dynamic),
         logits=min(working.logits, dynamic),

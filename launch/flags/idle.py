@@ -96,6 +96,7 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
             yield _Idle(name, why, _OBJECTIVE)
     yield from _idle_guards(args)
     yield from _idle_rewards(args)
+    yield from _idle_advantages(args)
 
 
 def _idle_guards(args: argparse.Namespace) -> Iterator[_Idle]:
@@ -122,3 +123,17 @@ def _idle_rewards(args: argparse.Namespace) -> Iterator[_Idle]:
     if args.overlong != "penalise":
         for name in ("overlong_buffer", "overlong_penalty_factor"):
             yield _Idle(name, f"with --overlong {args.overlong}: drop it, or use penalise", ("overlong",))
+
+
+def _idle_advantages(args: argparse.Namespace) -> Iterator[_Idle]:
+    estimator, because_of = args.advantage_estimator, ("advantage_estimator",)
+    for name, users in {
+        "gamma": ("reinforce-pp", "gae"),
+        "gae_lambda": ("gae",),
+        "advantage_scope": ("grpo", "grpo-no-std", "rloo", "reinforce-pp", "reinforce-pp-baseline", "gae"),
+    }.items():
+        if estimator not in users:
+            why = f"with --advantage-estimator {estimator}: drop it, or use {' or '.join(users)}"
+            yield _Idle(name, why, because_of)
+    if args.kl_in_reward == 0:
+        yield _Idle("kl_in_reward_estimator", "with --kl-in-reward 0: give that, or drop it", ("kl_in_reward",))

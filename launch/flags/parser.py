@@ -38,6 +38,7 @@ _TITLES = {
     "logging": "logging",
     "task": "task",
     "rewards": "rewards",
+    "advantages": "advantages",
     "data": "prompts from files",
     "evaluation": "evaluation",
     "rollouts": "rollouts",

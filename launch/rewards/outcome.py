@@ -18,7 +18,10 @@ MAX_COMPONENTS = 32
 LARGEST = (2 - 2**-23) * 2.0**127
 MAX_TRACEBACK = 20_000
 # The launcher's own metrics of this prefix.
-RESERVED = ("mean", "std", "max", "min", "nonzero_advantages", "errors", "overlong_penalty")
+RESERVED = (
+    *("mean", "std", "max", "min", "nonzero_advantages", "errors", "overlong_penalty"),
+    *("kl", "running_mean", "running_std", "greedy"),
+)
 _HERE = str(Path(__file__).parent)
 _NAME = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
 

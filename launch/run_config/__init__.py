@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from megatron_rc.launch.resolved import ResolvedFlag
+from megatron_rc.launch.run_config.advantages import AdvantageSection
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
 from megatron_rc.launch.run_config.megatron import (
@@ -66,6 +67,7 @@ class RunConfig:
     logging: LoggingSection
     task: TaskSection
     rewards: RewardSection
+    advantages: AdvantageSection
     data: DataSection
     evaluation: EvaluationSection
     rollouts: RolloutSection
@@ -92,6 +94,11 @@ class RunConfig:
         even //= max(stages - sum(layers is not None for layers in ends), 1)
         given = [ends[0], *[None] * (stages - 2), ends[1]] if stages > 1 else [None]
         return [even if layers is None else layers for layers in given]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL to the reference policy is in the loss, or in the rewards."""
+        return bool(self.loss.kl_coef or self.advantages.kl_in_reward)
 
     @property
     def dtype(self) -> torch.dtype:

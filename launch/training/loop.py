@@ -13,6 +13,7 @@ from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
+from megatron_rc.launch.training.advantages import summarize
 from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.checkpoint_saves import CheckpointSaves
 from megatron_rc.launch.training.data_check import check_data, compare_with_checkpoint
@@ -22,7 +23,7 @@ from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_f
 from megatron_rc.launch.training.machine import Machine
 from megatron_rc.launch.training.profiling import Profiling
 from megatron_rc.launch.training.report import begin_report
-from megatron_rc.launch.training.rollout_metrics import nonzero_advantages, summarize_rollouts
+from megatron_rc.launch.training.rollout_metrics import summarize_rollouts
 from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.trainer import Trainer
@@ -142,13 +143,17 @@ class _Run:
         prepared = self.steps.prepare(batch)
         lap("plan")
         common = summarize_rollouts(batch, self.groups, trainer.version) | collector.reward_metrics
-        common |= (prepared.plan.metrics() if prepared else {}) | self.weight_sync.metrics | data
+        common |= trainer.rewards.metrics() | self.weight_sync.metrics | data
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
-        shares = nonzero_advantages(batch, mini_batches, self.groups)
+        nonzero: tuple[float, ...] = ()
+        if prepared:
+            summary = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
+            nonzero, common = summary.nonzero, common | prepared.plan.metrics() | summary.metrics
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
             self.log_probs.after_update(prepared, update, update % mini_batches)
-            metrics["reward/nonzero_advantages"] = shares[update % mini_batches]
+            if nonzero:
+                metrics["reward/nonzero_advantages"] = nonzero[update % mini_batches]
             lap("update")
             if update == 0:
                 common["perf/tokens_per_second"] = common["rollout/tokens"] / lap.seconds_without("eval")

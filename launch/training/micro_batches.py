@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.group import group_advantages
 from megatron_rc.correction.micro_batch import MicroBatch
-from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.packing import Packing, pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
@@ -26,14 +24,14 @@ from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
 
-_PER_SEQUENCE = ("advantages", "sequence_ids", "sequence_lengths")
+_PER_SEQUENCE = ("sequence_ids", "sequence_lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTokens(MicroBatch):
     """What the model and the loss need of some sequences on this rank, label-aligned.
 
-    Weights, mask, lengths and the trainer's log-probs are None until they are known.
+    Weights, mask, lengths and the trainer's log-probs are None until they are known, advantages 0.
 
     Attributes:
         tokens: input tokens, of the layout's local shape, like the next two.
@@ -50,8 +48,11 @@ class LocalTokens(MicroBatch):
     def piece(self, cut: Cut) -> LocalTokens:
         """The tokens of one micro-batch."""
         present = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # Advantages are one a token, or one a sequence.
+        per_token = self.advantages.shape == self.layout.shape
+        of_sequences = _PER_SEQUENCE if per_token else (*_PER_SEQUENCE, "advantages")
         pieces: dict[str, Any] = {
-            name: value[cut.sequences if name in _PER_SEQUENCE else cut.tokens]
+            name: value[cut.sequences if name in of_sequences else cut.tokens]
             for name, value in present.items()
             if isinstance(value, Tensor)
         }
@@ -92,6 +93,10 @@ class LocalBatch:
     def sides(self, values: Tensor) -> Tensor:
         """One value a row of the rollout batch, for each sequence; 0 for padding, which counts nowhere."""
         return torch.where(self.rows >= 0, values[self.rows.clamp(min=0)], values.new_zeros(()))
+
+    def with_advantages(self, advantages: Tensor) -> LocalBatch:
+        """The same tokens with advantages, [n] or one a token."""
+        return dataclasses.replace(self, local=dataclasses.replace(self.local, advantages=advantages))
 
 
 def cut_batch(batch: RolloutBatch, config: RunConfig, groups: ParallelGroups) -> LocalBatch:
@@ -138,7 +143,6 @@ def _local_tokens(
         take: the local part of values by token, with what stands for padding.
     """
     labels, mask, rollout_log_probs = batch.label_aligned()
-    advantages = group_advantages(batch.rewards, batch.group_ids, kept=~dropped(batch)).float()
     experts = batch.routed_experts
     return LocalTokens(
         train_log_probs=None,
@@ -151,7 +155,7 @@ def _local_tokens(
         policy_versions=take(batch.label_versions(), 0),
         # What read a token predicts its label: they stand in label positions as they are.
         routed_experts=None if experts is None else take(experts, NO_EXPERT),
-        advantages=torch.where(rows >= 0, advantages[rows.clamp(min=0)], 0.0),
+        advantages=torch.zeros(len(rows), device=rows.device),
         sequence_ids=torch.where(rows >= 0, batch.sample_ids[rows.clamp(min=0)], 0),
     )
 

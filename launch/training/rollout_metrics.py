@@ -1,10 +1,9 @@
-"""Metrics of a rollout batch: rewards, lengths, ages, and which mini-batches have something to learn from."""
+"""Metrics of a rollout batch: rewards, lengths and ages."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
@@ -34,13 +33,3 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
         "rollout/stopped_fraction": stops / count,
         **(staleness if version is not None else {}),
     }
-
-
-def nonzero_advantages(batch: RolloutBatch, mini_batches: int, groups: ParallelGroups) -> list[float]:
-    """For each mini-batch the share of its responses that have an advantage: one SUM over DP."""
-    kept = ~dropped(batch)
-    deciding = group_advantages(batch.rewards, batch.group_ids, kept=kept) != 0
-    counts = torch.stack([deciding, kept]).double().unflatten(1, (mini_batches, -1)).sum(dim=2)
-    decided, responses = all_reduce_sum(counts, groups.dp)
-    shares: list[float] = (decided / responses.clamp(min=1)).tolist()
-    return shares

@@ -17,8 +17,10 @@ from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
@@ -32,6 +34,7 @@ from megatron_rc.launch.training.model import (
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
+from megatron_rc.launch.training.rewards import RewardScaler
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.weights.converter import load_model
 from megatron_rc.parallel import ParallelGroups
@@ -41,10 +44,19 @@ from megatron_rc.schedule import masked_loss, wrap_finalize
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A rollout batch that is ready for its optimizer steps."""
+    """A rollout batch that is ready for its optimizer steps.
+
+    Attributes:
+        batch: this rank's tokens.
+        plan: of the correction.
+        scores: what the advantages were estimated from; None before the last stage, likewise the next.
+        estimated: the advantages.
+    """
 
     batch: LocalBatch
     plan: Plan
+    scores: Scores | None
+    estimated: Estimated | None
 
 
 class Trainer:
@@ -78,7 +90,7 @@ class Trainer:
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
         # Of the initial policy.
-        self.reference = frozen_copy(config, self.chunks) if config.loss.kl_coef else []
+        self.reference = frozen_copy(config, self.chunks) if config.needs_reference else []
         self.sampling_weights = SamplingWeights(config, self.chunks)
         self.correction = RolloutCorrection(
             config.correction,
@@ -89,11 +101,12 @@ class Trainer:
             allow_zero_log_probs=config.rollouts.allow_truncated_sampling,
         )
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
+        self.advantages, self.rewards = Advantages(config, groups), RewardScaler(config.advantages, groups.dp)
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped, self.bad, self._scored_at = 0, 0, 0, -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         if config.checkpoints.load:
-            parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights
+            parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights, self.rewards
             self.iteration = load_checkpoint(config.checkpoints.load, config, *parts)
 
     @property
@@ -105,7 +118,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
         self._gather_weights()
-        parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights
+        parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights, self.rewards
         self.writer.save(self.iteration, *parts)
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
@@ -116,11 +129,15 @@ class Trainer:
         self._gather_weights()
         return self.passes.score(self.model, batch, temperature)
 
-    def prepare(self, batch: RolloutBatch) -> PreparedBatch:
+    def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
         """Advantages, micro-batches and the plan of the correction, for a whole rollout batch.
 
         Decoupled mode makes a forward-only pass for log π_old, unless that is interpolated, bypass mode none; a KL
-        penalty makes one for log π_ref.
+        penalty, in the loss or in the rewards, makes one for log π_ref.
+
+        Args:
+            batch: the records of this replica.
+            baselines: [rows], the reward of each prompt's greedy response, for the estimator that needs them.
 
         Raises:
             BadStepError: on every rank, if a log-prob at a trained position is unusable on any.
@@ -133,6 +150,12 @@ class Trainer:
         in_loss = self.config.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
         ref = self.passes.score(self.reference, cut) if self.reference else None
+        rewards = self.rewards(batch.rewards, ~dropped(batch))
+        scores = estimated = None
+        if self.groups.is_last_stage:
+            scores = Scores(batch=batch, rewards=rewards, cut=cut, old=old, ref=ref, baselines=baselines)
+            estimated = self.advantages.of(scores)
+            cut = cut.with_advantages(estimated.advantages)
         plan = self.correction.plan(
             self._plan_inputs(batch, cut, old) if self.groups.is_last_stage else None,
             num_mini_batches=len(cut.cuts),
@@ -150,7 +173,11 @@ class Trainer:
             local = dataclasses.replace(
                 local, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
             )
-        return PreparedBatch(dataclasses.replace(cut, local=local), plan)
+        cut = dataclasses.replace(cut, local=local)
+        if scores is not None and self.config.advantages.advantage_scope == "accepted":
+            estimated = self.advantages.of(scores, accepted=local.mask)
+            cut = cut.with_advantages(estimated.advantages)
+        return PreparedBatch(cut, plan, scores, estimated)
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         """One optimizer step on one mini-batch of a rollout batch.

@@ -110,6 +110,19 @@ def gae(
     return TokenAdvantages(advantages.to(dtype), (advantages + value).to(dtype))
 
 
+def discounted_returns(
+    rewards: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    layout: SequenceLayout | None = None,
+    groups: ParallelGroups | None = None,
+) -> Tensor:
+    """r_t + γ r_{t+1} + γ² r_{t+2} + …, over the counted tokens: GAE's returns without a critic, for λ = 1."""
+    without_critic = torch.zeros_like(rewards)
+    return gae(rewards, without_critic, response_mask, gamma=gamma, layout=layout, groups=groups).returns
+
+
 def reinforce_plus_plus(
     rewards: Tensor,
     response_mask: Tensor,
@@ -137,8 +150,7 @@ def reinforce_plus_plus(
     Raises:
         ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
     """
-    without_critic = torch.zeros_like(rewards)
-    returns = gae(rewards, without_critic, response_mask, gamma=gamma, layout=layout, groups=groups).returns
+    returns = discounted_returns(rewards, response_mask, gamma=gamma, layout=layout, groups=groups)
     return TokenAdvantages(whiten(returns, response_mask, layout=layout, groups=groups), returns)
 
 
@@ -171,5 +183,5 @@ def remax(
     """
     layout = layout_of(response_mask, layout, groups)
     check_sequences("baselines", baselines, layout.num_sequences)
-    returns = gae(rewards, torch.zeros_like(rewards), response_mask, layout=layout, groups=groups).returns
+    returns = discounted_returns(rewards, response_mask, layout=layout, groups=groups)
     return TokenAdvantages(torch.where(response_mask, returns - layout.expand(baselines.detach()), 0), returns)

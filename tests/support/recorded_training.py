@@ -87,7 +87,10 @@ def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
         local = prepared.batch.local
         size = 0.0
         if local.weights is not None and group_rank(trainer.groups.tp) == 0:
-            terms = local.weights.double() * local.layout.expand(local.advantages.double().abs())
+            sizes = local.advantages.double().abs()
+            terms = local.weights.double() * (
+                sizes if sizes.shape == local.layout.shape else local.layout.expand(sizes)
+            )
             size = float(torch.where(local.mask, terms, 0).sum())
         for _ in range(2):
             metrics = trainer.update(prepared, 0) | prepared.plan.metrics()

@@ -6,6 +6,7 @@ the same verdict. An error is one sentence: the flag, its value and the remedy.
 
 from __future__ import annotations
 
+from megatron_rc.launch.flags.checks.advantages import check_advantages
 from megatron_rc.launch.flags.checks.batches import check_batches
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
@@ -51,3 +52,4 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_prompts(config, task)
     check_evaluation(config, task)
     check_rewards(config, task, samples)
+    check_advantages(config)

@@ -20,6 +20,7 @@ from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWei
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.rewards import RewardScaler
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (
@@ -36,6 +37,7 @@ def load_checkpoint(
     scheduler: Any,
     reference: list[Any],
     sampling: SamplingWeights,
+    rewards: RewardScaler,
 ) -> int:
     """Load the newest checkpoint of the folder ``--load``.
 
@@ -77,6 +79,8 @@ def load_checkpoint(
         load_model(reference, loaded, "reference" if with_reference else "model")
         if with_sampling:
             sampling.load(loaded)
+        if not files.finetune:
+            rewards.load(loaded)
         if with_optimizer:
             check_schedule(where, config, scheduler, optimizer, loaded)
             load_optimizer_and_schedule(config, optimizer, scheduler, loaded)

@@ -20,6 +20,7 @@ from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failu
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
+from megatron_rc.launch.training.rewards import RewardScaler
 
 _log = logging.getLogger("megatron_rc")
 
@@ -47,6 +48,7 @@ class CheckpointWriter:
         scheduler: Any,
         reference: list[Any],
         sampling: SamplingWeights,
+        rewards: RewardScaler,
     ) -> None:
         """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
 
@@ -57,6 +59,7 @@ class CheckpointWriter:
             scheduler: of the learning rate.
             reference: chunks of the reference policy; empty without a KL penalty.
             sampling: weights of the rollouts under way.
+            rewards: statistics of the rewards so far.
 
         Raises:
             SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
@@ -65,7 +68,8 @@ class CheckpointWriter:
         phases.enter(f"the saving of step {iteration}")
         self.finish()
         _check_weights(self.config, iteration, model)
-        state = model_state(model) | model_state(reference, "reference") | sampling.state() | {"iteration": iteration}
+        state = model_state(model) | model_state(reference, "reference") | sampling.state() | rewards.state()
+        state["iteration"] = iteration
         if not self.files.no_save_optim:
             state["optimizer"] = optimizer_state(optimizer, model)
             state["opt_param_scheduler"] = scheduler.state_dict()

@@ -26,9 +26,9 @@ def test_every_hint_is_for_a_name_that_is_unknown_and_leads_to_one_that_is_not(p
     [
         (
             "--adv-estimator",
-            "advantages are those of GRPO, from the --grpo-group-size responses to a prompt: leave it out",
+            "did you mean --advantage-estimator?",
         ),
-        ("algorithm.adv_estimator", "advantages are those of GRPO"),
+        ("algorithm.adv_estimator", "did you mean --advantage-estimator?"),
         ("actor_rollout_ref.actor.optim.lr", "did you mean --lr?"),
         ("--nproc_per_node", "it stands on the command line of `python -m megatron_rc.launch`"),
         ("--output-dir", "did you mean --save?"),

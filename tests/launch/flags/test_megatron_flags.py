@@ -80,7 +80,8 @@ allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-chec
 loss-scale-factor ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if
-bad-samples bad-sample-attempts""".split()
+bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda advantage-scope kl-in-reward kl-in-reward-estimator
+reward-scaling reward-clip""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 
 

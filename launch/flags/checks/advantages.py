@@ -1,0 +1,50 @@
+"""Estimators of advantages, and what they need of the correction, the rollouts and the model."""
+
+from __future__ import annotations
+
+from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.run_config import RunConfig
+
+
+def check_advantages(config: RunConfig) -> None:
+    """Whether the estimator can be had, and none of its settings comes to nothing."""
+    wanted = config.advantages
+    for name in ("gamma", "gae_lambda"):
+        value = getattr(wanted, name)
+        if value > 1:
+            raise ConfigurationError(f"{flag(name)} {value} must lie between 0 and 1")
+    if wanted.advantage_estimator == "gae":
+        raise ConfigurationError("--advantage-estimator gae needs a critic, and there is none: use reinforce-pp")
+    if wanted.advantage_estimator == "remax" and config.rollouts.load_rollouts:
+        raise ConfigurationError(
+            "--advantage-estimator remax asks the engine for the most likely response to each prompt, and "
+            f"--load-rollouts {config.rollouts.load_rollouts} has none: use another estimator"
+        )
+    if wanted.advantage_scope == "accepted":
+        _check_scope(config)
+    _check_scaling(config)
+
+
+def _check_scope(config: RunConfig) -> None:
+    correction = config.correction
+    if correction.corrects_in_loss:
+        raise ConfigurationError(
+            "--advantage-scope accepted needs to know what is rejected before the loss, which "
+            f"{'--proximal-interpolation' if correction.proximal_interpolation else '--bypass-mode'} decides in it: "
+            "use all, or drop that"
+        )
+    if not correction.rejects and correction.bad_log_probs == "error":
+        raise ConfigurationError(
+            "--advantage-scope accepted does nothing where nothing is rejected: give --rollout-rs, or drop it"
+        )
+
+
+def _check_scaling(config: RunConfig) -> None:
+    wanted = config.advantages
+    is_undone = wanted.advantage_estimator in ("grpo", "reinforce-pp", "reinforce-pp-baseline")
+    if wanted.reward_scaling != "none" and is_undone and not (wanted.reward_clip or wanted.kl_in_reward):
+        raise ConfigurationError(
+            f"--reward-scaling {wanted.reward_scaling} does nothing with --advantage-estimator "
+            f"{wanted.advantage_estimator}, which divides by a standard deviation afterwards: drop it, or add "
+            "--reward-clip or --kl-in-reward"
+        )

@@ -1,0 +1,247 @@
+"""The advantages of a run: every estimator on every cut against the reference, rewards before them, and their flags."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.training.advantages import Advantages, Scores, summarize
+from megatron_rc.launch.training.micro_batches import cut_batch
+from megatron_rc.launch.training.rewards import RewardScaler
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.support import advantages_oracle as oracle
+from tests.support.ranks import Layout
+from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch, run_config, train_recorded
+
+GAMMA, LAMBDA, COEFFICIENT = 0.9, 0.8, 0.3
+ESTIMATORS = ("grpo", "grpo-no-std", "rloo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+
+
+def words(estimator, *more):
+    """Flags of a run that takes every estimator; GAE's check is not asked."""
+    discounts = ["--gamma=0.9"] * (estimator in ("reinforce-pp", "gae")) + ["--gae-lambda=0.8"] * (estimator == "gae")
+    return [f"--advantage-estimator={estimator}", *discounts, *more]
+
+
+def tables():
+    """Whole rows, label-aligned, that stand for what the models say: log π_old, log π_ref, values; accepted tokens."""
+    generator = torch.Generator().manual_seed(7)
+    batch = recorded_batch(0)
+    shape = batch.tokens.shape
+    old = (-2.0 + 0.5 * torch.randn(shape, generator=generator)).clamp(max=-0.01)
+    ref = old + 0.3 * torch.randn(shape, generator=generator)
+    values = torch.randn(shape, generator=generator)
+    accepted = batch.label_aligned()[1] & (torch.rand(shape, generator=generator) < 0.8)
+    accepted[::5] = False
+    baselines = torch.rand(SEQUENCES, generator=generator)
+    return old, ref, values, accepted, baselines
+
+
+def reference(estimator, kl, scope):
+    """[rows, length] float64."""
+    batch, (old, ref, values, accepted, baselines) = recorded_batch(0), tables()
+    mask = batch.label_aligned()[1]
+    difference = torch.where(mask, old.double() - ref.double(), 0)
+    penalty = {"k1": difference, "k2": difference.square() / 2, "k3": torch.exp(-difference) - 1 + difference}.get(kl)
+    off = torch.zeros_like(difference) if penalty is None else COEFFICIENT * torch.where(mask, penalty, 0)
+    rewards, ids = batch.rewards.double(), batch.group_ids.tolist()
+    kept = accepted.any(1) if scope == "accepted" else torch.ones(SEQUENCES, dtype=torch.bool)
+    counted = (mask & accepted if scope == "accepted" else mask).tolist()
+    if estimator in ("grpo", "grpo-no-std", "rloo", "reinforce-pp-baseline"):
+        name = "grpo-no-std" if estimator == "reinforce-pp-baseline" else estimator
+        each = torch.tensor(oracle.group(name, (rewards - off.sum(1)).tolist(), ids, kept.tolist()))
+        whole = each.double().unsqueeze(1).expand(mask.shape)
+        return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
+    tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
+    critic = values if estimator == "gae" else torch.zeros_like(values)
+    gamma, lam = {"gae": (GAMMA, LAMBDA), "remax": (1.0, 1.0), "reinforce-pp": (GAMMA, 1.0)}[estimator]
+    found = torch.tensor(oracle.gae(tokens.tolist(), critic.double().tolist(), mask.tolist(), gamma, lam)[0])
+    if estimator == "remax":
+        return found - baselines.double().unsqueeze(1)
+    return torch.tensor(oracle.whiten(found.tolist(), counted))
+
+
+CASES = [
+    *((estimator, kl, "all") for estimator, kl in zip(ESTIMATORS, itertools.cycle(["none", "k1"]))),
+    *((estimator, kl, "accepted") for estimator, kl in zip(ESTIMATORS[:-1], itertools.cycle(["k3", "none"]))),
+    *((("grpo", "k2", "all"), ("reinforce-pp", "k2", "all"), ("gae", "k3", "all"), ("remax", "none", "all"))),
+]
+
+
+def local_advantages(folder, packed):
+    """The largest difference from the reference on this rank, by case; and the summaries."""
+    groups, worst, summaries = ParallelGroups.from_megatron(), {}, []
+    batch = recorded_batch(0, group_rank(groups.dp), group_size(groups.dp))
+    rows = slice(*(SEQUENCES // group_size(groups.dp) * (group_rank(groups.dp) + end) for end in (0, 1)))
+    more = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=64"] * packed
+    more += [f"--context-parallel-size={group_size(groups.cp)}"]
+    world = group_size(groups.dp_cp)
+    base = run_config(flags(folder, *more), world, engine=False)
+    for estimator, kl, scope in CASES:
+        wanted = dict.fromkeys(("reward_clip",)) | {
+            "advantage_estimator": estimator,
+            "gamma": GAMMA,
+            "gae_lambda": LAMBDA,
+            "advantage_scope": scope,
+            "kl_in_reward": 0.0 if kl == "none" else COEFFICIENT,
+            "kl_in_reward_estimator": "k1" if kl == "none" else kl,
+            "reward_scaling": "none",
+        }
+        config = dataclasses.replace(base, advantages=AdvantageSection(**wanted))
+        cut = cut_batch(batch, config, groups)
+        taken = [_cut(cut, value[rows]) for value in (*tables()[:4], reference(estimator, kl, scope))]
+        old, ref, values, accepted, want = taken
+        scores = Scores(
+            batch=batch, rewards=batch.rewards, cut=cut, old=old, ref=ref, values=values, baselines=tables()[4][rows]
+        )
+        estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None)
+        got = estimated.advantages
+        got = got if got.shape == cut.local.layout.shape else cut.local.layout.expand(got)
+        here = cut.local.response_mask & (accepted if scope == "accepted" else True)
+        worst[estimator, kl, scope] = float((got - want)[here].abs().max()) if here.any() else 0.0
+        summary = summarize(scores, estimated, 1, groups)
+        summaries.append((estimator, kl, scope, round(summary.nonzero[0], 9), sorted(summary.metrics)))
+    return worst, summaries
+
+
+def _cut(cut, whole):
+    """Rows of this replica to its local tokens, by row and position."""
+    layout = cut.local.layout
+    row = layout.expand(cut.rows)
+    return torch.where(row >= 0, whole[row.clamp(min=0), cut.local.positions], torch.zeros((), dtype=whole.dtype))
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=2, dp=2), Layout(dp=4)], ids=str)
+def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
+    for packed in (False, True):
+        found = ranks.run(local_advantages, layout, tmp_path, packed)
+        for worst, summaries in found:
+            assert {case: value for case, value in worst.items() if value > 2e-6} == {}
+            assert summaries == found[0][1]
+            assert all(bool(metrics) == (kl != "none") for _, kl, _, _, metrics in summaries)
+
+
+def test_a_rejected_response_shifts_no_sibling():
+    """Of the rows that the scope leaves out, siblings have other advantages than with all."""
+    everyone, accepted = (reference("grpo-no-std", "none", scope)[:, 0] for scope in ("all", "accepted"))
+    kept = tables()[3].any(1)
+    assert not kept.all()
+    assert ((everyone - accepted).abs() > 1e-3)[kept].any()
+
+
+def test_the_trainer_takes_the_same_steps_in_every_layout(ranks, tmp_path):
+    """Advantages of tokens, a KL in the reward, what is accepted: through plan, loss and two steps a batch."""
+    more = [
+        *words("reinforce-pp", "--advantage-scope=accepted", "--kl-in-reward=0.2", "--kl-in-reward-estimator=k3"),
+        "--optimizer=sgd",
+        "--lr=0.5",
+        "--reward-scaling=mean-std",
+        "--reward-clip=1.2",
+        "--grpo-kl-beta=0",
+    ]
+    start = [*flags(tmp_path), f"--save={tmp_path}/start"]
+    ranks.run(save_start, Layout(), start)
+    load = [f"--load={tmp_path}/start", "--finetune"]
+    (single,) = ranks.run(train_recorded, Layout(), flags(tmp_path, *more, *load), 2)
+    layout = Layout(pp=2, cp=2)
+    got = ranks.run(train_recorded, layout, flags(tmp_path, *more, *load, *layout.flags()), 2)
+    for rank in got:
+        for step, want in zip(rank, single, strict=True):
+            assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+            assert step["loss/total"] == pytest.approx(want["loss/total"], abs=1e-5)
+    assert single[0]["grad_norm"] > 0
+
+
+def save_start(words):
+    make_trainer(words).save()
+
+
+def test_reward_statistics_go_on_after_a_checkpoint(ranks, tmp_path):
+    found = ranks.run(saved_and_loaded, Layout(dp=2), tmp_path)
+    for before, after in found:
+        assert before == after
+        assert before[0] == 2 * SEQUENCES
+
+
+def saved_and_loaded(folder):
+    more = ["--advantage-estimator=grpo-no-std", "--reward-scaling=std", "--grpo-kl-beta=0"]
+    trainer = make_trainer(flags(folder, *more, f"--save={folder}/ck"))
+    for index in range(2):
+        trainer.prepare(recorded_batch(index, group_rank(trainer.groups.dp), 2))
+    trainer.save()
+    again = make_trainer(flags(folder, *more, f"--load={folder}/ck"))
+    return [scaler.state()["reward_statistics"] for scaler in (trainer.rewards, again.rewards)]
+
+
+@pytest.mark.parametrize("kind", ["none", "std", "mean-std"])
+def test_rewards_are_scaled_by_the_run_so_far_and_clipped(kind):
+    generator = torch.Generator().manual_seed(3)
+    batches = [1e4 + 3 * torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(4)]
+    wanted = {"advantage_estimator": "rloo", "gamma": 1.0, "gae_lambda": 1.0, "advantage_scope": "all"}
+    wanted |= {"kl_in_reward": 0.0, "kl_in_reward_estimator": "k1", "reward_scaling": kind, "reward_clip": None}
+    scaler, seen = RewardScaler(AdvantageSection(**wanted), None), []
+    for batch in batches:
+        kept = torch.arange(20) != 5
+        got = scaler(batch, kept)
+        seen.append(batch[kept])
+        run = torch.cat(seen)
+        mean, std = (run.mean() if kind == "mean-std" else 0.0), (1.0 if kind == "none" else run.std())
+        torch.testing.assert_close(got, (batch - mean) / std, rtol=1e-9, atol=1e-9)
+    assert bool(scaler.metrics()) == bool(scaler.state()) == (kind != "none")
+    again = RewardScaler(AdvantageSection(**wanted), None)
+    again.load(json.loads(json.dumps(scaler.state())))
+    assert torch.equal(again(batches[0], kept), scaler(batches[0], kept))
+    clipped = RewardScaler(AdvantageSection(**wanted | {"reward_scaling": "none", "reward_clip": 2.0}), None)
+    assert clipped(torch.tensor([-5.0, 1.0, 3.0]), torch.ones(3, dtype=torch.bool)).tolist() == [-2, 1, 2]
+
+
+def test_equal_rewards_are_not_divided_by_zero():
+    wanted = {"advantage_estimator": "rloo", "gamma": 1.0, "gae_lambda": 1.0, "advantage_scope": "all"}
+    wanted |= {"kl_in_reward": 0.0, "kl_in_reward_estimator": "k1", "reward_scaling": "std", "reward_clip": None}
+    scaler = RewardScaler(AdvantageSection(**wanted), None)
+    assert scaler(torch.ones(3), torch.ones(3, dtype=torch.bool)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--advantage-estimator=gae"], "--advantage-estimator gae needs a critic"),
+        (["--advantage-estimator=reinforce-pp", "--gamma=1.1"], "--gamma 1.1 must lie between 0 and 1"),
+        (["--gamma=0.9"], "--gamma 0.9 does nothing with --advantage-estimator grpo: drop it, or use reinforce-pp"),
+        (["--gae-lambda=0.9"], "--gae-lambda 0.9 does nothing with --advantage-estimator grpo"),
+        (["--kl-in-reward-estimator=k2"], "--kl-in-reward-estimator k2 does nothing with --kl-in-reward 0"),
+        (["--kl-in-reward=-1"], "--kl-in-reward -1.0 must be 0 or more"),
+        (["--reward-clip=0"], "--reward-clip 0.0 must be positive"),
+        (["--reward-scaling=std"], "--reward-scaling std does nothing with --advantage-estimator grpo, which divides"),
+        (
+            ["--advantage-estimator=remax", "--advantage-scope=accepted"],
+            "--advantage-scope accepted does nothing with --advantage-estimator remax",
+        ),
+        (
+            ["--advantage-scope=accepted", "--rollout-correction-preset=disabled"],
+            "--advantage-scope accepted does nothing where nothing is rejected",
+        ),
+        (
+            ["--advantage-scope=accepted", "--rollout-correction-preset=bypass_ppo_clip"],
+            "--advantage-scope accepted needs to know what is rejected before the loss, which --bypass-mode decides",
+        ),
+    ],
+)
+def test_flags_that_come_to_nothing_are_refused(tmp_path, more, message):
+    given = flags(tmp_path, *more)
+    if any("preset" in word for word in more):  # it stands for all of these
+        given = [word for word in given if not word.startswith(("--rollout-is", "--rollout-rs"))]
+    with pytest.raises(ConfigurationError) as error:
+        run_config(given)
+    assert message in str(error.value)
+
+
+def test_the_kl_in_the_reward_brings_a_reference_policy(tmp_path):
+    without = run_config(flags(tmp_path, "--grpo-kl-beta=0"))
+    assert not without.needs_reference
+    assert run_config(flags(tmp_path, "--grpo-kl-beta=0", "--kl-in-reward=0.1")).needs_reference
