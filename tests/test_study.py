@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 from types import SimpleNamespace
 
@@ -262,6 +263,19 @@ def test_gathering(tmp_path):
     assert results.read(tmp_path / "study.json") == [found]
     with pytest.raises(queue.StudyError, match="rounding-token_tis-1 is not finished: start the study again"):
         results.gather(RUNS[1:3], tmp_path)
+    finished_run(tmp_path, RUNS[2], error="error: no memory")
+    (tmp_path / RUNS[2].name / "metrics.jsonl").write_text("")
+    with pytest.raises(queue.StudyError, match="ended before its first step \\(error: no memory\\): mend that"):
+        results.gather(RUNS[1:3], tmp_path)
+
+
+def test_what_is_not_finite_is_left_out(tmp_path):
+    finished_run(tmp_path, RUNS[1])
+    path = tmp_path / RUNS[1].name / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"grad_norm": 2.0', '"grad_norm": NaN'))
+    (found,) = results.gather(RUNS[1:2], tmp_path)
+    assert found.curves["grad_norm"] == [None, None]
+    assert math.isnan(found.mean("grad_norm"))
 
 
 @pytest.mark.parametrize(
@@ -297,6 +311,12 @@ def test_the_table_has_a_line_for_every_kind_of_run(outcomes):
         "48 runs, 2880 seconds of the processor together, 60 each: two at a time on two cores that do nothing else, "
         "24 minutes."
     )
+
+
+def test_a_number_that_is_not_there_is_no_zero(outcomes):
+    nothing = {measure: [None] for measure in results.MEASURES}
+    first = dataclasses.replace(outcomes[0], curves=nothing)
+    assert document.table([first, *outcomes[1:]]).splitlines()[2].count("nan (") == 4
 
 
 def test_the_table_takes_the_place_of_the_one_before(outcomes, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def _line(kind: Mismatch, how: Correction, outcomes: Sequence[Outcome], referenc
     own = [found for found in outcomes if (found.mismatch, found.correction) == (kind.name, how.name)]
     counts = Counter(verdict(found, reference) for found in own)
     said = ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
-    last = [found.curves["sampled"][-1] or 0.0 for found in own]
+    last = [math.nan if (value := found.curves["sampled"][-1]) is None else value for found in own]
     measured = [_spread([found.mean(measure) for found in own]) for measure in ("kl", "ess", "grad_norm")]
     cells = [kind.title, how.title, _spread([found.final for found in own]), said, _spread(last), *measured]
     return f"| {' | '.join(cells)} |"

@@ -52,15 +52,16 @@ class Outcome:
         return max(reward for _, reward in self.policy)
 
     def mean(self, measure: str) -> float:
-        """Of the whole run."""
-        return fmean(value for value in self.curves[measure] if value is not None)
+        """Of the whole run; NaN where nothing was finite."""
+        finite = [value for value in self.curves[measure] if value is not None]
+        return fmean(finite) if finite else math.nan
 
 
 def gather(runs: Sequence[Run], folder: Path) -> list[Outcome]:
     """The outcomes of runs that are all finished.
 
     Raises:
-        StudyError: one is not.
+        StudyError: one is not, or ended before its first step.
     """
     return [_outcome(run, folder) for run in runs]
 
@@ -100,6 +101,8 @@ def _outcome(run: Run, folder: Path) -> Outcome:
         raise StudyError(f"{folder / run.name} is not finished: start the study again")
     rows = _rows(folder / run.name / "metrics.jsonl")
     steps = [row for row in rows if "grad_norm" in row]
+    if not steps:
+        raise StudyError(f"{folder / run.name} ended before its first step ({done.error}): mend that and remove it")
     return Outcome(
         run.mismatch.name,
         run.correction.name,
