@@ -33,7 +33,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels coverage \
-	fuzz lint study study-hard study-smollm2 format clean
+	fuzz lint study study-entropy study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -52,12 +52,16 @@ run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 study: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study
 
+# 16 of them again, without the default task's entropy bonus.
+study-entropy: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.study --without-entropy
+
 # SmolLM2 from weights up to eight steps old: three runs, one after the other.
 study-hard:
 	$(MAKE) study-smollm2 ENGINE=transformers
 
 study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
-	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) --runs runs/study_hard --at-once 1
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) --at-once 1
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 

@@ -64,6 +64,13 @@ def test_every_run_can_start(monkeypatch, tmp_path):
         assert [one.bypass_mode for one in corrections] == [False] * 4 + [True]
 
 
+def test_the_runs_without_entropy_are_those_of_one_seed():
+    found = list(settings.runs_without_entropy())
+    assert [run.name for run in found] == [run.name for run in RUNS[:16]]
+    for run, other in zip(found, RUNS, strict=False):
+        assert [flag for flag in run.flags if flag not in other.flags] == ["--grpo-entropy-term-weight=0"]
+
+
 # The engine.
 
 
@@ -241,7 +248,7 @@ def finished_run(folder, run, flags=None, rewards=(0.1, 0.5), error=None):
     own = folder / run.name
     own.mkdir(parents=True)
     (own / queue.DONE).write_text(json.dumps({"flags": flags or run.flags, "seconds": 60.0, "error": error}))
-    row = {"reward/mean": 0.25, "grad_norm": 2.0}
+    row = {"reward/mean": 0.25, "grad_norm": 2.0, "policy/entropy": 1.5}
     row |= {"rollout_corr/kl": 0.5, "rollout_corr/k3_kl": 0.25, "rollout_corr/chi2_token": 1.25}
     rows = [{"step": 0, "eval/reward": 0.0}, *({"step": step, **row} for step in range(1, 13))]
     rows[3] |= {"grad_norm": float("inf")}
@@ -257,7 +264,8 @@ def test_gathering(tmp_path):
     (found,) = results.gather(RUNS[1:2], tmp_path)
     assert (found.mismatch, found.correction, found.seed, found.seconds) == ("rounding", "uncorrected", 1, 60.0)
     assert (found.policy, found.final, found.best) == ([(0, 0.1), (10, 0.5)], 0.5, 0.5)
-    assert found.curves == {"sampled": [0.25, 0.5], "kl": [0.5, 0.5], "ess": [0.25, 0.25], "grad_norm": [2.0, 2.0]}
+    means = {"kl": 0.5, "ess": 0.25, "grad_norm": 2.0, "entropy": 1.5}
+    assert found.curves == {"sampled": [0.25, 0.5], **{measure: [value] * 2 for measure, value in means.items()}}
     assert found.mean("sampled") == 0.375
     results.write([found], tmp_path / "study.json")
     assert results.read(tmp_path / "study.json") == [found]
@@ -316,21 +324,21 @@ def test_the_table_has_a_line_for_every_kind_of_run(outcomes):
 def test_a_number_that_is_not_there_is_no_zero(outcomes):
     nothing = {measure: [None] for measure in results.MEASURES}
     first = dataclasses.replace(outcomes[0], curves=nothing)
-    assert document.table([first, *outcomes[1:]]).splitlines()[2].count("nan (") == 4
+    assert document.table([first, *outcomes[1:]]).splitlines()[2].count("nan (") == 5
 
 
 def test_the_table_takes_the_place_of_the_one_before(outcomes, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{document.BEGIN}\nyesterday\n{document.END}\nafter\n")
+    page.write_text(f"before\n{document.begin_of('study')}\nyesterday\n{document.END}\nafter\n")
     for _ in range(2):
-        document.put_table(outcomes, page)
+        document.put_table(outcomes, page, "study")
     text = page.read_text()
-    assert text.startswith(f"before\n{document.BEGIN}\n\n| mismatch |")
+    assert text.startswith(f"before\n{document.begin_of('study')}\n\n| mismatch |")
     assert text.endswith(f"minutes.\n\n{document.END}\nafter\n")
     assert "yesterday" not in text
     page.write_text("nothing\n")
     with pytest.raises(ValueError, match="has no lines <!-- the table"):
-        document.put_table(outcomes, page)
+        document.put_table(outcomes, page, "study")
 
 
 @pytest.mark.parametrize("draw", [pictures.draw_rewards, pictures.draw_measures])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,29 +10,34 @@ from statistics import fmean
 from benchmarks.study.results import Outcome, reference_of, verdict
 from benchmarks.study.settings import CORRECTIONS, MISMATCHES, NONE, UNCORRECTED, Correction, Mismatch
 
-BEGIN, END = "<!-- the table: python -m benchmarks.study writes it -->", "<!-- end of the table -->"
+END = "<!-- end of the table -->"
 _VERDICTS = ("collapsed", "degraded", "sound")
 
 
-def put_table(outcomes: Sequence[Outcome], page: Path) -> None:
-    """Write the table into a page, in the place of the one there.
+def begin_of(name: str) -> str:
+    """The line that stands before the table of some runs."""
+    return f"<!-- the table of {name}.json: python -m benchmarks.study writes it -->"
+
+
+def put_table(outcomes: Sequence[Outcome], page: Path, name: str) -> None:
+    """Write the table of some runs into a page, in the place of the one there.
 
     Raises:
         ValueError: the page has no place for it.
     """
     text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(f"{BEGIN}\n")
+    before, begin, rest = text.partition(f"{begin_of(name)}\n")
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END} between which the table stands: add them")
+        raise ValueError(f"{page} has no lines {begin_of(name)} and {END} between which the table stands: add them")
     page.write_text(f"{before}{begin}\n{table(outcomes)}\n{end}{after}", encoding="utf-8")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown: a line for each kind of run, with the smallest and the largest of its seeds."""
     head = (
-        "| mismatch | correction | reward of the last weights | | reward of the samples | KL | ESS | gradient norm |\n"
-        "|---|---|---|---|---|---|---|---|"
+        "| mismatch | correction | reward of the last weights | | reward of the samples | KL | ESS | gradient norm "
+        "| entropy |\n|---|---|---|---|---|---|---|---|---|"
     )
     kinds = [(NONE, UNCORRECTED), *((kind, how) for kind in MISMATCHES for how in (UNCORRECTED, *CORRECTIONS))]
     reference = reference_of(outcomes)
@@ -50,13 +54,15 @@ def _line(kind: Mismatch, how: Correction, outcomes: Sequence[Outcome], referenc
     own = [found for found in outcomes if (found.mismatch, found.correction) == (kind.name, how.name)]
     counts = Counter(verdict(found, reference) for found in own)
     said = ", ".join(f"{counts[word]} {word}" for word in _VERDICTS if counts[word])
-    last = [math.nan if (value := found.curves["sampled"][-1]) is None else value for found in own]
-    measured = [_spread([found.mean(measure) for found in own]) for measure in ("kl", "ess", "grad_norm")]
-    cells = [kind.title, how.title, _spread([found.final for found in own]), said, _spread(last), *measured]
+    means = [_spread([found.mean(measure) for found in own]) for measure in ("kl", "ess", "grad_norm")]
+    sampled, entropy = (_spread([found.at_the_end(measure) for found in own]) for measure in ("sampled", "entropy"))
+    cells = [kind.title, how.title, _spread([found.final for found in own]), said, sampled, *means, entropy]
     return f"| {' | '.join(cells)} |"
 
 
 def _spread(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return _shown(values[0])
     return f"{_shown(fmean(values))} ({_shown(min(values))} to {_shown(max(values))})"
 
 

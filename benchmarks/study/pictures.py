@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +18,7 @@ _ROWS = {
     "kl": ("KL(rollout ‖ trainer), nats a token", "symlog"),
     "ess": ("effective sample size", "linear"),
     "grad_norm": ("gradient norm", "log"),
+    "entropy": ("entropy of the trainer's policy, nats", "linear"),
 }
 Points = Mapping[int, float]
 
@@ -39,10 +41,10 @@ def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
 
 
 def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
-    """Reward of the samples, KL, ESS and gradient norm: a row each, a column for each mismatch."""
+    """Reward of the samples, KL, ESS, gradient norm and entropy: a row each, a column for each mismatch."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 11.5), layout="constrained")
+    figure = Figure(figsize=(11, 13.5), layout="constrained")
     grid = figure.subplots(len(_ROWS), len(MISMATCHES), sharey="row")
     for (measure, (title, scale)), axes in zip(_ROWS.items(), grid, strict=True):
         for axis, kind in zip(axes, MISMATCHES, strict=True):
@@ -60,9 +62,14 @@ def _finish(figure: Any, axes: list[Any], picture: Path) -> None:
     for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
+    from PIL import Image
+
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(picture, dpi=90)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=90)
+    # Few colours: a file of a third of the size.
+    Image.open(drawn).convert("RGB").quantize(128).save(picture, optimize=True)
 
 
 def _coloured() -> list[tuple[Correction, str]]:

@@ -15,7 +15,8 @@ from benchmarks.study.settings import COLLAPSE_SHARE, DEGRADED_BY, NONE, POLICY_
 Row = Mapping[str, float]
 # Optimizer steps that one point of a curve stands for.
 WINDOW = 10
-MEASURES = ("sampled", "kl", "ess", "grad_norm")
+MEASURES = ("sampled", "kl", "ess", "grad_norm", "entropy")
+_NAMES = {"sampled": "reward/mean", "grad_norm": "grad_norm", "entropy": "policy/entropy"}
 _DIGITS = 4
 
 
@@ -55,6 +56,11 @@ class Outcome:
         """Of the whole run; NaN where nothing was finite."""
         finite = [value for value in self.curves[measure] if value is not None]
         return fmean(finite) if finite else math.nan
+
+    def at_the_end(self, measure: str) -> float:
+        """Of the last window; NaN where nothing was finite."""
+        last = self.curves[measure][-1]
+        return math.nan if last is None else last
 
 
 def gather(runs: Sequence[Run], folder: Path) -> list[Outcome]:
@@ -133,10 +139,8 @@ def _curve(rows: Sequence[Row], measure: str) -> list[float | None]:
 
 
 def _value(row: Row, measure: str) -> float:
-    if measure == "sampled":
-        return row["reward/mean"]
-    if measure == "grad_norm":
-        return row["grad_norm"]
+    if measure in _NAMES:
+        return row.get(_NAMES[measure], math.nan)
     kl, k3, chi2 = (row.get(f"rollout_corr/{name}", math.nan) for name in ("kl", "k3_kl", "chi2_token"))
     if measure == "kl":
         return kl
