@@ -17,9 +17,7 @@ from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
 from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
-from megatron_rc.loss.aggregation import AGGREGATIONS
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import KL_ESTIMATORS
 from megatron_rc.settings.flags import add_rollout_correction_args
 
 # Title of each section in --help.
@@ -162,18 +160,12 @@ def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
 
 
 def _add_loss_args(parser: argparse.ArgumentParser) -> None:
+    """Flags of the objective that are not the library's: with Megatron-LM's defaults, or for modules of one's own."""
     group = parser.add_argument_group("loss")
     # No choices: a module of the user's can name another one.
     known, text = ",".join(OBJECTIVES), "objective, or python:pkg.module:OBJECTIVE; default: ppo_clip, or --loss-type"
     group.add_argument("--policy-loss", metavar=f"{{{known}}}", help=text)
-    group.add_argument("--loss-aggregation", choices=AGGREGATIONS, help="from tokens to one loss; default: token-mean")
-    group.add_argument(
-        "--loss-scale-factor", type=float, help="what token-sum and seq-mean-token-sum-norm divide by: they need it"
-    )
     group.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01, help="PPO clips r below 1 - this")
     group.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01, help="PPO clips r above 1 + this")
-    group.add_argument("--ppo-dual-clip", type=float, help="cap of the loss at this · |A| for A < 0; default: none")
     # No default here: beside batch normalisation in the loss the default is 0, which resolve.py works out.
     group.add_argument("--grpo-kl-beta", type=float, help="weight of the KL to the initial model; default: 0.001")
-    group.add_argument("--kl-estimator", choices=KL_ESTIMATORS, help="of that KL; default: k3")
-    group.add_argument("--grpo-entropy-term-weight", type=float, help="weight of the entropy bonus; default: 0")

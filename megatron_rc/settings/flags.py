@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron_rc.loss.aggregation import AGGREGATIONS
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.criteria import CRITERIA
@@ -61,15 +62,29 @@ LOSS_FLAGS = {
     "kl_estimator": "kl_estimator",
     "entropy_coef": "grpo_entropy_term_weight",
 }
+_LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "policy_loss": {"metavar": f"{{{','.join(OBJECTIVES)}}}", "help": "objective; default: ppo_clip, or --loss-type"},
+    "loss_aggregation": {"choices": AGGREGATIONS, "help": "from tokens to one loss; default: token-mean"},
+    "loss_scale_factor": {
+        "type": float,
+        "help": "what token-sum and seq-mean-token-sum-norm divide by: they need it",
+    },
+    "grpo_clamp_eps_lower": {"type": float, "help": "PPO clips r below 1 - this; default: 0.2"},
+    "grpo_clamp_eps_upper": {"type": float, "help": "PPO clips r above 1 + this; default: 0.2"},
+    "ppo_dual_clip": {"type": float, "help": "cap of the loss at this · |A| for A < 0; default: none"},
+    "grpo_kl_beta": {"type": float, "help": "weight of the KL to the reference policy; default: 0"},
+    "kl_estimator": {"choices": KL_ESTIMATORS, "help": "of that KL; default: k3"},
+    "grpo_entropy_term_weight": {"type": float, "help": "weight of the entropy bonus; default: 0"},
+}
 T = TypeVar("T")
 
 
 def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add one long option for each field of the config, ``--rollout-correction-preset``, ``-config`` and ``-dialect``.
 
-    Megatron-LM's two options for importance sampling are added too. An option that the parser already has is left
-    alone. Every default is None, "not given". Abbreviations are switched off, which would hide a misspelt flag. Returns
-    the parser.
+    Megatron-LM's two options for importance sampling are added too, and one option for each field of the objective, as
+    Megatron-LM spells it where it has it. An option that the parser already has is left alone. Every default is None,
+    "not given". Abbreviations are switched off, which would hide a misspelt flag. Returns the parser.
     """
     parser.allow_abbrev = False
     group = parser.add_argument_group("rollout correction")
@@ -86,6 +101,9 @@ def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.Arg
     text = "weigh each token by its ratio, as Megatron-LM does; short for --rollout-is token"
     _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
     _add(parser, group, _MEGATRON_LIMIT, type=float, help=f"truncate the weights of {_MEGATRON_SWITCH} at this")
+    loss = _group(parser, "loss")
+    for name in LOSS_FLAGS.values():
+        _add(parser, loss, flag_of(name), **_LOSS_OPTIONS[name])
     return parser
 
 
@@ -143,6 +161,12 @@ def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option
     known = {text for action in parser._actions for text in action.option_strings}
     if not known & {option, f"--no-{option[2:]}"}:
         group.add_argument(option, default=None, **how)
+
+
+def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """The group of this title, a new one where there is none."""
+    known = (group for group in parser._action_groups if group.title == title)
+    return next(known, None) or parser.add_argument_group(title)
 
 
 def _help(field: str) -> str:

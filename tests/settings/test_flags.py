@@ -1,6 +1,7 @@
 """The correction's flags, and those of the objective: alone, over presets, files and launch files."""
 
 import argparse
+import dataclasses
 import math
 import re
 
@@ -9,11 +10,13 @@ import pytest
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import FIELDS, RolloutCorrectionConfig, preset
 from megatron_rc.settings.flags import (
+    LOSS_FLAGS,
     add_rollout_correction_args,
     policy_loss_config_from_args,
     rollout_correction_config_from_args,
 )
 from megatron_rc.settings.presets import PRESETS
+from megatron_rc.settings.spelling import flag_of
 
 UNTRUNCATED = math.exp(20)
 MEASURED = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_apply": False}
@@ -472,6 +475,21 @@ def test_the_objective_from_megatrons_flags():
     assert policy_loss_config_from_args(args) == PolicyLossConfig(
         algorithm="gspo", aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", kl_coef=0.1
     )
+
+
+def test_the_objective_has_flags_and_they_are_read():
+    """Beside Megatron-LM's own, whose defaults then hold."""
+    words = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
+    words += "--loss-scale-factor 9 --kl-estimator k2 --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
+    alone = add_rollout_correction_args(argparse.ArgumentParser())
+    assert policy_loss_config_from_args(alone.parse_args([])) == PolicyLossConfig()
+    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k2", 0.2)
+    assert policy_loss_config_from_args(alone.parse_args(words)) == wanted
+    megatrons = argparse.ArgumentParser()
+    megatrons.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)
+    found = policy_loss_config_from_args(add_rollout_correction_args(megatrons).parse_args(words))
+    assert found == dataclasses.replace(wanted, clip_high=0.01)
+    assert {flag_of(name) for name in LOSS_FLAGS.values()} <= set(alone._option_string_actions)
 
 
 def test_abbreviations_are_off():

@@ -76,8 +76,8 @@ OURS = """config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs
 apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts save-log-probs load-rollouts rollout-staleness
-allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance policy-loss loss-aggregation
-loss-scale-factor ppo-dual-clip kl-estimator keep-last continue-after-failed-save load-last-valid reward reward-workers
+allow-truncated-sampling rl-sequence-packing-bin-size rollout-dtype rollout-check-tolerance
+keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda advantage-scope kl-in-reward kl-in-reward-estimator
