@@ -86,7 +86,7 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         for name in fields:
             if name not in known:
                 raise ValueError(
-                    f"unknown field {name!r} of the rollout correction{known_elsewhere(name, dialect, known)}"
+                    f"unknown field {name!r} of the rollout correction{known_elsewhere(name, dialect, known, fields)}"
                 )
         return cls(**fields)
 

@@ -262,7 +262,6 @@ def test_verls_older_forms_are_read():
         ({"uid": None}, "uid is missing in non_tensors"),
         ({"uid": ["a"]}, "uid has 1 entries: expected 2"),
         ({"uid": [["a"], ["b"]]}, "what should say which prompt a sample belongs to cannot be compared"),
-        ({"param_version_start": None}, r"sequence 0 has the weight versions \[\]: pass policy_version instead"),
         ({"param_version_start": ["new", "old"]}, r"sequence 0 has the weight versions \['new'\]"),
     ],
 )
@@ -563,7 +562,6 @@ def test_samples_that_slime_removes_do_not_train():
         ({"status": ...}, "'status' is missing"),
         ({"index": None}, "index is None: expected an integer"),
         ({"group_index": "g"}, "group_index is 'g': expected an integer"),
-        ({"weight_versions": []}, r"sequence 0 has the weight versions \[\]: pass policy_version instead"),
         ({"weight_versions": ["default"]}, r"weight versions \['default'\]: pass policy_version"),
         ({"rollout_routed_experts": torch.zeros(6, 2, 1).int()}, r"expected \(5, any, any\)"),
     ],
@@ -572,6 +570,16 @@ def test_wrong_samples_are_refused(change, message):
     sample = slime_example()[0] | change
     with pytest.raises(ValueError, match=message):
         from_slime([{name: value for name, value in sample.items() if value is not ...}], sampling=HALF)
+
+
+def test_synchronous_runs_name_no_versions():
+    """Their weights are all of one version, 0; NeMo-RL's batches never name one."""
+    tensors, others = verl_example()
+    del others["param_version_start"]
+    samples = [sample | {"weight_versions": []} for sample in slime_example()]
+    read = [from_verl(tensors, others, sampling=HALF), from_slime(samples, sampling=HALF, reward_key="math")]
+    for batch in [*read, from_nemo_rl(nemo_example(), sampling=HALF)]:
+        assert not batch.policy_versions.any()
 
 
 def test_no_samples_are_no_batch():

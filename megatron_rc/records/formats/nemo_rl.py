@@ -34,7 +34,7 @@ def from_nemo_rl(
     batch: Mapping[str, Any],
     *,
     sampling: SamplingParams,
-    policy_version: int | Sequence[int],
+    policy_version: int | Sequence[int] = 0,
     group_ids: Sequence[int] | None = None,
 ) -> RolloutBatch:
     """The records of a training batch, or of a rollout's batch with message logs.
@@ -48,7 +48,8 @@ def from_nemo_rl(
             ``token_loss_mask``, ``loss_multiplier``, ``sample_loss_mask`` and ``rewards`` are understood too. Whatever
             else it has is not read.
         sampling: how the tokens were sampled, which the batch does not say.
-        policy_version: of the weights that sampled, which it does not say either; one, or one a sequence.
+        policy_version: of the weights that sampled, which it does not say either; one, or one a sequence. Default: 0,
+            for a synchronous run.
         group_ids: [n]; default: equal prompts are one group, as in NeMo-RL.
 
     Returns:

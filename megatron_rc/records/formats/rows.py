@@ -182,7 +182,7 @@ def describe(shape: Sequence[int | None]) -> str:
 
 
 def version_of(policy_version: int | None, found: Iterable[Any], sample: int) -> int:
-    """The version of a sequence: what the caller says, or the oldest that its record names.
+    """The version of a sequence: what the caller says, or the oldest that its record names; 0 where it names none.
 
     Args:
         policy_version: what the caller says.
@@ -195,6 +195,8 @@ def version_of(policy_version: int | None, found: Iterable[Any], sample: int) ->
     if policy_version is not None:
         return policy_version
     found = list(found)
+    if not found:  # a synchronous run, whose weights are all of one version
+        return 0
     try:
         return min(int(version) for version in found)
     except (TypeError, ValueError):

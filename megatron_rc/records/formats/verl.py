@@ -42,7 +42,8 @@ def from_verl(
             routed_experts [n, p + r, layers, top_k] where there are any. Whatever else it has is not read.
         non_tensors: uid, one a sequence; param_version_start where there is one.
         sampling: how the tokens were sampled, which a DataProto does not say.
-        policy_version: of the weights that sampled; needed unless ``non_tensors`` says it.
+        policy_version: of the weights that sampled. Default: what ``non_tensors`` says, and 0 where it says nothing, as
+            in a synchronous run.
 
     Returns:
         The records; sample ids count from 0. Not validated.

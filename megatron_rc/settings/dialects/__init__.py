@@ -36,13 +36,18 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     """
     one_of("dialect", dialect, DIALECTS)
     program = BY_NAME[dialect]
-    given, unread = _inside(fields, program)
-    given = {program.spelled(str(name)): value for name, value in given.items()}
+    given, unread = _given(fields, program)
     for name in given:
         if name not in program.defaults:
-            raise ValueError(f"unknown setting {name!r}{known_elsewhere(name, dialect, program.defaults)}")
+            raise ValueError(f"unknown setting {name!r}{known_elsewhere(name, dialect, program.defaults, fields)}")
     settings = Settings(given, program.defaults)
-    own = program.read(settings)
+    try:
+        own = program.read(settings)
+    except ValueError as error:
+        others = [f"dialect={name!r}" for name in probable_dialects(fields)]
+        raise ValueError(
+            "; they can be read with ".join([str(error), *[" or ".join(others)] * bool(others)])
+        ) from error
     became = ", ".join(f"{name}={value!r}" for name, value in own.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
     if unread:
@@ -50,15 +55,40 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     return own, notes
 
 
-def known_elsewhere(name: object, dialect: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: whose it is, where another dialect has it; else the known ones."""
+def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
+    """The dialects that can read settings whole, and know more of their names than the others do; none for no name."""
+    known: dict[str, int] = {}
+    for name, program in BY_NAME.items():
+        try:
+            given, _ = _given(fields, program)
+            if given.keys() <= program.defaults.keys():
+                program.read(Settings(given, program.defaults))
+                known[name] = len(given)
+        except ValueError:
+            continue
+    most = max(known.values(), default=0)
+    return [name for name, number in known.items() if 0 < number == most]
+
+
+def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
+    """The end of an error about an unknown name: whose it is, where another dialect has it; else the known ones.
+
+    Of several dialects that have the name those are named which the other settings are probably of too.
+    """
     owners = ["megatron_rc"] if name in FIELDS else []
     for program in BY_NAME.values():
         if name in program.sections or name in program.elsewhere or program.spelled(str(name)) in program.defaults:
             owners.append(program.name)
     if not owners or dialect in owners:
         return f": known are {', '.join(known)}"
+    owners = [owner for owner in owners if owner in probable_dialects(fields)] or owners
     return f", a name of {' and '.join(owners)}: read these settings with dialect={' or '.join(map(repr, owners))}"
+
+
+def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[str]]:
+    """The settings inside their sections, as the program's defaults are spelled, and the keys beside them."""
+    given, unread = _inside(fields, program)
+    return {program.spelled(str(name)): value for name, value in given.items()}, unread
 
 
 def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], list[str]]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.dialects import DIALECTS
+from megatron_rc.settings.dialects import DIALECTS, probable_dialects
 from tests.golden.load import cases
 from tests.settings.dialects.test_nemo_rl import ERROR, ICEPOP, RATIO, RATIO_MIN, SEQ_MASK, TIS
 
@@ -230,3 +230,47 @@ def test_translations_survive_a_round_trip(generation):
         assert config.notes[0].startswith(f"read as {dialect}: ")
         count += 1
     assert count >= 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "dialects"),
+    [
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.01}, ["verl-2025-11"]),
+        (
+            {"algorithm": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}}},
+            ["verl"],
+        ),
+        ({"rollout_is_threshold": 2.0, "rollout_is": True, "rollout_is_level": "token"}, ["verl-2025-10"]),
+        ({"use_mis": True, "mis_level": "token"}, ["slime"]),
+        ({"use_tis": True, "tis_level": "token"}, ["slime"]),
+        ({"loss_fn": {"use_importance_sampling_correction": True, "ratio_clip_min": 0.2}}, ["nemo-rl"]),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, ["verl", "verl-2025-11"]),
+        ({"learning_rate": 1}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_settings_are_probably_of(settings, dialects):
+    assert probable_dialects(settings) == dialects
+
+
+@pytest.mark.parametrize(
+    ("settings", "dialect", "message"),
+    [
+        (
+            {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01},
+            "verl",
+            "they can be read with dialect='verl-2025-11'",
+        ),
+        ({"use_tis": True, "mis_level": "token"}, "megatron_rc", "read these settings with dialect='slime'$"),
+        (
+            {"algorithm": {"rollout_correction": {"rollout_rs": "geometric", "use_policy_gradient": True}}},
+            "megatron_rc",
+            "read these settings with dialect='verl-2025-11'$",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_error_names_the_probable_dialect(settings, dialect, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutCorrectionConfig.from_dict(settings, dialect=dialect)
