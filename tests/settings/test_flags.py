@@ -450,7 +450,10 @@ def test_a_file_of_another_program_by_flag(tmp_path, caplog):
     [
         ("", "unknown field 'algorithm' .*; a file of another program needs --rollout-correction-dialect"),
         ("--rollout-correction-dialect nemo", "verl.yaml: dialect='nemo' is unknown: use one of verl"),
-        ("--rollout-correction-dialect slime", "a name of verl .*; a file of another program needs --rollout-"),
+        (
+            "--rollout-correction-dialect slime",
+            "a name of verl: read .* with dialect='verl'; a file of another program needs --rollout-",
+        ),
     ],
 )
 def test_a_file_of_another_program_without_its_name_says_so(tmp_path, line, message):

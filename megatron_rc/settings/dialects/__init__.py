@@ -44,10 +44,8 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
     try:
         own = program.read(settings)
     except ValueError as error:
-        others = [f"dialect={name!r}" for name in probable_dialects(fields)]
-        raise ValueError(
-            "; they can be read with ".join([str(error), *[" or ".join(others)] * bool(others)])
-        ) from error
+        others = " or ".join(f"dialect={name!r}" for name in probable_dialects(fields))
+        raise ValueError(f"{error}{'; these settings can be read with ' * bool(others)}{others}") from error
     became = ", ".join(f"{name}={value!r}" for name, value in own.items())
     notes = [f"read as {dialect}: {became}", *dict.fromkeys(settings.notes)]
     if unread:

@@ -260,7 +260,7 @@ def test_settings_are_probably_of(settings, dialects):
         (
             {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01},
             "verl",
-            "they can be read with dialect='verl-2025-11'",
+            "can be read with dialect='verl-2025-11'",
         ),
         ({"use_tis": True, "mis_level": "token"}, "megatron_rc", "read these settings with dialect='slime'$"),
         (
