@@ -40,8 +40,8 @@ def from_slime(
             remove_sample, weight_versions, rollout_routed_experts and the trainer's log_probs where there are any.
             Whatever else they have is not read.
         sampling: how the tokens were sampled, which a sample does not say.
-        policy_version: of the weights that sampled; needed where ``weight_versions`` names anything but numbers; 0 where
-            it names nothing, as in a synchronous run.
+        policy_version: of the weights that sampled; needed where ``weight_versions`` names anything but numbers; 0
+            where it names nothing, as in a synchronous run.
         reward_key: which one to take where a reward is a dict.
 
     Returns:
