@@ -5,28 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rc.records.storage import replacing
 from megatron_rc.replay.candidates import candidates
-from megatron_rc.replay.gradient import uncorrected
+from megatron_rc.replay.gradient import Uncorrected, uncorrected
 from megatron_rc.replay.outcome import Outcome, outcome
 from megatron_rc.replay.page import as_page
 from megatron_rc.replay.reading import read_batches
 from megatron_rc.replay.report import as_dict, as_text
 from megatron_rc.replay.tokens import Recorded, recorded
 
+Measure = Callable[[Recorded, Uncorrected, list[Outcome]], list[Outcome]]
 
-def main(words: Sequence[str] | None = None) -> int:
+
+def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> int:
     """The command.
+
+    Args:
+        words: of the command line.
+        measure: what else becomes of the outcomes before they are shown.
 
     Returns:
         0; 2 where it could not be done, with one sentence on standard error.
     """
     args = _parser().parse_args(words)
     try:
-        data, outcomes = _replay(args)
+        data, outcomes = _replay(args, measure)
         text = as_text(data, outcomes, args.sequences)
         if args.json:
             text = json.dumps(as_dict(data, outcomes, args.sequences), indent=1) + "\n"
@@ -40,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _replay(args: argparse.Namespace) -> tuple[Recorded, list[Outcome]]:
+def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded, list[Outcome]]:
     if args.sequences < 0:
         raise ValueError(f"--sequences {args.sequences}: expected 0 or more")
     if args.html and not Path(args.html).parent.is_dir():
@@ -48,7 +54,8 @@ def _replay(args: argparse.Namespace) -> tuple[Recorded, list[Outcome]]:
     configs = candidates(args.preset, args.correction, args.grid)
     data = recorded(read_batches(args.batches, args.vocab_size))
     base = uncorrected(data)
-    return data, [outcome(data, base, name, config) for name, config in configs.items()]
+    outcomes = [outcome(data, base, name, config) for name, config in configs.items()]
+    return data, outcomes if measure is None else measure(data, base, outcomes)
 
 
 def _parser() -> argparse.ArgumentParser:

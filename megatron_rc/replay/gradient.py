@@ -5,13 +5,12 @@ It stands for the gradient of the weights as far as the tokens' own gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.replay.tokens import Recorded, Tokens
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -44,11 +43,13 @@ class Effect:
     Attributes:
         cosine: of the angle to the uncorrected gradient; None where either is 0.
         length: relative to the uncorrected gradient's.
+        of: which gradient the two are of, in words.
         change: [n] float64: each sequence's share of the squared distance between the two; sums to 1, or all are 0.
     """
 
     cosine: float | None
     length: float
+    of: str
     change: Tensor
 
 
@@ -63,30 +64,58 @@ def uncorrected(data: Recorded) -> Uncorrected:
     return Uncorrected(tuple(tokens), float(data.lengths.sum()))
 
 
-def effect(data: Recorded, base: Uncorrected, config: RolloutCorrectionConfig, result: CorrectionResult) -> Effect:
-    """The corrected gradient beside the uncorrected one."""
-    masks, weights = listed(result.mask), listed(result.weights)
-    column = 2 if config.rejection_denominator == "accepted" else 0
-    denominator = max(float(result.denominators[0, column]), 1.0)
-    algorithm = str(config.loss_type) if config.bypass_mode else "ppo_clip"
+def effect(
+    data: Recorded,
+    base: Uncorrected,
+    config: RolloutCorrectionConfig,
+    masks: Sequence[Tensor],
+    weights: Sequence[Tensor] | None,
+) -> Effect:
+    """The corrected gradient beside the uncorrected one; arguments as in :func:`corrected`."""
     dot, square, reference, changes = 0.0, 0.0, 0.0, []
+    for index, rows, own in corrected(data, config, masks, weights):
+        other = base.tokens[index][rows] / base.denominator
+        dot += float((own * other).sum(dtype=torch.float64))
+        square += float(own.square().sum(dtype=torch.float64))
+        reference += float(other.square().sum(dtype=torch.float64))
+        changes.append((own - other).square().sum(dim=1, dtype=torch.float64))
+    change = torch.cat(changes)
+    return Effect(
+        *cosine_and_length(dot, square, reference),
+        of=PROXY if data.has_advantages else ALIKE,
+        change=change / change.sum() if change.any() else change,
+    )
+
+
+def cosine_and_length(dot: float, square: float, reference: float) -> tuple[float | None, float]:
+    """Of a gradient beside another, from their product and their squares; no cosine where either is 0."""
+    cosine = dot / (square * reference) ** 0.5 if square > 0 and reference > 0 else None
+    return cosine, (square / reference) ** 0.5 if reference > 0 else 0.0
+
+
+def corrected(
+    data: Recorded,
+    config: RolloutCorrectionConfig,
+    masks: Sequence[Tensor],
+    weights: Sequence[Tensor] | None,
+) -> Iterator[tuple[int, slice, Tensor]]:
+    """(which batch, which of its rows, their gradient [rows, s] float32), over all of them.
+
+    Args:
+        data: that was replayed.
+        config: of the correction.
+        masks: for each batch the accepted tokens.
+        weights: for each batch, like its tokens; None: the loss has none.
+    """
+    accepted = sum(int(mask.sum()) for mask in masks)
+    tokens = accepted if config.rejection_denominator == "accepted" else int(data.lengths.sum())
+    algorithm = str(config.loss_type) if config.bypass_mode else "ppo_clip"
     for index, (part, advantages) in enumerate(zip(data.parts, data.split(data.advantages), strict=True)):
         old = part.rollout if config.bypass_mode else part.old
         for rows in _blocks(part):
-            held = weights[index][rows] if config.applies_weights else None
+            held = None if weights is None else weights[index][rows]
             own = _gradient(part, rows, old, advantages, algorithm, held)
-            own = torch.where(masks[index][rows], own, 0.0) / denominator
-            other = base.tokens[index][rows] / base.denominator
-            dot += float((own * other).sum(dtype=torch.float64))
-            square += float(own.square().sum(dtype=torch.float64))
-            reference += float(other.square().sum(dtype=torch.float64))
-            changes.append((own - other).square().sum(dim=1, dtype=torch.float64))
-    change = torch.cat(changes)
-    return Effect(
-        cosine=dot / (square * reference) ** 0.5 if square > 0 and reference > 0 else None,
-        length=(square / reference) ** 0.5 if reference > 0 else 0.0,
-        change=change / change.sum() if change.any() else change,
-    )
+            yield index, rows, torch.where(masks[index][rows], own, 0.0) / max(tokens, 1)
 
 
 def _gradient(
@@ -106,8 +135,3 @@ def _blocks(part: Tokens) -> Iterator[slice]:
     rows, columns = part.mask.shape
     step = max(_BLOCK // max(columns, 1), 1)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def listed(values: Tensor | list[Tensor] | None) -> list[Tensor]:
-    """What a result holds of each batch; empty for what it does not have."""
-    return values if isinstance(values, list) else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.api import correct_rollouts
-from megatron_rc.replay.gradient import Effect, Uncorrected, effect, listed
+from megatron_rc.replay.gradient import Effect, Uncorrected, effect
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
@@ -125,8 +125,7 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
         allow_zero_log_probs=greedy,
     )
     result.check()
-    masks = listed(result.mask)
-    weights = listed(result.weights) if config.applies_weights else None
+    masks, weights = _listed(result.mask), _listed(result.weights) if config.applies_weights else None
     accepted = torch.cat([mask.sum(dim=1) for mask in masks])
     sums, summary = _weights(masks, weights, int(data.lengths.sum()))
     count = _Counter(data, accepted)
@@ -139,12 +138,17 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
         by_length=count(_power(data.lengths), lambda power: f"{2**power} to {2 ** (power + 1) - 1}" if power else "1"),
         by_age=count(data.ages, lambda age: f"{age} step{'s' * (age != 1)}"),
         weights=summary,
-        effect=effect(data, base, config, result),
+        effect=effect(data, base, config, masks, weights),
         accepted=accepted,
         mean_weights=sums / data.lengths.clamp(min=1),
         token_weights=weights,
         masks=masks,
     )
+
+
+def _listed(values: Tensor | list[Tensor] | None) -> list[Tensor]:
+    """What a result holds of each batch."""
+    return values if isinstance(values, list) else []
 
 
 class _Counter:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.replay.affected import AffectedSequence, most_affected
-from megatron_rc.replay.gradient import ALIKE, PROXY
 from megatron_rc.replay.outcome import Bucket, Outcome, edges
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.fields import DEFAULTS
@@ -29,7 +28,7 @@ def as_dict(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict
         "sequences": int((data.lengths > 0).sum()),
         "tokens": int(data.lengths.sum()),
         "unscored_tokens": data.unscored,
-        "gradient_proxy": PROXY if data.has_advantages else ALIKE,
+        "gradient_of": outcomes[0].effect.of,
         "weight_edges": edges(),
         "corrections": [_outcome(data, found, sequences) for found in outcomes],
     }
@@ -56,7 +55,7 @@ def as_text(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
     if data.unscored:
         lines.append(f"{data.unscored} more tokens without a log-prob of the trainer count nowhere")
     lines += ["", *_table(("correction", *_SUMMARY), [(found.name, *_summary(found)) for found in outcomes])]
-    lines += ["", f"cosine, length: {PROXY if data.has_advantages else ALIKE}; each beside the uncorrected one"]
+    lines += ["", f"cosine, length: {outcomes[0].effect.of}; each beside the uncorrected one"]
     for word, name in _GROUPS:
         lines += ["", f"rejected tokens (sequences) by {word}", *_breakdown(outcomes, name)]
     for found in outcomes:

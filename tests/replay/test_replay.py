@@ -204,7 +204,7 @@ def test_rewards_that_are_alike_leave_the_mean_log_prob():
     batch = dataclasses.replace(scored_batch(), rewards=torch.ones(12))
     data, found = replayed([batch], preset("decoupled_token_is"))
     assert not data.has_advantages
-    assert as_dict(data, [found], 0)["gradient_proxy"].startswith("gradient of the mean log")
+    assert as_dict(data, [found], 0)["gradient_of"].startswith("gradient of the mean log")
     kept = found.token_weights[0][batch.response_mask].double()
     cosine = float(kept.sum() / (kept.square().sum() * len(kept)).sqrt())
     assert found.effect.cosine == pytest.approx(cosine, rel=1e-6)

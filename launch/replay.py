@@ -1,0 +1,167 @@
+"""A replay with the real model: how each correction turns the gradient of a checkpoint's weights.
+
+    python -m megatron_rc.launch.replay BATCHES --load CHECKPOINTS --preset A --preset B
+
+The gradient of a loss is the sum over its tokens of (its gradient with respect to log π_θ) × (the gradient of log π_θ
+with respect to the weights). A replay knows the first factor of every token; here the model adds the second. One
+process on a CPU, in float32, with a copy of the weights for every correction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.flags.replay_flags import ReplayRequest, parse_replay
+from megatron_rc.launch.flags.stored import stored_config
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.train_ppo import USAGE_ERROR, cpu_backend, ignore_megatron_warnings
+from megatron_rc.parallel import vocab_parallel_log_probs
+from megatron_rc.replay.__main__ import main as replay
+from megatron_rc.replay.gradient import Uncorrected, corrected, cosine_and_length
+from megatron_rc.replay.outcome import Outcome
+from megatron_rc.replay.tokens import Recorded, Tokens
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+Gradients = list[list[Tensor]]  # for each batch and each loss [n, s], with respect to log π_θ of the sampled tokens
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Replay what the command line names; ends with 2 where it could not be done, with one sentence."""
+    log = logging.getLogger("megatron_rc")
+    level = log.level
+    log.setLevel(logging.ERROR)  # that it runs on the CPU is what it is for
+    try:
+        request = parse_replay(sys.argv[1:] if argv is None else argv)
+        require("megatron.core", "a replay with a model", "launch")
+        ignore_megatron_warnings()
+        with cpu_backend():
+            code = replay(request.rest, lambda *found: with_model(request, *found))
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = USAGE_ERROR
+    finally:
+        log.setLevel(level)
+    if code:
+        sys.exit(code)
+
+
+def with_model(request: ReplayRequest, data: Recorded, base: Uncorrected, outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes with the angle and the length of the gradient of the checkpoint's weights.
+
+    Raises:
+        ValueError: there is no checkpoint, it cannot be read, or its model is not that of the records.
+    """
+    from megatron_rc.launch.distributed import alone
+    from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
+    from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings
+
+    step, folder = checked_checkpoint(request.load, request.step, checksums=True)
+    config = stored_config(checkpoint_settings(request.load, step), str(folder / SETTINGS))
+    _check(data, config, request.load)
+    with alone(config):
+        model = _model(config, folder)
+        vectors, distance = _measured(model, config, data, _of_tokens(data, base, outcomes), request.rows)
+    words = (
+        f"gradient of the weights of step {step} of {request.load}, whose log-probs are {distance:.2g} nats "
+        "from the recorded π_θ on average"
+    )
+    reference, found = float(vectors[0] @ vectors[0]), []
+    for one, vector in zip(outcomes, vectors[1:], strict=True):
+        cosine, length = cosine_and_length(float(vector @ vectors[0]), float(vector @ vector), reference)
+        effect = dataclasses.replace(one.effect, cosine=cosine, length=length, of=words)
+        found.append(dataclasses.replace(one, effect=effect))
+    return found
+
+
+def _check(data: Recorded, config: RunConfig, load: Path) -> None:
+    if config.experts is not None and config.experts.num_moe_experts:
+        raise ValueError(f"--load {load}: the gradient of a mixture of experts is not measured: leave --load out")
+    longest, highest = config.model.max_position_embeddings, config.model.vocab_size
+    for part in data.parts:
+        token, columns = int(part.records.tokens.max()), part.mask.shape[1]
+        if token >= highest or columns > longest:
+            raise ValueError(
+                f"{part.name} has token ids up to {token} in {columns} columns, the model of {load} knows {highest} "
+                f"tokens in {longest}: give the checkpoints of its own run"
+            )
+
+
+def _model(config: RunConfig, folder: Path) -> GPTModel:
+    """The checkpoint's model, in float32."""
+    from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+    from megatron_rc.launch.training.checkpoints.parameters import CheckpointParameters
+    from megatron_rc.launch.training.model import build_chunks
+
+    change = dataclasses.replace
+    config = change(config, training=change(config.training, fused_linear_log_probs=False))
+    with torch.device("meta"):
+        (stored,) = build_chunks(config, build_transformer_config(config))
+    parameters = CheckpointParameters(stored, folder)
+    config = change(config, compute=change(config.compute, bf16=False, fp16=False))
+    (model,) = build_chunks(config, build_transformer_config(config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameters[name])
+    return model
+
+
+def _of_tokens(data: Recorded, base: Uncorrected, outcomes: Sequence[Outcome]) -> Gradients:
+    """The uncorrected loss first, then each correction's."""
+    found = [[one / base.denominator] for one in base.tokens]
+    for one in outcomes:
+        for held in found:
+            held.append(torch.empty_like(held[0]))
+        for index, rows, gradient in corrected(data, one.config, one.masks, one.token_weights):
+            found[index][-1][rows] = gradient
+    return found
+
+
+def _measured(
+    model: GPTModel, config: RunConfig, data: Recorded, gradients: Gradients, rows: int
+) -> tuple[list[Tensor], float]:
+    """(the gradient of all weights of each loss, float64; mean |log π of the model - recorded log π_θ|)."""
+    parameters = list(model.parameters())
+    sums = [[torch.zeros_like(one, dtype=torch.float64) for one in parameters] for _ in gradients[0]]
+    distance = 0.0
+    for part, losses in zip(data.parts, gradients, strict=True):
+        for piece in _pieces(len(part.mask), rows):
+            log_probs, held = _log_probs(model, config, part, piece), part.mask[piece, 1:]
+            distance += float((log_probs.detach() - part.theta[piece, 1:])[held].abs().double().sum())
+            for total, loss in zip(sums, losses, strict=True):
+                found = torch.autograd.grad(log_probs, parameters, loss[piece, 1:], retain_graph=True)
+                for one, gradient in zip(total, found, strict=True):
+                    one += gradient
+    flat = [torch.cat([one.flatten() for one in total]) for total in sums]
+    return flat, distance / max(int(data.lengths.sum()), 1)
+
+
+def _log_probs(model: GPTModel, config: RunConfig, part: Tokens, rows: slice) -> Tensor:
+    """[rows, s - 1]: log π_θ of every token but the first, at the temperature that sampled."""
+    tokens = part.records.tokens[rows].long()
+    logits = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)
+    return vocab_parallel_log_probs(
+        logits[:, :-1],
+        tokens[:, 1:],
+        vocab_size=config.model.vocab_size,
+        mask=part.mask[rows, 1:],
+        temperature=part.records.sampling.temperature,
+    )
+
+
+def _pieces(number: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, number)) for start in range(0, number, size))
+
+
+if __name__ == "__main__":
+    main()
