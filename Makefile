@@ -32,12 +32,17 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 # A folder for each run, so that none takes the place of another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: run run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels coverage \
-	fuzz lint study study-entropy study-hard study-smollm2 format clean
+.PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
+	coverage fuzz lint study study-entropy study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG) $(FLAGS)
+
+# The same task by PPO with a critic.
+run-ppo: $(INSTALLED)
+	@echo "== PPO with a critic: --config count_up_ppo on $(NPROC) processes"
+	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config count_up_ppo $(FLAGS)
 
 # A real language model on two processes: 135M parameters, about 18 minutes.
 run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl

@@ -49,6 +49,7 @@ class StageMemory:
         gradients: Megatron's buffer, in float32.
         optimizer: its state, and float32 copies of lower-precision weights.
         reference: the frozen copy that the KL penalty compares with.
+        critic: its weights, gradients and optimizer; its activations are gone when the policy's are made.
         batch: the rollout batch.
         activations: kept for the backward, and at work, where most lives.
         logits: with their gradients, or what stands in their place.
@@ -61,6 +62,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     reference: int
+    critic: int
     batch: int
     activations: int
     logits: int
@@ -72,7 +74,7 @@ class StageMemory:
         return sum(getattr(self, name) for name in KINDS)
 
 
-KINDS = ("weights", "gradients", "optimizer", "reference", "batch", "activations", "logits")
+KINDS = ("weights", "gradients", "optimizer", "reference", "critic", "batch", "activations", "logits")
 
 
 def stage_memories(config: RunConfig) -> list[StageMemory]:
@@ -96,6 +98,7 @@ class _Chunk:
     Attributes:
         dense: parameters that all data-parallel ranks hold.
         experts: those that ranks of other experts have not.
+        of_critic: in the place of ``dense`` where a value head takes that of the output layer.
         kept: bytes of buffers that stay: Megatron's for what it gathers, rotary angles.
         held: bytes that a micro-batch keeps until its backward.
         peak: the most that one micro-batch needs, forward and back.
@@ -104,6 +107,7 @@ class _Chunk:
 
     dense: int
     experts: int
+    of_critic: int
     kept: int
     held: int
     peak: int
@@ -182,6 +186,7 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
     return _Chunk(
         dense=sum(size for size, is_dense in sizes if is_dense),
         experts=sum(size for size, is_dense in sizes if not is_dense),
+        of_critic=sum(size for size, is_dense in sizes if is_dense) + _more_of_critic(chunk),
         kept=kept,
         held=held - kept,
         peak=live.peak - kept,
@@ -255,6 +260,14 @@ def _fused_bytes(chunk: GPTModel) -> int:
     return int(weight * (4 + chunk.config.params_dtype.itemsize) + 4 * CHUNK_TOKENS * rows)
 
 
+def _more_of_critic(chunk: GPTModel) -> int:
+    """Parameters of a value head, less those of the output layer that a policy has."""
+    if not chunk.post_process:
+        return 0
+    less: int = sum(parameter.numel() for parameter in chunk.output_layer.parameters())
+    return int(chunk.config.hidden_size) - less
+
+
 def _forget_gradient(parameter: Tensor) -> None:
     """Megatron's DDP adds it to its buffer and drops it."""
     parameter.grad = None
@@ -272,14 +285,25 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         stage=stage,
         parameters=parameters,
         weights=weights,
-        gradients=parameters * (4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize),
+        gradients=parameters * _gradient_bytes(config),
         optimizer=_optimizer_bytes(config, chunks),
         reference=weights if config.needs_reference else 0,
+        critic=_critic_bytes(config, chunks) if config.critic else 0,
         batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
         activations=dynamic - min(working.logits, dynamic),
         logits=min(working.logits, dynamic),
         in_flight=len(order),
     )
+
+
+def _gradient_bytes(config: RunConfig) -> int:
+    return 4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize
+
+
+def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk]) -> int:
+    own = [dataclasses.replace(chunk, dense=chunk.of_critic) for chunk in chunks]
+    parameters = sum(chunk.dense + chunk.experts for chunk in own)
+    return parameters * (config.dtype.itemsize + _gradient_bytes(config)) + _optimizer_bytes(config, own)
 
 
 def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:

@@ -63,7 +63,7 @@ def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | 
             )
 
 
-_WORDS = {"engine": "the engine's", "batch": "the rollout batch"}
+_WORDS = {"engine": "the engine's", "batch": "the rollout batch", "critic": "the critic's"}
 
 
 def _remedy(config: RunConfig, part: str) -> str:
@@ -78,6 +78,8 @@ def _remedy(config: RunConfig, part: str) -> str:
         return "lower --micro-batch-size, or raise --context-parallel-size"
     if part == "reference":
         return f"give --grpo-kl-beta 0, or {split}"
+    if part == "critic":
+        return f"use an --advantage-estimator that needs none, or {split}"
     if part == "batch":
         return "lower --grpo-prompts-per-step"
     if part == "engine":

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
+from megatron_rc.launch.flags.resolve_critic import WITH_CRITIC
 from megatron_rc.launch.flags.resolve_data import OF_EVALUATIONS, OF_FILES
 from megatron_rc.launch.rewards.rules import Source
+from megatron_rc.launch.run_config.critic import CriticSection
+from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig
 
@@ -94,6 +97,10 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
         why = f"with the objective {loss.algorithm}, which clips no ratio: drop it, or use one of {clipping}"
         for name in ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper"):
             yield _Idle(name, why, _OBJECTIVE)
+    if args.advantage_estimator != WITH_CRITIC:
+        why = f"without a critic: give --advantage-estimator {WITH_CRITIC}, or drop it"
+        for option in options_of(CriticSection):
+            yield _Idle(option.flag, why, ("advantage_estimator",))
     yield from _idle_guards(args)
     yield from _idle_rewards(args)
     yield from _idle_advantages(args)

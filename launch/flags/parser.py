@@ -31,6 +31,7 @@ _TITLES = {
     "training": "training",
     "optimizer": "optimizer",
     "schedule": "learning rate",
+    "critic": "critic",
     "guards": "steps that go wrong",
     "checkpoints": "checkpoints",
     "logging": "logging",

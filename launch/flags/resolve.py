@@ -19,10 +19,12 @@ from megatron_rc.correction.objective import resolve_objective
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.flags.idle import check_idle
 from megatron_rc.launch.flags.parser import PENALTIES
+from megatron_rc.launch.flags.resolve_critic import resolve_critic
 from megatron_rc.launch.flags.resolve_data import choose_prompts
 from megatron_rc.launch.flags.resolve_samples import resolve_samples
 from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
+from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.launch.tasks import Task
@@ -57,11 +59,13 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     args.given = {name: _single(args, name) for name in passed_through() if getattr(args, name) is not None}
     experts = None if args.num_experts is None else _section(ExpertSection, args)
     correction, loss = _resolve_correction(args, experts)
+    has_critic = resolve_critic(args, correction)
+    critic = _section(CriticSection, args) if has_critic else None
     check_idle(args, loss)
     task = resolve_task(args)
     kinds = {name: kind for name, kind, is_optional in sections_of(RunConfig) if not is_optional}
     sections: dict[str, Any] = {name: _section(kind, args) for name, kind in kinds.items()}
-    return RunConfig(**sections, experts=experts, correction=correction, loss=loss), task
+    return RunConfig(**sections, experts=experts, critic=critic, correction=correction, loss=loss), task
 
 
 def _section(section: type[Section], args: argparse.Namespace) -> Section:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_rc.launch.resolved import ResolvedFlag
 from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
 from megatron_rc.launch.run_config.megatron import (
@@ -47,6 +48,7 @@ class RunConfig:
 
     Attributes:
         experts: None: a dense model.
+        critic: None: advantages come from rewards alone.
         correction: of the rollouts.
         loss: the objective.
         flags: all of them as they were resolved, from which the rest of this follows.
@@ -62,6 +64,7 @@ class RunConfig:
     training: TrainingSection
     optimizer: OptimizerSection
     schedule: ScheduleSection
+    critic: CriticSection | None
     guards: GuardSection
     checkpoints: CheckpointSection
     logging: LoggingSection

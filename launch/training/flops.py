@@ -15,7 +15,7 @@ _PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250
 
 
 def step_flops(config: RunConfig) -> float | None:
-    """Of one optimizer step on all ranks, with each sequence as long as ``--seq-length``.
+    """Of one optimizer step on all ranks, the critic's included, with each sequence as long as ``--seq-length``.
 
     None with packed sequences, whose lengths differ from batch to batch.
     """
@@ -23,8 +23,10 @@ def step_flops(config: RunConfig) -> float | None:
         return None
     transformer, length = build_transformer_config(config), config.training.seq_length
     layers = transformer.num_layers * _layer(transformer, length)
-    logits = 2 * length * transformer.hidden_size * config.model.padded_vocab_size
-    return float(_PASSES * config.training.global_batch_size * (layers + logits))
+    token = 2 * length * transformer.hidden_size
+    policy = layers + token * config.model.padded_vocab_size
+    critic = layers + token if config.critic else 0
+    return float(_PASSES * config.training.global_batch_size * (policy + critic))
 
 
 def device_peak(config: RunConfig) -> float | None:

@@ -38,12 +38,16 @@ class LocalTokens(MicroBatch):
         positions: position of each token in its sequence.
         labels: the next token.
         routed_experts: ``[..., layers, top_k]`` like the tokens, -1 where they are not known; None: no record has them.
+        values: the critic's, before its steps on the rollout batch, like the tokens; None: there is none here.
+        returns: what the critic learns, likewise.
     """
 
     tokens: Tensor
     positions: Tensor
     labels: Tensor
     routed_experts: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def piece(self, cut: Cut) -> LocalTokens:
         """The tokens of one micro-batch."""

@@ -22,10 +22,17 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config, has_module
+from megatron_rc.launch.training.value_head import ValueHead
 
 
-def build_chunks(config: RunConfig, transformer: TransformerConfig) -> list[GPTModel]:
-    """This rank's GPTModels, one a virtual stage, on its device. Weights follow from ``--seed``."""
+def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[GPTModel]:
+    """This rank's GPTModels, one a virtual stage, on its device. Weights follow from ``--seed``.
+
+    Args:
+        config: of the run.
+        transformer: Megatron's config of the layers, which the chunks share.
+        is_critic: the last stage gives values, and has no share in the embeddings.
+    """
     virtual = config.parallel.virtual_pipeline_model_parallel_size
     # Ranks with other experts must not draw the same ones; what they share is made equal by ``wrap_chunks``.
     torch.manual_seed(config.training.seed + parallel_state.get_expert_model_parallel_rank())
@@ -41,7 +48,7 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig) -> list[GPTM
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 parallel_output=True,
-                share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+                share_embeddings_and_output_weights=not (is_critic or config.model.untie_embeddings_and_output_weights),
                 position_embedding_type=config.model.position_embedding_type,
                 rotary_base=config.model.rotary_base,
                 rope_scaling=config.model.rope_scaling,
@@ -49,7 +56,9 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig) -> list[GPTM
                 vp_stage=vp_stage,
             )
         )
-        if config.training.fused_linear_log_probs and chunks[-1].post_process:
+        if is_critic and chunks[-1].post_process:
+            chunks[-1].output_layer = ValueHead(transformer, config.training.seed)
+        elif config.training.fused_linear_log_probs and chunks[-1].post_process:
             skip_output_layer(chunks[-1])
     if not config.launch.on_cpu:
         for chunk in chunks:

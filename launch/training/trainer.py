@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -24,6 +25,7 @@ from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
+from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
@@ -51,12 +53,14 @@ class PreparedBatch:
         plan: of the correction.
         scores: what the advantages were estimated from; None before the last stage, likewise the next.
         estimated: the advantages.
+        values: for the critic's steps, where there is one.
     """
 
     batch: LocalBatch
     plan: Plan
     scores: Scores | None
     estimated: Estimated | None
+    values: PreparedValues | None = None
 
 
 class Trainer:
@@ -70,6 +74,7 @@ class Trainer:
         iteration: optimizer steps that lie behind, those of a loaded checkpoint included.
         sampling_weights: those of the rollouts under way, kept for checkpoints.
         writer: of checkpoints.
+        critic: with ``--advantage-estimator gae``; else None.
         skipped: steps of this run that were not made: no token was accepted, none had a weight, or they were bad.
         bad: those of the last kind.
         keeps_log_probs: whether steps keep what their losses computed.
@@ -105,9 +110,13 @@ class Trainer:
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.skipped, self.bad, self._scored_at = 0, 0, 0, -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
+        self.critic = Critic(config, groups) if config.critic else None
+        if self.critic is not None:
+            self.critic.start_from(chunks)
         if config.checkpoints.load:
-            parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights, self.rewards
-            self.iteration = load_checkpoint(config.checkpoints.load, config, *parts)
+            self.iteration = load_checkpoint(config.checkpoints.load, config, *self._kept)
+            if self.critic is not None and config.checkpoints.finetune:
+                self.critic.start_from(chunks)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -118,8 +127,15 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
         self._gather_weights()
-        parts = self.model, self.optimizer, self.scheduler, self.reference, self.sampling_weights, self.rewards
-        self.writer.save(self.iteration, *parts)
+        if self.critic is not None:
+            self.critic.gather_weights()
+        self.writer.save(self.iteration, *self._kept)
+
+    @property
+    def _kept(self) -> tuple[Any, ...]:
+        """What checkpoints hold."""
+        trained = self.model, self.optimizer, self.scheduler
+        return *trained, self.reference, self.sampling_weights, self.rewards, self.critic
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.
@@ -150,10 +166,11 @@ class Trainer:
         in_loss = self.config.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
         ref = self.passes.score(self.reference, cut) if self.reference else None
+        values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
         scores = estimated = None
         if self.groups.is_last_stage:
-            scores = Scores(batch=batch, rewards=rewards, cut=cut, old=old, ref=ref, baselines=baselines)
+            scores = Scores(batch=batch, rewards=rewards, cut=cut, old=old, ref=ref, values=values, baselines=baselines)
             estimated = self.advantages.of(scores)
             cut = cut.with_advantages(estimated.advantages)
         plan = self.correction.plan(
@@ -177,7 +194,9 @@ class Trainer:
         if scores is not None and self.config.advantages.advantage_scope == "accepted":
             estimated = self.advantages.of(scores, accepted=local.mask)
             cut = cut.with_advantages(estimated.advantages)
-        return PreparedBatch(cut, plan, scores, estimated)
+        returns = estimated.returns if estimated else None
+        to_learn = self.critic.prepare(cut, values, returns) if self.critic else None
+        return PreparedBatch(cut, plan, scores, estimated, to_learn)
 
     def update(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         """One optimizer step on one mini-batch of a rollout batch.
@@ -193,6 +212,17 @@ class Trainer:
                 log-prob at a trained position is unusable on any; the weights are as before the step.
         """
         phases.enter(f"the training of step {self.iteration + 1}")
+        critic, values = self.critic, None
+        if critic is not None and prepared.values is not None:
+            values = critic.accumulate(prepared.values, mini_batch, self.iteration + 1)
+        metrics = self._update_policy(prepared, mini_batch)
+        # Behind everything that can be wrong with the step: where it is not made, neither model has changed.
+        return metrics if critic is None or values is None else metrics | values | critic.step()
+
+    def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
+        if self.config.critic is not None and self.iteration < self.config.critic.num_critic_only_steps:
+            self.iteration, self.kept_log_probs = self.iteration + 1, []
+            return {"lr": self._learning_rate()} | self._left_out()
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:

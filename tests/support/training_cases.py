@@ -387,8 +387,8 @@ def load(chunks: Any, weights: training_oracle.Weights) -> None:
         parallel_state.get_tensor_model_parallel_world_size(),
     )
     for name, parameter in named(chunks):
-        # With tied embeddings the last stage holds a copy.
-        whole = weights["embedding.word_embeddings.weight" if name == "output_layer.weight" else name]
+        # With tied embeddings the last stage holds a copy; a critic has a head of its own.
+        whole = weights[name if name in weights else "embedding.word_embeddings.weight"]
         if getattr(parameter, "tensor_model_parallel", False):
             whole = cut_weight(name, whole, parameter.partition_dim, size)[rank]
         parameter.data.copy_(whole)

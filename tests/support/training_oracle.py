@@ -62,6 +62,11 @@ def moved(weights: Weights, seed: int, size: float) -> Weights:
 
 def logits(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
     """[s, vocabulary] for one sequence [s]; each layer's router logits [s, experts] are added to ``routers``."""
+    return last_hidden(weights, tokens, routers) @ weights["embedding.word_embeddings.weight"][:VOCABULARY].T
+
+
+def last_hidden(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """[s, hidden], behind the last norm."""
     hidden = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):
         own = {name.split(".", 3)[3]: w for name, w in weights.items() if name.startswith(f"decoder.layers.{layer}.")}
@@ -74,8 +79,7 @@ def logits(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] |
         hidden = hidden + mixture(own, inside, router)
         if routers is not None:
             routers.append(router)
-    hidden = norm(hidden, weights["decoder.final_layernorm.weight"])
-    return hidden @ weights["embedding.word_embeddings.weight"][:VOCABULARY].T
+    return norm(hidden, weights["decoder.final_layernorm.weight"])
 
 
 def norm(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

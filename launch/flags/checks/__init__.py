@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_rc.launch.flags.checks.advantages import check_advantages
 from megatron_rc.launch.flags.checks.batches import check_batches
+from megatron_rc.launch.flags.checks.critic import check_critic
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
 from megatron_rc.launch.flags.checks.guards import check_guards
@@ -45,6 +46,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_staleness(config, samples)
     check_engine(config)
     check_optimizer(config)
+    check_critic(config)
     check_guards(config)
     check_profiling(config)
     check_checkpoints(config)

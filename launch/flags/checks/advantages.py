@@ -13,8 +13,6 @@ def check_advantages(config: RunConfig) -> None:
         value = getattr(wanted, name)
         if value > 1:
             raise ConfigurationError(f"{flag(name)} {value} must lie between 0 and 1")
-    if wanted.advantage_estimator == "gae":
-        raise ConfigurationError("--advantage-estimator gae needs a critic, and there is none: use reinforce-pp")
     if wanted.advantage_estimator == "remax" and config.rollouts.load_rollouts:
         raise ConfigurationError(
             "--advantage-estimator remax asks the engine for the most likely response to each prompt, and "

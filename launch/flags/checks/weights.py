@@ -104,4 +104,5 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
 
 def _converts(config: RunConfig, samples: bool) -> bool:
     """Whether weights go to or come from Hugging Face's names in this run."""
-    return bool(samples or config.checkpoints.load_hf or config.checkpoints.save_hf)
+    files, critic = config.checkpoints, config.critic
+    return bool(samples or files.load_hf or files.save_hf or (critic and critic.critic_load_hf))

@@ -17,7 +17,14 @@ _SHAPE = ("transformer", "experts", "model")
 
 
 def misfit(
-    where: str, folder: Path, index: Metadata, config: RunConfig, *, with_optimizer: bool, with_reference: bool
+    where: str,
+    folder: Path,
+    index: Metadata,
+    config: RunConfig,
+    *,
+    with_optimizer: bool,
+    with_reference: bool,
+    with_critic: bool,
 ) -> str | None:
     """What the checkpoint does not hold although it is asked for; None: nothing.
 
@@ -28,12 +35,18 @@ def misfit(
         config: of the run.
         with_optimizer: the optimizer's state is to be loaded.
         with_reference: a reference policy is to be loaded.
+        with_critic: a critic is to be loaded.
     """
     names = index.state_dict_metadata
     if with_reference and not any(name.startswith("reference.") for name in names):
         return (
             f"{where} was written without a reference policy: give --grpo-kl-beta 0, or --finetune, which takes its "
             "weights as the reference"
+        )
+    if with_critic and not any(name.startswith("critic.") for name in names):
+        return (
+            f"{where} was written without a critic: give another --advantage-estimator than gae, or --finetune, which "
+            "starts one from its weights"
         )
     if not with_optimizer:
         return None

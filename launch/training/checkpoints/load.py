@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints.critic import OPTIMIZER, load_critic, wanted_critic_state
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
-from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.state import Trained, load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
 from megatron_rc.launch.training.rewards import RewardScaler
 
@@ -38,8 +39,9 @@ def load_checkpoint(
     reference: list[Any],
     sampling: SamplingWeights,
     rewards: RewardScaler,
+    critic: Trained | None,
 ) -> int:
-    """Load the newest checkpoint of the folder ``--load``.
+    """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
     Returns:
         The optimizer steps it stands for; 0 with ``--finetune``, and where ``--load`` is ``--save`` and still empty.
@@ -60,7 +62,10 @@ def load_checkpoint(
         state["optimizer"] = optimizer_state(optimizer, model, is_loading=True)
     if with_reference:
         state |= model_state(reference, "reference")
-    wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference}
+    critic = None if files.finetune else critic
+    if critic is not None:
+        state |= wanted_critic_state(critic, with_optimizer=with_optimizer)
+    wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference, "with_critic": critic is not None}
     with _failing_together(where, folder, config):
         index = read_index(folder / ".metadata")
         # Megatron does the same, where the other ranks already wait for each other.
@@ -70,7 +75,7 @@ def load_checkpoint(
     with_sampling = not files.finetune and sampling.are_among(index.state_dict_metadata)
     if with_sampling:
         state |= sampling.wanted_state()
-    asked = {name: set(part) for name, part in state.items() if name != "optimizer"}
+    asked = {name: set(part) for name, part in state.items() if name not in ("optimizer", OPTIMIZER)}
     with _failing_together(where, folder, config):
         loaded = dist_checkpointing.load(state, str(folder))
     agree(config, _unasked(where, asked, loaded))
@@ -89,6 +94,8 @@ def load_checkpoint(
         iteration = 0 if files.finetune else int(loaded["iteration"])
         if not with_optimizer:
             scheduler.step(increment=iteration)
+        if critic is not None:
+            load_critic(where, config, critic, loaded, iteration, with_optimizer=with_optimizer)
     return iteration
 
 

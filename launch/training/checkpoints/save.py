@@ -16,10 +16,11 @@ from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
+from megatron_rc.launch.training.checkpoints.critic import critic_state
 from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
-from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.state import Trained, model_state, optimizer_state
 from megatron_rc.launch.training.rewards import RewardScaler
 
 _log = logging.getLogger("megatron_rc")
@@ -49,6 +50,7 @@ class CheckpointWriter:
         reference: list[Any],
         sampling: SamplingWeights,
         rewards: RewardScaler,
+        critic: Trained | None,
     ) -> None:
         """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
 
@@ -60,6 +62,7 @@ class CheckpointWriter:
             reference: chunks of the reference policy; empty without a KL penalty.
             sampling: weights of the rollouts under way.
             rewards: statistics of the rewards so far.
+            critic: with its own optimizer and schedule; None: there is none.
 
         Raises:
             SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
@@ -67,12 +70,14 @@ class CheckpointWriter:
         """
         phases.enter(f"the saving of step {iteration}")
         self.finish()
-        _check_weights(self.config, iteration, model)
+        _check_weights(self.config, iteration, [*model, *(critic.model if critic else [])])
         state = model_state(model) | model_state(reference, "reference") | sampling.state() | rewards.state()
         state["iteration"] = iteration
         if not self.files.no_save_optim:
             state["optimizer"] = optimizer_state(optimizer, model)
             state["opt_param_scheduler"] = scheduler.state_dict()
+        if critic is not None:
+            state |= critic_state(critic, with_optimizer=not self.files.no_save_optim)
         with self._failing_together(iteration):
             self._begin(iteration, state)
         if not self.files.async_save:

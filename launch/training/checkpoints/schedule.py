@@ -6,7 +6,7 @@ so it is refused, unless another flag says which of the two counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rc.launch.distributed import AgreedError
@@ -28,8 +28,17 @@ _UNUSED = {"constant": ("min_lr", "lr_decay_steps")}
 _GROUP = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",), "momentum": ("sgd_momentum",)}
 
 
-def check_schedule(where: str, config: RunConfig, scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> None:
+def check_schedule(
+    where: str,
+    config: RunConfig,
+    scheduler: Any,
+    optimizer: Any,
+    loaded: dict[str, Any],
+    flags: Mapping[str, str] | None = None,
+) -> None:
     """Refuse flags that say something else than the checkpoint, unless a flag says which of the two counts.
+
+    ``flags``: names of a critic's own flags, by the policy's.
 
     Raises:
         AgreedError: names the flag, both values and the remedies; every rank has read the same.
@@ -39,8 +48,9 @@ def check_schedule(where: str, config: RunConfig, scheduler: Any, optimizer: Any
         return
     for name, own, before in _differences(scheduler, optimizer, loaded):
         default = " (by default --train-iters)" if name == "lr_decay_iters" else ""
+        words = flag((flags or {}).get(name, name))
         raise AgreedError(
-            f"{where} was written with {flag(name)} {before}, this run has {own}{default}: give the same, or "
+            f"{where} was written with {words} {before}, this run has {own}{default}: give the same, or "
             "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep "
             "the checkpoint's"
         )

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_rc.launch.training.model import unwrap
+
+
+class Trained(Protocol):
+    """A model with its optimizer and its schedule, as a critic is one."""
+
+    @property
+    def model(self) -> list[Any]:
+        """This rank's chunks."""
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's, of the chunks."""
+
+    @property
+    def scheduler(self) -> Any:
+        """Of the learning rate."""
 
 
 def model_state(model: list[Any], name: str = "model") -> dict[str, Any]:
@@ -22,9 +38,9 @@ def model_state(model: list[Any], name: str = "model") -> dict[str, Any]:
     }
 
 
-def optimizer_state(optimizer: Any, model: list[Any], *, is_loading: bool = False) -> Any:
+def optimizer_state(optimizer: Any, model: list[Any], name: str = "model", *, is_loading: bool = False) -> Any:
     """Sharded state of the optimizer of these chunks."""
-    return optimizer.sharded_state_dict(model_state(model), is_loading=is_loading, metadata=_metadata())
+    return optimizer.sharded_state_dict(model_state(model, name), is_loading=is_loading, metadata=_metadata())
 
 
 def load_model(model: list[Any], loaded: dict[str, Any], name: str = "model") -> None:

@@ -24,6 +24,7 @@ CASES = {
     "virtual": (Layout(pp=2, vpp=True), LLAMA, []),
     "bf16-distributed": (Layout(dp=2), LLAMA, ["--bf16", "--use-distributed-optimizer"]),
     "tensor-sequence": (Layout(tp=2, sp=True), LLAMA, []),
+    "critic": (Layout(pp=2), LLAMA, ["--advantage-estimator=gae", "--untie-embeddings-and-output-weights"]),
     "context-recomputed": (Layout(cp=2), LLAMA, RECOMPUTED),
     "experts-fused": (Layout(dp=2, ep=2), LLAMA, [*EXPERTS, "--fused-linear-log-probs"]),
 }
@@ -58,6 +59,13 @@ def test_many_layers_are_a_few_and_what_each_adds(name, layers, monkeypatch):
     some = predicted(name, f"--num-layers={layers}")
     monkeypatch.setattr(memory, "_FEW_LAYERS", layers)
     assert predicted.__wrapped__(name, f"--num-layers={layers}") == some
+
+
+def test_a_critic_has_a_row_where_the_policy_has_an_output_layer():
+    first, last = predicted("critic")
+    assert first.critic == 16 * first.parameters
+    assert last.critic == 16 * (last.parameters - 2048 * 128 + 128)
+    assert predicted("pipeline-untied")[0].critic == 0
 
 
 def test_what_each_part_is():

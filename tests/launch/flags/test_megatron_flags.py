@@ -81,7 +81,8 @@ keep-last continue-after-failed-save load-last-valid reward reward-workers
 reward-timeout reward-errors reward-on-error overlong overlong-buffer overlong-penalty-factor
 sliding-window hf-model-type save-hf save-hf-interval bad-steps max-skipped-steps stop-if
 bad-samples bad-sample-attempts advantage-estimator gamma gae-lambda advantage-scope kl-in-reward kl-in-reward-estimator
-reward-scaling reward-clip""".split()
+reward-scaling reward-clip critic-lr critic-min-lr critic-lr-decay-style critic-lr-warmup-iters num-critic-only-steps
+value-clip critic-load-hf correct-values""".split()
 SHARED = {name: meaning for meaning, names in MEGATRON.items() for name in names.split()}
 
 

@@ -46,7 +46,7 @@ def single(run):
     return lambda case: known[case.objective]
 
 
-def whole_gradients(everywhere, index):
+def whole_gradients(everywhere, index, *, is_tied=True):
     """The gradients of the whole model, from the shards of all ranks; replicas agree to the last bit."""
     parts = {}
     for rank in everywhere:
@@ -66,7 +66,7 @@ def whole_gradients(everywhere, index):
                 joined.append(training_cases.join_weight(name, ordered, dimension))
         assert all(torch.equal(joined[0], other) for other in joined), f"{name} differs over DP and CP"
         whole[name] = joined[0].double()
-    copy = whole.pop("output_layer.weight", None)
+    copy = whole.pop("output_layer.weight", None) if is_tied else None
     if copy is not None:
         assert torch.equal(copy, whole["embedding.word_embeddings.weight"]), "the tied embedding's copy differs"
     return whole

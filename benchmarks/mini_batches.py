@@ -1,0 +1,145 @@
+"""One rollout batch in 1, 2 and 4 optimizer steps: how much the update depends on that, decoupled and coupled.
+
+``python -m benchmarks.mini_batches`` measures it for several learning rates, prints a table and draws
+docs/mini_batches.png. One process on a CPU, some forty seconds.
+
+The engine is off: each log-prob that it reports is the trainer's and noise. Plain SGD with the same learning rate, and
+a loss that is a sum over tokens, so that k small steps would be one large step but for what the first of them change:
+the policy (which PPO's ratio follows, and is meant to), and which tokens are clipped. The decoupled loss clips
+π_θ / π_old, which begins at 1. The coupled one clips π_θ / π_rollout, which begins anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+
+SEQUENCES, LENGTH, VOCABULARY, NOISE = 256, 16, 13, 0.2
+PARTS = (1, 2, 4)
+SEEDS = range(8)
+LEARNING_RATES = (0.0025, 0.005, 0.01, 0.02)
+MODES = {
+    "decoupled": ["--rollout-is=token", "--rollout-is-threshold=2"],
+    "coupled": ["--rollout-correction-preset=bypass_ppo_clip"],
+}
+MODEL = """--num-layers=2 --hidden-size=32 --ffn-hidden-size=48 --num-attention-heads=4 --group-query-attention
+--num-query-groups=2 --position-embedding-type=rope --normalization=RMSNorm --swiglu --disable-bias-linear
+--init-method-std=0.2 --make-vocab-size-divisible-by=4""".split()
+FLAGS = f"""--cpu --task=count_up --max-response-length=10 --seq-length={LENGTH} --micro-batch-size=64
+--grpo-prompts-per-step=64 --grpo-group-size=4 --grpo-iterations=1 --train-iters=100 --optimizer=sgd --sgd-momentum=0
+--clip-grad=0 --weight-decay=0 --lr-decay-style=constant --grpo-kl-beta=0 --grpo-clamp-eps-lower=0.2
+--grpo-clamp-eps-upper=0.2 --loss-aggregation=token-sum --loss-scale-factor=1600""".split()
+
+
+def words(mode: str, parts: int, learning_rate: float) -> list[str]:
+    """The flags of one run."""
+    return [*MODEL, *FLAGS, *MODES[mode], f"--global-batch-size={SEQUENCES // parts}", f"--lr={learning_rate}"]
+
+
+def update(flags: Sequence[str], parts: int, seed: int) -> Tensor:
+    """How one rollout batch changes the weights, all in one vector; in a process that has Megatron's groups."""
+    from megatron_rc.launch.flags.configure import configure
+    from megatron_rc.launch.training.trainer import Trainer
+    from megatron_rc.parallel import ParallelGroups
+
+    config, _ = configure(flags, 1, engine=False)
+    trainer = Trainer(config, ParallelGroups.from_megatron())
+    before = _weights(trainer)
+    prepared = trainer.prepare(_rollouts(trainer, seed))
+    for index in range(parts):
+        trainer.update(prepared, index)
+    return _weights(trainer) - before
+
+
+def distances(mode: str, learning_rate: float, seed: int) -> dict[int, float]:
+    """By the number of steps: how far the update is from that of one step, relative to its length."""
+    updates = {parts: update(words(mode, parts, learning_rate), parts, seed) for parts in PARTS}
+    whole = updates[1].norm()
+    return {parts: float((one - updates[1]).norm() / whole) for parts, one in updates.items() if parts > 1}
+
+
+def main(folder: Path) -> None:
+    """Measure, print and draw."""
+    from megatron_rc.launch.distributed import alone
+    from megatron_rc.launch.flags.configure import configure
+    from megatron_rc.launch.training.cpu import cpu_backend
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    config, _ = configure(words("decoupled", 1, 1.0), 1, engine=False)
+    with cpu_backend(), alone(config):
+        found = {mode: {rate: _mean(mode, rate) for rate in LEARNING_RATES} for mode in MODES}
+    for mode, by_rate in found.items():
+        for rate, by_parts in by_rate.items():
+            shares = "  ".join(f"{parts} steps: {x:.1%}" for parts, x in by_parts.items())
+            sys.stdout.write(f"{mode:10} lr {rate:<7} {shares}\n")
+    _draw(found, folder / "mini_batches.png")
+
+
+def _weights(trainer: object) -> Tensor:
+    return torch.cat([one.detach().flatten() for chunk in trainer.chunks for one in chunk.parameters()])  # type: ignore[attr-defined]
+
+
+def _mean(mode: str, learning_rate: float) -> dict[int, float]:
+    found = [distances(mode, learning_rate, seed) for seed in SEEDS]
+    return {parts: sum(one[parts] for one in found) / len(found) for parts in found[0]}
+
+
+def _rollouts(trainer: object, seed: int) -> RolloutBatch:
+    """Random responses; the engine's log-probs are the trainer's with noise."""
+    from megatron_rc.launch.training.micro_batches import cut_batch
+
+    generator, shape = torch.Generator().manual_seed(seed), (SEQUENCES, LENGTH)
+    begin = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)
+    end = begin + torch.randint(4, LENGTH - 4, (SEQUENCES, 1), generator=generator)
+    position = torch.arange(LENGTH).expand(shape)
+    mask = (position >= begin) & (position < end)
+    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+    rewards, noise = torch.rand(SEQUENCES, generator=generator), NOISE * torch.randn(shape, generator=generator)
+
+    def batch(log_probs: Tensor) -> RolloutBatch:
+        return RolloutBatch(
+            tokens=tokens,
+            response_mask=mask,
+            rollout_log_probs=torch.where(mask, log_probs, torch.nan),
+            policy_versions=torch.zeros(shape, dtype=torch.int32),
+            sample_ids=torch.arange(SEQUENCES),
+            group_ids=torch.arange(SEQUENCES) // 4,
+            rewards=rewards,
+            finish_reasons=torch.zeros(SEQUENCES, dtype=torch.int64),
+            sampling=SamplingParams(),
+        )
+
+    cut = cut_batch(batch(torch.full(shape, -1.0)), trainer.config, trainer.groups)  # type: ignore[attr-defined]
+    of_labels = trainer.score(cut)  # type: ignore[attr-defined]
+    of_tokens = torch.cat([torch.zeros(SEQUENCES, 1), of_labels[:, :-1]], 1)
+    return batch((of_tokens + noise).clamp(max=-1e-3))
+
+
+def _draw(found: dict[str, dict[float, dict[int, float]]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 3.2), layout="constrained")
+    for mode, color in (("decoupled", "tab:blue"), ("coupled", "tab:red")):
+        for parts, style in ((2, "--"), (4, "-")):
+            values = [100 * by_parts[parts] for by_parts in found[mode].values()]
+            axes.plot(LEARNING_RATES, values, style, color=color, marker="o", label=f"{mode}, {parts} mini-batches")
+    axes.set(xlabel="learning rate (SGD)", ylabel="% away from one step", xscale="log", ylim=(0, None))
+    axes.set_xticks(LEARNING_RATES, [str(rate) for rate in LEARNING_RATES])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))

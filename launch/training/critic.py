@@ -1,0 +1,286 @@
+"""The critic on this rank: a second model that says what each state is worth, with an optimizer of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from megatron_rc.correction.plans import LossScale
+from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.critic import CriticSection
+from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
+from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
+from megatron_rc.launch.training.model import build_chunks, build_optimizer, unwrap, wrap_chunks
+from megatron_rc.launch.training.passes import ModelPasses
+from megatron_rc.launch.training.step_checks import BadStepError, telling_bad_steps
+from megatron_rc.launch.weights.load import load_weights
+from megatron_rc.loss.aggregation import denominator, loss_sum
+from megatron_rc.loss.values import SUMS, derive_value_metrics, value_loss
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
+from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.schedule import Returned, schedule_return
+
+_ADVICE = "the step was not made; lower --critic-lr, or look at the rewards of this batch"
+
+
+@dataclass(frozen=True)
+class PreparedValues:
+    """A rollout batch that is ready for the critic's steps.
+
+    Attributes:
+        batch: its tokens; on the last stage with values, returns, and the critic's own mask, weights and n_i.
+        counted: [mini-batches][3] on every rank: tokens and sequences that the loss is divided by, and tokens that
+            have a loss.
+    """
+
+    batch: LocalBatch
+    counted: list[list[float]]
+
+
+class Critic:
+    """Values of states: a GPTModel of the policy's shape with a scalar head, cut over the ranks as the policy is.
+
+    Args:
+        config: of the run; ``config.critic`` is there.
+        groups: of this rank.
+
+    Attributes:
+        model: this rank's chunks under Megatron's DDP.
+        optimizer: Megatron's, of these.
+        scheduler: of the critic's learning rate; counts the critic's steps.
+    """
+
+    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups, self.passes = config, groups, ModelPasses(config, groups)
+        transformer = build_transformer_config(config)
+        transformer.finalize_model_grads_func = finalize_model_grads
+        self.model = wrap_chunks(config, build_chunks(config, transformer, is_critic=True))
+        self.optimizer, self.scheduler = build_optimizer(_as_of_the_critic(config), self.model)
+        self._gathers_late, self._sums = False, list[Tensor]()
+
+    @property
+    def settings(self) -> CriticSection:
+        """The critic's flags."""
+        if self.config.critic is None:
+            raise ValueError("this run has no critic")
+        return self.config.critic
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """This rank's GPTModels, unwrapped, with whole weights: all data-parallel ranks ask for them together."""
+        self.gather_weights()
+        return [unwrap(chunk) for chunk in self.model]
+
+    def gather_weights(self) -> None:
+        """With --overlap-param-gather the shares of a step's weights come together in the next training pass alone."""
+        if self._gathers_late:
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+        self._gathers_late = False
+
+    def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
+        """Take the layers of ``--critic-load-hf``, or else those of the policy; the head stays as it was drawn.
+
+        Args:
+            policy: this rank's chunks, unwrapped.
+
+        Raises:
+            AgreedError: on every rank, if the directory does not hold such a model.
+        """
+        own = [_without_head(chunk) for chunk in self.chunks]
+        folder, error = self.settings.critic_load_hf, None
+        if folder is None:
+            for body, chunk in zip(own, policy, strict=True):
+                body.load_state_dict(_without_head(chunk).state_dict())
+        else:
+            tied = dataclasses.replace(self.config.model, untie_embeddings_and_output_weights=False)
+            try:
+                experts = parallel_state.get_expert_model_parallel_group()
+                load_weights(own, dataclasses.replace(self.config, model=tied), self.groups, folder, experts)
+            except ValueError as problem:
+                error = f"--critic-load-hf: {problem}"
+        agree(self.config, error)
+        self.optimizer.reload_model_params()
+
+    def score(self, batch: LocalBatch) -> Tensor | None:
+        """Values, float32, like the tokens, by a forward-only pass; None on stages before the last.
+
+        That of position t is the value of the state from which label t was sampled: of the tokens up to there.
+        """
+        self.gather_weights()
+
+        def function(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
+            return _values(local, output)
+
+        cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
+        with torch.no_grad():
+            outputs = self.passes.run(self.model, batch, cuts, function, forward_only=True)
+        return torch.cat(outputs) if outputs else None
+
+    def prepare(self, batch: LocalBatch, values: Tensor | None, returns: Tensor | None) -> PreparedValues:
+        """What the critic's steps on a rollout batch need, when the correction's plan is made.
+
+        Args:
+            batch: with the plan's mask and weights, where it has them.
+            values: of :meth:`score`, on the last stage.
+            returns: what they are to become, like them.
+
+        Collectives: one SUM of [n] over ``cp``, one SUM of three numbers a mini-batch over ``dp_cp``, and one broadcast
+        of these over ``pp``.
+        """
+        local, number = dataclasses.replace(batch.local, values=values, returns=returns), len(batch.cuts)
+        counted = torch.zeros(number, 3, dtype=torch.float64, device=local.tokens.device)
+        if self.groups.is_last_stage:
+            local, counted = self._planned(local, batch.mini_batch_ids, counted)
+        last = group_size(self.groups.pp) - 1
+        found: list[list[float]] = broadcast(counted, last, self.groups.pp).tolist()
+        return PreparedValues(dataclasses.replace(batch, local=local), found)
+
+    def accumulate(self, prepared: PreparedValues, mini_batch: int, step: int) -> dict[str, float] | None:
+        """The gradients of one mini-batch, finished, in the critic's gradient buffers.
+
+        Args:
+            prepared: the rollout batch.
+            mini_batch: of it.
+            step: its number, for messages.
+
+        Returns:
+            Metrics of the loss, equal on all ranks. None where no token has a loss: the step must not be made.
+
+        Raises:
+            BadStepError: on every rank, if the loss or a gradient is not finite on any.
+        """
+        tokens, sequences, having_loss = prepared.counted[mini_batch]
+        if not having_loss:
+            return None
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._sums.clear()
+        batch, cuts, loss = prepared.batch, prepared.batch.cuts[mini_batch], self.config.loss
+        counts = torch.tensor([tokens, sequences], dtype=torch.float64, device=batch.local.tokens.device).clamp(min=1)
+        scale = LossScale(
+            denominator=denominator(loss.aggregation, loss.loss_scale_factor, *counts),
+            num_microbatches=len(cuts),
+            dp_cp_size=group_size(self.groups.dp_cp),
+            calculate_per_token_loss=self.config.compute.calculate_per_token_loss,
+            local_tokens=math.prod(cuts[0].layout.shape),
+            total_tokens=batch.total_tokens[mini_batch],
+        )
+        self.passes.run(self.model, batch, cuts, partial(self._loss, scale))
+        metrics = self._metrics()
+        self._check(step, metrics["loss/critic"])
+        return metrics
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step with the gradients that are there; with ``--fp16`` none where they are out of range."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        is_made, norm, _ = self.optimizer.step()
+        if not is_made:
+            return {"critic/lr": learning_rate}
+        self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
+        self.scheduler.step(increment=1)
+        return {"critic/lr": learning_rate, "critic/grad_norm": float(norm)}
+
+    def _planned(self, local: LocalTokens, mini_batch_ids: Tensor, counted: Tensor) -> tuple[LocalTokens, Tensor]:
+        """The local tokens with the critic's mask, weights and n_i; and what they count for each mini-batch."""
+        wanted = self.settings.correct_values
+        response = local.response_mask
+        mask = response if wanted == "none" or local.mask is None else local.mask
+        divides = mask if self.config.correction.rejection_denominator == "accepted" else response
+        lengths = all_reduce_sum(local.layout.sum_sequences(divides), self.groups.cp)
+        is_first = float(group_rank(self.groups.cp) == 0)
+        here = torch.stack([lengths * is_first, (lengths > 0) * is_first, local.layout.sum_sequences(mask)], 1)
+        counted = counted.index_add(0, mini_batch_ids, here.double())
+        local = dataclasses.replace(
+            local, mask=mask, weights=local.weights if wanted == "weights" else None, sequence_lengths=lengths
+        )
+        return local, all_reduce_sum(counted, self.groups.dp_cp)
+
+    def _loss(self, scale: LossScale, chunk: torch.nn.Module, local: LocalTokens, output: Tensor) -> Returned:
+        """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
+        if local.returns is None or local.mask is None or local.sequence_lengths is None:
+            raise ValueError("the critic's loss needs returns, mask and lengths: prepare() the batch with them")
+        found = value_loss(
+            _values(local, output),
+            local.returns,
+            local.mask,
+            old_values=local.values,
+            clip=self.settings.value_clip,
+            weights=local.weights,
+        )
+        total = loss_sum(
+            found.per_token, local.mask, self.config.loss.aggregation, local.sequence_lengths, local.layout
+        )
+        self._sums.append(torch.cat([found.sums, (total.detach() / scale.denominator).view(1)]))
+        return schedule_return(total, {"loss": total}, scale)
+
+    def _metrics(self) -> dict[str, float]:
+        """Of the gradients that were just made. A SUM over ``dp_cp`` and a broadcast over ``pp`` of eight numbers."""
+        sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=next(self.model[0].parameters()).device)
+        if self.groups.is_last_stage:
+            sums = all_reduce_sum(torch.stack(self._sums).sum(0), self.groups.dp_cp)
+        *values, loss = broadcast(sums, group_size(self.groups.pp) - 1, self.groups.pp).tolist()
+        metrics = {"loss/critic": loss} | derive_value_metrics(dict(zip(SUMS, values, strict=True)))
+        if self.settings.value_clip is None:
+            del metrics["critic/clip_fraction"]
+        return metrics
+
+    def _check(self, step: int, loss: float) -> None:
+        if not self.config.training.check_for_nan_in_loss_and_grad:
+            return
+        if not math.isfinite(loss):
+            raise BadStepError(f"the critic's loss of step {step} is {loss}: {_ADVICE}")
+        if self.config.compute.fp16:
+            return  # gradients out of range are no error there: the scale is lowered
+        norms = torch.stack([one.main_grad.norm() for chunk in self.model for one in chunk.parameters()])
+        error = None
+        if not bool(norms.isfinite().all()):
+            error = f"the critic's gradient of step {step} is not finite: {_ADVICE}"
+        with telling_bad_steps():
+            agree(self.config, error)
+
+
+def _values(local: LocalTokens, output: Tensor) -> Tensor:
+    """Like the tokens, from [b, s/cp, 1]."""
+    return output.reshape(local.layout.shape)
+
+
+def _without_head(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The embeddings and layers of a chunk, which it shares."""
+    body = torch.nn.Module()
+    for name, child in chunk.named_children():
+        if name != "output_layer":
+            body.add_module(name, child)
+    return body
+
+
+def _as_of_the_critic(config: RunConfig) -> RunConfig:
+    """The settings with the critic's learning rates in the place of the policy's."""
+    critic = config.critic
+    if critic is None:
+        raise ValueError("this run has no critic")
+    given = {name: value for name, value in config.megatron.given.items() if not name.startswith("decoupled_")}
+    return dataclasses.replace(
+        config,
+        optimizer=dataclasses.replace(config.optimizer, lr=critic.critic_lr, min_lr=critic.critic_min_lr),
+        schedule=dataclasses.replace(
+            config.schedule,
+            lr_decay_style=critic.critic_lr_decay_style,
+            lr_warmup_iters=critic.critic_lr_warmup_iters,
+            lr_warmup_fraction=None,
+            lr_warmup_init=0.0,
+            lr_wsd_decay_iters=None,
+        ),
+        megatron=dataclasses.replace(config.megatron, given=given),
+    )

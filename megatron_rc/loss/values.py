@@ -1,0 +1,92 @@
+"""The loss of a critic's values, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.numerics import check_mask
+
+SUMS = ("tokens", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """``per_token`` is like the values, 0 where masked; ``sums`` add up over micro-batches and ranks.
+
+    ``sums``: [len(SUMS)] float64, over the tokens of the mask, in the order of ``SUMS``; an error is R - V.
+    """
+
+    per_token: Tensor
+    sums: Tensor
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    old_values: Tensor | None = None,
+    clip: float | None = None,
+    weights: Tensor | None = None,
+) -> ValueLoss:
+    """½ w max((V - R)², (clip(V, V_old - c, V_old + c) - R)²) of every token; without c ½ w (V - R)².
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", Eq. 9 (the squared error), and the clipping of its
+    published implementation (Engstrom et al. 2020, "Implementation Matters in Deep Policy Gradients").
+
+    Args:
+        values: V of the state that each label is predicted from, of the layout's local shape; differentiated.
+        returns: R, the targets, of the same shape.
+        mask: bool, likewise: the tokens that count; what stands elsewhere changes no bit of the result or the gradient.
+        old_values: V_old, likewise, of the critic before its steps on the rollout batch; needed with ``clip``.
+        clip: c, in the unit of the rewards; None: no clipping.
+        weights: w, likewise, detached; default 1.
+
+    Raises:
+        ValueError: shapes that do not fit, a clip that is not positive, or one without old values.
+    """
+    for name, value in (("returns", returns), ("mask", mask), ("old_values", old_values), ("weights", weights)):
+        if value is not None and value.shape != values.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(values.shape)} of values")
+    check_mask("mask", mask)
+    if clip is not None and (not 0 < clip < torch.inf or old_values is None):
+        raise ValueError(f"clip={clip} must be positive and finite, and needs old_values: pass both, or neither")
+    zero = values.new_zeros(())
+    values, returns = torch.where(mask, values, zero), torch.where(mask, returns.detach().to(values.dtype), zero)
+    free = (values - returns).square()
+    loss, clipped = free, torch.zeros_like(mask)
+    if clip is not None and old_values is not None:
+        before = torch.where(mask, old_values.detach().to(values.dtype), zero)
+        held = (torch.maximum(torch.minimum(values, before + clip), before - clip) - returns).square()
+        clipped = held > free
+        loss = torch.where(clipped, held, free)
+    loss = 0.5 * loss
+    if weights is not None:
+        loss = loss * torch.where(mask, weights.detach(), 0).to(loss.dtype)
+    errors = (returns - values.detach()).double()
+    terms = (mask, clipped, values.detach(), returns, returns.double().square(), errors, errors.square())
+    return ValueLoss(loss, torch.stack([term.double().sum() for term in terms]))
+
+
+def derive_value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of ``docs/metrics.md`` that begin with ``critic/``, from global sums on the host.
+
+    The explained variance is 1 - Var(R - V) / Var(R), and 0 where all returns are equal.
+
+    Args:
+        sums: by the names of ``SUMS``.
+    """
+    tokens = max(sums["tokens"], 1)
+    mean, error = sums["returns"] / tokens, sums["errors"] / tokens
+    spread = sums["squared_returns"] / tokens - mean**2
+    unexplained = sums["squared_errors"] / tokens - error**2
+    return {
+        "critic/value_mean": sums["values"] / tokens,
+        "critic/return_mean": mean,
+        "critic/clip_fraction": sums["clipped"] / tokens,
+        "critic/explained_variance": 1 - unexplained / spread if spread > 1e-12 else 0.0,
+    }

@@ -1,0 +1,58 @@
+"""The critic's flags: what follows from the policy's, and the one sentence for each that cannot work."""
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from tests.support.recorded_training import flags, run_config
+
+GAE = "--advantage-estimator=gae"
+
+
+def check(tmp_path, *more):
+    """The settings of a tiny run that corrects nothing but what ``more`` says."""
+    words = [word for word in flags(tmp_path / "runs") if not word.startswith("--rollout-")]
+    return run_config([*words, *more], engine=False)
+
+
+def test_what_follows_from_the_policys_flags(tmp_path):
+    assert check(tmp_path).critic is None
+    critic = check(tmp_path, GAE, "--min-lr=1e-3").critic
+    assert (critic.critic_lr, critic.critic_min_lr, critic.correct_values) == (0.02, 1e-3, "mask")
+    assert (critic.num_critic_only_steps, critic.value_clip, critic.critic_load_hf) == (0, None, None)
+    small = check(tmp_path, GAE, "--min-lr=1e-3", "--critic-lr=1e-4").critic
+    assert (small.critic_lr, small.critic_min_lr) == (1e-4, 1e-4)
+
+
+def test_where_the_loss_corrects_nothing_is_left_for_the_critic(tmp_path):
+    assert check(tmp_path, GAE, "--bypass-mode", "--rollout-is=none").critic.correct_values == "none"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--critic-lr=0.1"], "--critic-lr 0.1 does nothing without a critic: give --advantage-estimator gae"),
+        (["--value-clip=0.1"], "--value-clip 0.1 does nothing without a critic"),
+        (["--num-critic-only-steps=2"], "--num-critic-only-steps 2 does nothing without a critic"),
+        ([GAE, "--value-clip=0"], "--value-clip 0.0 must be positive"),
+        ([GAE, "--critic-lr=nan"], "--critic-lr nan must be positive"),
+        ([GAE, "--critic-min-lr=1"], "--critic-min-lr 1.0 is above --critic-lr 0.02"),
+        ([GAE, "--critic-lr-warmup-iters=100"], "--critic-lr-warmup-iters 100 must be below --lr-decay-iters 100"),
+        ([GAE, "--num-critic-only-steps=100"], "--num-critic-only-steps 100 must be below --train-iters 100"),
+        ([GAE, "--num-critic-only-steps=3"], "--num-critic-only-steps 3 must be a multiple of the 2 optimizer steps"),
+        ([GAE, "--critic-load-hf=nowhere"], "--critic-load-hf nowhere is no folder"),
+        (
+            [GAE, "--correct-values=mask", "--bypass-mode", "--rollout-is=none"],
+            "--correct-values mask needs what the policy's loss alone knows with --bypass-mode",
+        ),
+        (
+            [GAE, "--correct-values=weights", "--rollout-is=none"],
+            "--correct-values weights does nothing without importance weights",
+        ),
+        ([GAE, "--correct-values=some"], "argument --correct-values: invalid choice"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tmp_path, words, message):
+    with pytest.raises(ConfigurationError) as error:
+        check(tmp_path, *words)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

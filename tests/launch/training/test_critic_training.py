@@ -1,0 +1,183 @@
+"""A run with a critic: what its steps change, what a checkpoint keeps of it, and what a bad step leaves alone."""
+
+import pytest
+import torch
+
+from megatron_rc.launch.training.step_checks import BadStepError
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, recorded_batch
+
+PPO = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0", "--advantage-estimator=gae", "--critic-lr=2e-3"]
+TWO = Layout(tp=2)
+
+
+def weights_of(chunks):
+    return [weight.detach().clone() for chunk in chunks for weight in chunk.parameters()]
+
+
+def both(trainer):
+    return weights_of(trainer.chunks), weights_of(trainer.critic.chunks)
+
+
+def share(trainer, index):
+    """This rank's part of a recorded rollout batch."""
+    from megatron_rc.parallel.groups import group_rank
+
+    return recorded_batch(index, group_rank(trainer.groups.dp), trainer.config.data_parallel_size)
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def step(trainer, index):
+    return trainer.update(trainer.prepare(share(trainer, index)), 0)
+
+
+def train(words, begin, end, save=False):
+    """Metrics of the steps from ``begin`` to ``end``, after which a checkpoint is written."""
+    trainer = make_trainer(words)
+    assert trainer.iteration == begin
+    found = [step(trainer, index) for index in range(begin, end)]
+    if save:
+        trainer.save()
+        trainer.writer.finish()
+    return found
+
+
+def nearly(got, want, rel):
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other, rel=rel, abs=rel)
+
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("more", "before", "after"),
+    [
+        ([], Layout(tp=2, sp=True), Layout(pp=2)),
+        (DISTRIBUTED, Layout(dp=2), Layout(tp=2)),
+        (["--bf16"], Layout(pp=2), Layout(cp=2)),
+    ],
+    ids=["plain", "distributed", "bf16"],
+)
+def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
+    """In the same layout to the last digit."""
+    words = flags(tmp_path, *PPO, *more)
+    whole = ranks.run(train, before, [*words, *before.flags()], 0, 3)[0]
+    kept = [*words, f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    assert ranks.run(train, before, [*kept, *before.flags()], 0, 2, True)[0] == whole[:2]
+    assert ranks.run(train, before, [*kept, *before.flags()], 2, 3)[0] == whole[2:]
+    nearly(ranks.run(train, after, [*kept, *after.flags()], 2, 3)[0], whole[2:], 2e-2 if "--bf16" in more else 1e-4)
+
+
+def critic_only(words):
+    """Whether the policy and the critic have changed after each of two steps, and the metrics of these."""
+    trainer, found = make_trainer(words), []
+    for index in range(2):
+        policy, critic = both(trainer)
+        metrics = step(trainer, index)
+        now = both(trainer)
+        found.append((equal(policy, now[0]), equal(critic, now[1]), metrics))
+    return found
+
+
+def test_first_the_critic_learns_alone(ranks, tmp_path):
+    words = flags(tmp_path, *PPO, "--num-critic-only-steps=1", "--grpo-iterations=1")
+    alone, together = ranks.run(critic_only, Layout(), words)[0]
+    assert alone[:2] == (True, False)
+    assert together[:2] == (False, False)
+    assert "loss/critic" in alone[2]
+    assert not {"loss/total", "grad_norm"} & alone[2].keys()
+    assert {"loss/total", "loss/critic", "critic/lr", "critic/grad_norm", "grad_norm"} <= together[2].keys()
+
+
+def start_elsewhere(words, folder):
+    """A critic that starts from the directory of another policy: its layers, and whether they are that policy's."""
+    from safetensors.torch import save_file
+
+    from megatron_rc.launch.weights.converter import export_model
+
+    other = make_trainer([*words, "--seed=5"])
+    tensors = dict(export_model(other.chunks, other.config, other.groups))
+    if torch.distributed.get_rank() == 0:
+        save_file({name: one.contiguous() for name, one in tensors.items()}, f"{folder}/model.safetensors")
+    torch.distributed.barrier()
+    trainer = make_trainer([*words, f"--critic-load-hf={folder}"])
+    # Of the embeddings on each rank at least five rows are no padding, which a directory does not hold.
+    layers = [
+        (name, equal(*[[w[:5] if "embedding" in name else w] for w in (one, dict(theirs.named_parameters())[name])]))
+        for mine, theirs in zip(trainer.critic.chunks, other.chunks, strict=True)
+        for name, one in mine.named_parameters()
+        if not name.startswith("output_layer")
+    ]
+    same = equal(weights_of(trainer.chunks), weights_of(other.chunks))
+    return layers, same, trainer.critic.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
+def test_a_critic_starts_from_another_model(ranks, tmp_path, more):
+    layout = Layout(tp=2, pp=2)
+    words = flags(tmp_path, *PPO, *more, *layout.flags())
+    for layers, same, rate in ranks.run(start_elsewhere, layout, words, tmp_path):
+        assert not same
+        assert rate == 2e-3
+        assert len(layers) > 4
+        assert [name for name, is_theirs in layers if not is_theirs] == []
+
+
+def load_from(words):
+    try:
+        make_trainer(words)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def test_what_a_critic_cannot_start_from_is_one_error(ranks, tmp_path):
+    words = flags(tmp_path, *PPO, *TWO.flags())
+    first, second = ranks.run(load_from, TWO, [*words, f"--critic-load-hf={tmp_path}"])
+    assert first == second
+    assert first.startswith("--critic-load-hf: ")
+    assert "holds neither model.safetensors" in first
+
+
+def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
+    words = flags(tmp_path, *PPO[:3], f"--save={tmp_path}/save")
+    assert len(ranks.run(train, Layout(), words, 0, 1, True)[0]) == 1
+    (said,) = ranks.run(load_from, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
+    assert "checkpoint 1 was written without a critic: give another --advantage-estimator than gae, or" in said
+    assert len(ranks.run(train, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save", "--finetune"), 0, 1)[0]) == 1
+
+
+def test_another_learning_rate_of_the_critic_is_refused(ranks, tmp_path):
+    words = flags(tmp_path, *PPO, f"--save={tmp_path}/save")
+    ranks.run(train, Layout(), words, 0, 1, True)
+    (said,) = ranks.run(load_from, Layout(), [*words, f"--load={tmp_path}/save", "--critic-lr=5e-3"])
+    assert "checkpoint 1 was written with --critic-lr 0.002, this run has 0.005: give the same, or" in said
+
+
+def spoil(words, part):
+    """What a bad step raises, and whether it has left both models as they were."""
+    trainer = make_trainer(words)
+    prepared = trainer.prepare(share(trainer, 0))
+    before, found = both(trainer), None
+    if trainer.groups.is_last_stage:
+        local = prepared.values.batch.local if part == "critic" else prepared.batch.local
+        (local.returns if part == "critic" else local.advantages).fill_(torch.inf)
+    try:
+        trainer.update(prepared, 0)
+    except BadStepError as error:
+        found = str(error)
+    now = both(trainer)
+    return found, equal(before[0], now[0]), equal(before[1], now[1])
+
+
+@pytest.mark.parametrize("part", ["critic", "policy"])
+def test_a_bad_step_changes_neither_model(ranks, tmp_path, part):
+    words = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--grpo-iterations=1")
+    found = ranks.run(spoil, Layout(pp=2), words, part)
+    assert [one[1:] for one in found] == [(True, True)] * 2
+    assert found[0][0] == found[1][0]
+    assert found[0][0].startswith("the critic's loss of step 1 is" if part == "critic" else "the loss of step 1 is")

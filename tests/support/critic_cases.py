@@ -1,0 +1,185 @@
+"""The critic's runs on the ranks of the pool, and what they are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.support import critic_oracle, training_cases, training_oracle
+from tests.support.critic_oracle import Objective
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags, run_config
+from tests.support.training_cases import LAYOUTS, MINI_BATCHES, PER_MINI_BATCH, SEQUENCES
+
+# The flags of each objective, and the same said again for the reference.
+OBJECTIVES = (
+    (("--value-clip=0.05",), Objective(clip=0.05)),
+    (
+        ("--correct-values=weights", "--loss-aggregation=seq-mean-token-mean", "--value-clip=0.03"),
+        Objective(clip=0.03, correct="weights", aggregation="seq-mean-token-mean"),
+    ),
+    (
+        ("--correct-values=none", "--loss-aggregation=seq-mean-token-sum"),
+        Objective(correct="none", aggregation="seq-mean-token-sum"),
+    ),
+    (
+        (
+            *("--rejection-denominator=original", "--loss-aggregation=seq-mean-token-sum-norm"),
+            *("--loss-scale-factor=9", "--value-clip=0.05"),
+        ),
+        Objective(clip=0.05, aggregation="seq-mean-token-sum-norm", scale=9.0, denominator="original"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a layout, what the critic's loss is, and how the work is cut."""
+
+    layout: Layout
+    variant: int
+    packed: bool
+    per_token_loss: bool
+    size: int
+    experts: int = 0
+
+    def words(self, folder: Any) -> list[str]:
+        """The launcher's flags."""
+        words = [*self.layout.flags(), f"--micro-batch-size={self.size}", *OBJECTIVES[self.variant][0]]
+        experts = (f"--num-experts={self.experts}", f"--moe-ffn-hidden-size={training_oracle.EXPERT_INNER}")
+        words += experts if self.experts else ()
+        words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
+        batch = [f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={PER_MINI_BATCH}"]
+        return flags(folder, *batch, "--advantage-estimator=gae", "--grpo-kl-beta=0", *words, model=LLAMA)
+
+    def __str__(self) -> str:
+        form = "packed" if self.packed else "padded"
+        loss = "-ptl" if self.per_token_loss else ""
+        return f"{self.layout}-{self.variant}-{form}{self.size}{loss}"
+
+
+def make_cases() -> list[Case]:
+    """Every layout; the rest is dealt out."""
+    return [
+        Case(layout, index % len(OBJECTIVES), index % 3 != 1, index // 2 % 2 == 1, (2, 4, 8)[index % 3])
+        for index, layout in enumerate(LAYOUTS)
+    ]
+
+
+@functools.cache
+def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.Weights]:
+    """Those before the rollout batch, and those that train."""
+    old = critic_oracle.make_weights(3, experts=experts)
+    return old, training_oracle.moved(old, 4, 0.03)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the critic is given, [n, s] at the positions of labels."""
+
+    accepted: torch.Tensor
+    weights: torch.Tensor
+    returns: torch.Tensor
+
+
+@functools.cache
+def targets(experts: int = 0) -> Targets:
+    """A fifth of the tokens rejected, four sequences as a whole; returns near the values, so that some are clipped."""
+    data, generator = training_cases.make_data(), torch.Generator().manual_seed(5)
+    shape = data.mask.shape
+    accepted = data.mask & (torch.rand(shape, generator=generator) > 0.2)
+    accepted[list(training_cases.REJECTED_ROWS)] = False
+    with torch.no_grad():
+        values = critic_oracle.values({name: one.double() for name, one in weights(experts)[0].items()}, data.tokens)
+    returns = (values + 0.5 * torch.randn(shape, generator=generator)).float()
+    return Targets(accepted, 0.5 + torch.rand(shape, generator=generator), returns)
+
+
+@functools.cache
+def expected(variant: int, experts: int = 0) -> critic_oracle.Expected:
+    """The reference's update."""
+    data, given, (old, new) = training_cases.make_data(), targets(experts), weights(experts)
+    return critic_oracle.update(
+        OBJECTIVES[variant][1],
+        data.tokens,
+        data.mask,
+        given.accepted,
+        given.weights.double(),
+        given.returns.double(),
+        data.mini_batch_ids.tolist(),
+        old,
+        new,
+    )
+
+
+# On the ranks
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank brings back; lists by mini-batch.
+
+    Attributes:
+        where: (tp, cp, dp, pp) ranks.
+        places: [k, 2] row and position of each local token, on the last stage.
+        values: [k], of the old weights.
+        metrics: of the loss.
+        gradients: this rank's part, under the names of the whole model.
+        sharded: dimension of each gradient that TP splits.
+        calls: our collectives of a mini-batch.
+    """
+
+    where: tuple[int, int, int, int]
+    places: torch.Tensor | None
+    values: torch.Tensor | None
+    metrics: list[dict[str, float]]
+    gradients: list[training_oracle.Weights]
+    sharded: dict[str, int]
+    calls: list[list[tuple[str, int, int]]]
+
+
+def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
+    """Values of the old weights, then the gradients of each mini-batch at the new ones."""
+    from megatron_rc.launch.training.critic import Critic
+    from megatron_rc.launch.training.micro_batches import cut_batch
+
+    config, groups = run_config(words, torch.distributed.get_world_size(), engine=False), ParallelGroups.from_megatron()
+    critic, data = Critic(config, groups), training_cases.make_data()
+    training_cases.load(critic.chunks, old)
+    batch, rows = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
+    cut = cut_batch(batch, config, groups)
+    values = critic.score(cut)
+    row = torch.where(cut.rows >= 0, rows[cut.rows.clamp(min=0)], -1)
+    places = torch.stack([cut.local.layout.expand(row).flatten(), cut.local.positions.flatten()], 1)
+
+    def here(whole: torch.Tensor) -> torch.Tensor:
+        found = torch.where(places[:, 0] >= 0, whole[places[:, 0].clamp(min=0), places[:, 1]], whole.new_zeros(()))
+        return found.view(cut.local.layout.shape)
+
+    if values is not None:
+        found = {"mask": here(given.accepted), "weights": here(given.weights)}
+        cut = dataclasses.replace(cut, local=dataclasses.replace(cut.local, **found))
+    prepared = critic.prepare(cut, values, None if values is None else here(given.returns))
+    training_cases.load(critic.chunks, new)
+    metrics, gradients, step_calls = [], [], []
+    for index in range(MINI_BATCHES):
+        with training_cases.recorded() as calls:
+            metrics.append(critic.accumulate(prepared, index, index))
+        step_calls.append(list(calls))
+        gradients.append({name: p.main_grad.clone() for name, p in training_cases.named(critic.chunks)})
+    named = training_cases.named(critic.chunks)
+    return Found(
+        where=tuple(group_rank(group) for group in (groups.tp, groups.cp, groups.dp, groups.pp)),
+        places=None if values is None else places,
+        values=None if values is None else values.flatten(),
+        metrics=metrics,
+        gradients=gradients,
+        sharded={n: p.partition_dim for n, p in named if getattr(p, "tensor_model_parallel", False)},
+        calls=step_calls,
+    )

@@ -1,0 +1,131 @@
+"""The critic's update in float64 on one process, in loops. Imports nothing of the library.
+
+The model is that of ``training_oracle.py`` with one row, ``output_layer.weight``, in the place of the output layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.support import training_oracle
+from tests.support.training_oracle import HIDDEN, Weights
+
+HEAD = "output_layer.weight"
+
+
+def make_weights(seed: int, experts: int = 0) -> Weights:
+    """Float32 weights under Megatron's names; values are of the size of 1."""
+    generator = torch.Generator().manual_seed(seed)
+    body = training_oracle.make_weights(seed, experts=experts)
+    return body | {HEAD: torch.randn(1, HIDDEN, generator=generator) * 0.2}
+
+
+def values(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+    """[n, s]: the value behind each token."""
+    rows = [training_oracle.last_hidden(weights, row) @ weights[HEAD].T for row in tokens]
+    return torch.stack(rows).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the critic's loss is: its clip, what divides, and which of the correction it has."""
+
+    clip: float | None = None
+    aggregation: str = "token-mean"
+    scale: float = 1.0
+    correct: str = "mask"
+    denominator: str = "accepted"
+
+
+@dataclass
+class Expected:
+    """By mini-batch: loss, Σ|terms|/G, what is measured, gradients; and whether there is anything to learn."""
+
+    loss: list[float] = field(default_factory=list)
+    size: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    gradients: list[Weights] = field(default_factory=list)
+
+
+def update(
+    objective: Objective,
+    tokens: torch.Tensor,
+    response: torch.Tensor,
+    accepted: torch.Tensor,
+    weighed: torch.Tensor | None,
+    returns: torch.Tensor,
+    mini_batch_ids: list[int],
+    old: Weights,
+    new: Weights,
+) -> Expected:
+    """Losses and gradients of every mini-batch at the weights ``new``; the old values are those of ``old``."""
+    parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
+    now = values(parameters, tokens)
+    with torch.no_grad():
+        before = values({name: weight.double() for name, weight in old.items()}, tokens)
+    mask = response if objective.correct == "none" else accepted
+    divides = mask if objective.denominator == "accepted" else response
+    expected = Expected()
+    for index in range(max(mini_batch_ids) + 1):
+        rows = [row for row, mini in enumerate(mini_batch_ids) if mini == index]
+        total, size, clipped, errors, targets, held = torch.zeros((), dtype=torch.float64), 0.0, [], [], [], []
+        for row in rows:
+            length = int(divides[row].sum())
+            for t in mask[row].nonzero().flatten().tolist():
+                loss, is_clipped = token_loss(objective, now[row, t], before[row, t], returns[row, t])
+                if objective.correct == "weights" and weighed is not None:
+                    loss = loss * weighed[row, t]
+                if objective.aggregation == "seq-mean-token-mean":
+                    loss = loss / length
+                total, size = total + loss, size + abs(loss.item())
+                clipped.append(float(is_clipped))
+                errors.append(float(returns[row, t] - now[row, t].detach()))
+                targets.append(float(returns[row, t]))
+                held.append(float(now[row, t].detach()))
+        counted = [int(divides[row].sum()) for row in rows]
+        sequences = sum(length > 0 for length in counted)
+        divisor = {
+            "token-mean": sum(counted),
+            "token-sum": objective.scale,
+            "seq-mean-token-sum": sequences,
+            "seq-mean-token-mean": sequences,
+            "seq-mean-token-sum-norm": sequences * objective.scale,
+        }[objective.aggregation]
+        loss = total / divisor
+        expected.loss.append(loss.item())
+        expected.size.append(size / divisor)
+        expected.metrics.append(
+            {
+                "critic/value_mean": mean(held),
+                "critic/return_mean": mean(targets),
+                "critic/explained_variance": 1 - variance(errors) / variance(targets),
+            }
+            | ({"critic/clip_fraction": mean(clipped)} if objective.clip else {})
+        )
+        gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+        expected.gradients.append(dict(zip(parameters, gradients, strict=True)))
+    return expected
+
+
+def token_loss(
+    objective: Objective, value: torch.Tensor, before: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, bool]:
+    """Half the squared error, and whether the clipped value's counted."""
+    free = (value - target) ** 2
+    if objective.clip is None:
+        return free / 2, False
+    low, high = before - objective.clip, before + objective.clip
+    held = low if value.item() < low.item() else high if value.item() > high.item() else value
+    bounded = (held - target) ** 2
+    return (bounded / 2, True) if bounded.item() > free.item() else (free / 2, False)
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def variance(numbers: list[float]) -> float:
+    middle = mean(numbers)
+    return mean([(number - middle) ** 2 for number in numbers])
