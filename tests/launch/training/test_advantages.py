@@ -210,7 +210,6 @@ def test_equal_rewards_are_not_divided_by_zero():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--advantage-estimator=gae"], "--advantage-estimator gae needs a critic"),
         (["--advantage-estimator=reinforce-pp", "--gamma=1.1"], "--gamma 1.1 must lie between 0 and 1"),
         (["--gamma=0.9"], "--gamma 0.9 does nothing with --advantage-estimator grpo: drop it, or use reinforce-pp"),
         (["--gae-lambda=0.9"], "--gae-lambda 0.9 does nothing with --advantage-estimator grpo"),
