@@ -38,6 +38,12 @@ class GuardSection:
         "end the run when a metric is out of bounds in each of N steps in a row, like 'rollout_corr/k3_kl > 0.5 for 5'",
         metavar="CONDITION",
     )
+    doctor_interval: int | None = option(
+        "look at the metrics every N steps, and say in one line what is wrong with the log-probs when that changes; "
+        "docs/doctor.md",
+        metavar="N",
+        positive=True,
+    )
 
 
 @dataclass(frozen=True)

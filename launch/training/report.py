@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron_rc.doctor.watch import Watch
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.resolved import as_mapping
@@ -40,6 +41,18 @@ def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
             error = str(problem)
     agree(config, error)
     return reporter
+
+
+def _doctor(config: RunConfig) -> Watch | None:
+    interval, correction = config.guards.doctor_interval, config.correction
+    if interval is None:
+        return None
+    settings = {
+        "policy-loss": str(config.loss.algorithm),
+        "rollout-is": str(correction.rollout_is),
+        "rollout-is-apply": str(correction.rollout_is_apply).lower(),
+    }
+    return Watch(interval, settings, correction.metric_prefix)
 
 
 def _of_files(folder: Path, error: OSError) -> str:
@@ -80,11 +93,15 @@ class Reporter:
         self.progress = Progress(self.train_iters, iteration)
         self.started = time.monotonic()
         self.error: str | None = None
+        self.doctor = _doctor(config)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report one optimizer step."""
         self._write(step, metrics, is_logged=step % self.logging.log_interval == 0)
         self.progress.step(bar_words(usual_names(metrics, self.prefix)))
+        words = self.doctor.step(step, metrics) if self.doctor is not None else None
+        if words is not None:
+            self.say(words)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""

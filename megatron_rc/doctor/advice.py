@@ -16,6 +16,7 @@ from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.signs import K3
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
+EXP_LIMIT = 20.0  # nats: what is beyond says no more
 KEPT = 0.95  # of the sequences, by the geometric bound that is proposed
 
 
@@ -107,7 +108,7 @@ def geometric_bound(sampled: Sampled) -> str | None:
     means = mean_log_ratios(sampled)
     if means is None or not len(means):
         return None
-    width = float(means.abs().quantile(KEPT, interpolation="higher"))
+    width = min(float(means.abs().quantile(KEPT, interpolation="higher")), EXP_LIMIT)
     # As many digits as say two of the width; rounded outwards.
     digits = max(3, 1 - math.floor(math.log10(max(width, 1e-6))))
     upper = math.ceil(math.exp(width) * 10**digits) / 10**digits

@@ -14,6 +14,7 @@ from megatron_rc.doctor.sampled import Sampled
 MAX_TOKENS = 2**18  # of those that the more expensive facts look at
 NOISE = 0.02  # nats: log-ratios below are rounding
 _FEW = 8  # tokens of a sequence that say nothing of it
+_UNCERTAIN = 0.25  # nats a token: a probability of 0.78
 _CAP = 0.5  # nats: a single token can say no more of its sequence
 # Metrics of weights that depend on a bound.
 _BOUNDED = (
@@ -49,9 +50,15 @@ def facts_of_batch(sampled: Sampled) -> Facts:
 
 
 def _zero_sequences(sampled: Sampled, mask: Tensor) -> float:
-    """Sequences of more than 8 tokens whose rollout log-probs are all exactly 0."""
+    """Sequences of more than 8 tokens whose rollout log-probs are all exactly 0, which the trainer finds less certain.
+
+    An engine that samples from the likeliest tokens alone may honestly be left with one each time.
+    """
     top_k = sampled.sampling.top_k if sampled.sampling is not None else 0
-    empty = ~(mask & (sampled.rollout_log_probs != 0)).any(dim=1) & (mask.sum(dim=1) > _FEW)
+    count = mask.sum(dim=1)
+    empty = ~(mask & (sampled.rollout_log_probs != 0)).any(dim=1) & (count > _FEW)
+    if sampled.old_log_probs is not None:
+        empty &= torch.where(mask, sampled.old_log_probs, 0.0).sum(dim=1) < -_UNCERTAIN * count
     return 0.0 if top_k == 1 else float(empty.sum())
 
 
@@ -131,18 +138,26 @@ def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
 
 
 def _shift_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, float]:
-    """The distance between neighbours, as a share of that between equals: small where one column is late."""
-    pairs = mask[:, 1:] & mask[:, :-1]
-    first, second = slice(None, -1), slice(1, None)
+    """The distance between neighbours, as a share of that between equals: small where one column is late.
 
-    def distance(here: slice, there: slice) -> float:
-        apart = (old[:, here] - rollout[:, there]).nan_to_num(0.0, 0.0, 0.0).abs().clamp(max=2.0)
+    A response that is there many times counts once: a few tokens in a row may well look shifted.
+    """
+    totals = torch.where(mask, rollout, 0.0).sum(dim=1).mul(1e3).round()
+    _, numbers = torch.unique(totals, return_inverse=True)
+    first = torch.full((len(totals),), len(totals)).scatter_reduce(0, numbers, torch.arange(len(totals)), "amin")
+    first = first[first < len(totals)]
+    rollout, old, mask = rollout[first], old[first], mask[first]
+    pairs = mask[:, 1:] & mask[:, :-1]
+    here, behind = slice(None, -1), slice(1, None)
+
+    def distance(of_old: slice, of_rollout: slice) -> float:
+        apart = (old[:, of_old] - rollout[:, of_rollout]).nan_to_num(0.0, 0.0, 0.0).abs().clamp(max=2.0)
         return float(apart[pairs].sum())
 
-    straight = (distance(first, first) + distance(second, second)) / 2
+    straight = (distance(here, here) + distance(behind, behind)) / 2
     if not straight or not pairs.any():
         return {}
-    share, lag = min((distance(first, second) / straight, 1.0), (distance(second, first) / straight, -1.0))
+    share, lag = min((distance(here, behind) / straight, 1.0), (distance(behind, here) / straight, -1.0))
     return {"shift_pairs": float(pairs.sum()), "shift_share": share, "shift_lag": lag}
 
 

@@ -18,6 +18,7 @@ MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
 REWARD = ("reward", "rewards", "score", "total_reward")
 GROUP = ("group_id", "group_index", "uid", "group_ids")
 VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
+_LARGEST = 1e30  # of a reward that is one
 WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 
 
@@ -51,12 +52,29 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
 
 
 def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
-    """Responses from tensors [n, s] by name.
+    """Responses from tensors [n, s] by name; rewards, prompts and versions [n].
 
     Raises:
         ValueError: names what is missing or of another shape.
     """
-    return sampled_of_objects([{name: value.tolist() for name, value in tensors.items()}], path)
+    rollout, old, mask = (_first(tensors, names) for names in (ROLLOUT, OLD, MASK))
+    for name, value in ((ROLLOUT[0], rollout), (OLD[0], old), (MASK[0], mask)):
+        if value is not None and (value.dim() != 2 or value.shape != rollout.shape):
+            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}: expected [responses, tokens], all alike")
+    mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask != 0
+
+    def of_each(names: Sequence[str]) -> list[Any]:
+        value = _first(tensors, names)
+        return value.tolist() if value is not None and value.shape[:1] == rollout.shape[:1] else [None]
+
+    return Sampled(
+        rollout_log_probs=rollout,
+        response_mask=mask,
+        old_log_probs=old,
+        rewards=_numbers(of_each(REWARD)),
+        group_ids=_groups(of_each(GROUP)),
+        policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
+    )
 
 
 def _rows(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -87,7 +105,7 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
         mask = [0] * len(rollout)
     try:
         torch.tensor([[_float(value) for value in values] for values in (rollout, old or rollout, mask)])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{path}: response {index} has something else than numbers in its log-probs or mask") from None
     return rollout, old, mask
 
@@ -125,4 +143,4 @@ def _versions(values: Sequence[Any], width: int) -> Tensor | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.doctor.advice import Choice, Effect, candidates, choose, effect
+from megatron_rc.doctor.advice import EXP_LIMIT, Choice, Effect, candidates, choose, effect
 from megatron_rc.doctor.inputs import Evidence
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.rule import Rule, Verdict
 from megatron_rc.doctor.rules import judge, not_looked_at
+from megatron_rc.doctor.signs import OTHER_DISTANCES
 
 HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
 # k3 in nats up to which these words fit.
@@ -53,8 +54,7 @@ class Report:
         """The exit code."""
         if self.verdicts:
             return WRONG
-        distances = ("k3_kl", "probs_diff_mean", "mult_prob_error")
-        return HEALTHY if any(self.evidence.facts.has(name) for name in distances) else TOO_LITTLE
+        return HEALTHY if any(map(self.evidence.facts.has, ("k3_kl", *OTHER_DISTANCES))) else TOO_LITTLE
 
 
 def examine(evidence: Evidence) -> Report:
@@ -93,7 +93,8 @@ def _distance(report: Report) -> list[str]:
         lines.append(f"  {next(words for limit, words in GRADES if facts['k3_kl'] <= limit)}")
     lines += [f"  {label:<40}{form.format(facts[name])}" for name, label, form in SHOWN if name in facts]
     if facts.has(*(f"log_ratio_p{quantile}" for quantile in _QUANTILES)):
-        ratios = "  ".join(f"{math.exp(facts[f'log_ratio_p{quantile}']):.3g}" for quantile in _QUANTILES)
+        logs = (max(-EXP_LIMIT, min(EXP_LIMIT, facts[f"log_ratio_p{quantile}"])) for quantile in _QUANTILES)
+        ratios = "  ".join(f"{math.exp(log):.3g}" for log in logs)
         lines.append(f"  {'ρ at 1, 5, 50, 95, 99 %':<40}{ratios}")
     return lines if len(lines) > 1 else [*lines, "  not known: the log-probs of the trainer are missing"]
 

@@ -130,10 +130,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "precision",
         "coarse rounding, or other weights",
-        (("k3_kl",), ("probs_diff_mean",), ("mult_prob_error",)),
+        tuple((name,) for name in ("k3_kl", *signs.OTHER_DISTANCES)),
         signs.is_noisy,
         f"k3 > {K3:g} and nothing above explains it; where k3 is not known, a mean difference of probabilities above "
-        "0.01, or a multiplicative error above 1.05",
+        "0.01, a multiplicative error above 1.05, a mean |log ρ| or a KL above 0.1",
         "the policies differ by noise of both signs: k3 {k3_kl:.2g}, mean |log ρ| {abs_log_ratio:.2g} nats, mean "
         "difference of probabilities {probs_diff_mean:.2g}",
         "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers); where "

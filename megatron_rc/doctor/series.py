@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 
 from megatron_rc.doctor.facts import Facts
 
@@ -29,8 +29,8 @@ def facts_of_series(rows: Sequence[Mapping[str, float]], settings: Mapping[str, 
     for name in GROWING:
         values = [row[name] for row in rows if name in row]
         third = len(values) // 3
-        if len(values) >= MIN_STEPS and fmean(values[:third]) > 0:
-            facts[f"{name}_growth"] = fmean(values[-third:]) / fmean(values[:third])
+        if len(values) >= MIN_STEPS and sum(values[:third]) > 0:
+            facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
     facts |= _staleness(facts)
     if settings is not None:
         facts["gspo"] = float(settings.get("policy-loss") == "gspo")

@@ -9,6 +9,8 @@ from megatron_rc.doctor.facts import Facts
 MIN_PAIRS = 512  # neighbouring tokens below which a shift is not judged
 MIN_TOKENS = 256  # tokens below which shares and means are not judged
 K3 = 2e-3  # nats: what is below is rounding to bfloat16
+# Limits of other measures of the distance, which count where k3 is not known.
+OTHER_DISTANCES = {"probs_diff_mean": 0.01, "mult_prob_error": 1.05, "abs_log_ratio": 0.1, "kl": 0.1}
 # Shares that a threshold rejects, weighs by 0, moves to a bound, and truncates.
 CUTS = (
     "rollout_rs_masked_fraction",
@@ -80,7 +82,7 @@ def has_tails(facts: Facts) -> bool:
     """Few tokens carry k3."""
     width = facts["log_ratio_p95"] - facts["log_ratio_p05"]
     # k3 of a normal log-ratio with these quantiles, which are 3.29 deviations apart.
-    usual = (width / 3.29) ** 2 / 2
+    usual = (width / 3.29) * (width / 3.29) / 2
     return facts["k3_kl"] > max(K3, 8 * usual) and width < 0.2
 
 
@@ -103,8 +105,9 @@ def is_unusable(facts: Facts) -> bool:
 
 def is_noisy(facts: Facts) -> bool:
     """Farther apart than rounding to bfloat16 leaves them."""
-    otherwise = facts["probs_diff_mean"] > 0.01 or facts["mult_prob_error"] > 1.05
-    return facts["k3_kl"] > K3 if facts.has("k3_kl") else otherwise
+    if facts.has("k3_kl"):
+        return facts["k3_kl"] > K3
+    return any(abs(facts[name]) > limit for name, limit in OTHER_DISTANCES.items())
 
 
 def is_growing(facts: Facts) -> bool:

@@ -99,7 +99,7 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
     names: set[Any] = set()
     for row in rows:
         names |= row.keys()
-        own = _own_row(row, prefix)
+        own = own_row(row, prefix)
         if not own.keys() - {"step", "response_length"}:
             continue
         if all(map(math.isfinite, own.values())):
@@ -117,7 +117,8 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
     return found, bad
 
 
-def _own_row(row: Mapping[str, Any], prefix: str) -> Row:
+def own_row(row: Mapping[str, Any], prefix: str) -> Row:
+    """The numbers of one step under our names; what says nothing of the two policies is left out."""
     own: Row = {}
     if row.get("training/rollout_probs_diff_valid") in (0, 0.0, "0"):
         row = {name: value for name, value in row.items() if "rollout_probs_diff" not in name}
@@ -142,5 +143,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
+    except OverflowError:
+        return math.inf
     except (TypeError, ValueError):
         return None

@@ -54,6 +54,14 @@ def test_a_few_tokens_are_not_judged():
         assert FAULTS[fault][0] not in found(made(fault, 3, setting))
 
 
+def test_the_same_few_answers_are_no_shift():
+    """A policy that says one of four things: what few tokens look like by chance stands in every copy."""
+    batch = made("shift", 3, Setting(sequences=4, length=48))
+    copies = {name: value.repeat_interleave(64, dim=0) for name, value in batch.items()}
+    assert facts_of_batch(Sampled(**copies))["num_tokens"] > 4096
+    assert "shift" not in found(copies)
+
+
 def test_the_engine_may_be_sure_of_all_its_tokens():
     zeros = torch.zeros(40, 32)
     assert found({"rollout_log_probs": zeros - 1e-6, "old_log_probs": zeros - 1e-6, "response_mask": zeros == 0}) == []
@@ -74,6 +82,11 @@ def test_log_probs_that_were_never_filled_are_unusable():
     batch["response_mask"][5] = True
     batch["old_log_probs"][5] = -1.0
     assert found(batch)[0] == "unusable"
+    # The likeliest token is all that a nucleus may hold.
+    batch["old_log_probs"][5] = -0.2
+    assert "unusable" not in found(batch)
+    without = Sampled(**batch | {"old_log_probs": None})
+    assert [verdict.rule.name for verdict in judge(facts_of_batch(without))] == ["unusable"]
 
 
 def with_sampling(**sampling):
@@ -134,6 +147,9 @@ def test_metrics_alone_tell_some_faults(fault, prefix):
         ({"train/gen_kl_error": 0.02, "train/token_mult_prob_error": 1.3}, ["precision"]),
         ({"train/gen_kl_error": 0.02, "train/avg_trajectory_age": 1.0}, ["staleness"]),
         ({"train/mismatch_k3_kl": 0.02}, ["precision"]),
+        ({"train/train_rollout_logprob_abs_diff": 0.02}, []),
+        ({"train/train_rollout_logprob_abs_diff": 0.2}, ["precision"]),
+        ({"rollout_corr/kl": -0.2}, ["precision"]),
         ({"rollout_corr/rollout_is_veto_fraction": 0.2}, ["veto"]),
     ],
 )

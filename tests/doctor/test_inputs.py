@@ -1,6 +1,7 @@
 """What the doctor reads: runs, batches and exports of any program; and one sentence for what it cannot use."""
 
 import csv
+import functools
 import json
 
 import pytest
@@ -49,11 +50,17 @@ def batch_of(fault, seed=5):
     )
 
 
-def metrics_of(fault, **fields):
+@functools.cache
+def _metrics_of(fault, fields):
     batch = made(fault, 5)
-    config = RolloutCorrectionConfig(**{"rollout_is": "token", "rollout_is_threshold": 2.0, **fields})
+    config = RolloutCorrectionConfig(**{"rollout_is": "token", "rollout_is_threshold": 2.0, **dict(fields)})
     names = ("old_log_probs", "rollout_log_probs", "response_mask")
     return correct_rollouts(*(batch[name] for name in names), config).metrics()
+
+
+def metrics_of(fault, **fields):
+    """What a run logs of a made batch."""
+    return dict(_metrics_of(fault, tuple(fields.items())))
 
 
 def write_lines(path, objects):
@@ -104,6 +111,9 @@ def test_other_programs_records(tmp_path):
     tensors = {name: batch[name].contiguous() for name in ("rollout_log_probs", "old_log_probs")}
     save_file(tensors | {"response_mask": batch["response_mask"].long()}, tmp_path / "verl.safetensors")
     assert names_of(tmp_path / "verl.safetensors") == ["temperature"]
+    save_file(tensors | {"response_mask": torch.ones(2, 3)}, tmp_path / "verl.safetensors")
+    with pytest.raises(ValueError, match=r"response_mask has shape \(2, 3\): expected"):
+        names_of(tmp_path / "verl.safetensors")
 
 
 def test_a_runs_folder(tmp_path):

@@ -31,6 +31,8 @@ CORPUS: tuple[tuple[str, Any], ...] = (
     ("weights", b'{"weight_map": "\xe5' + b"a" * 30_000),
     ("llama", b'{"model_type": {}}'),
     ("llama", b'{"model_type": "llama", "hidden_size": ' + b"9" * 400 + b"}"),
+    ("doctor, metrics", b'{"step": 1, "rollout_corr/kl": ' + b"9" * 400 + b"}"),
+    ("doctor, responses", b'{"rollout_log_probs": [-1.0], "loss_mask": [' + b"9" * 400 + b"]}"),
     ("slime", [1.5]),
     ("slime", [{"index": 0, "group_index": 0, "tokens": [1, 2], "response_length": 1, "reward": 10**400}]),
 )

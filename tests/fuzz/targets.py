@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.doctor.inputs import read_evidence
+from megatron_rc.doctor.report import as_json as report_of
+from megatron_rc.doctor.report import examine, in_words
 from megatron_rc.launch.engines import EngineError
 from megatron_rc.launch.engines.answers import make_asks
 from megatron_rc.launch.engines.http_client import HttpClient
@@ -122,6 +125,23 @@ SGLANG = {
     "meta_info": {"output_token_logprobs": [[-1.0, 3, None], [-0.5, 4, None]], "finish_reason": {"type": "length"}}
     | {"prompt_tokens": 2, "weight_version": "0"},
 }
+
+
+METRICS = {
+    **{"step": 1, "rollout_corr/kl": 1e-3, "rollout_corr/k3_kl": 1e-3, "rollout_corr/rollout_is_eff_sample_size": 0.9},
+    **{f"rollout_corr/log_ratio_p{percent}": 0.1 for percent in ("01", "05", "25", "50", "95", "99")},
+    **{"rollout_corr/chi2_seq": 0.5, "rollout_corr/chi2_token": 0.1, "response_length/mean": 5.0},
+}
+RESPONSE = {
+    **{"generation_logprobs": [-1.0, -0.5, -0.25], "prev_logprobs": [-1.0, -0.5, -0.125], "token_mask": [0, 1, 1]},
+    **{"sample_mask": 1.0, "reward": 1.0, "uid": "a", "weight_versions": ["3"]},
+}
+
+
+def examined(path: Path) -> object:
+    """All that the doctor says of a file."""
+    report = examine(read_evidence(path))
+    return in_words(report), report_of(report)
 
 
 def yaml_of(value: Any) -> Spoil:
@@ -230,6 +250,14 @@ _CONFIG = file("config.json", lambda path: read_architecture(path.parent))
 TARGETS: dict[str, Target] = {
     "json lines": Target(spoilt_lines, file("r.jsonl", lambda path: list(read_jsonl(path, 2)))),
     "rollouts": Target(rollouts_file, file("r.safetensors", load_rollouts)),
+    "doctor, metrics": Target(text_of(METRICS), file("m.jsonl", examined), share=0.3),
+    "doctor, columns": Target(
+        text_of({name: [value] * 9 for name, value in METRICS.items()}), file("m.json", examined)
+    ),
+    "doctor, csv": Target(
+        lambda rng: spoilt_bytes(b"Step,rollout_corr/kl\n1,0.5\n2,\n", rng), file("m.csv", examined), share=0.3
+    ),
+    "doctor, responses": Target(text_of(RESPONSE), file("r.jsonl", examined), share=0.3),
     "slime": Target(slime_samples, lambda found, _: from_slime(found, sampling=SamplingParams(), policy_version=0)),
     "llama": Target(text_of(LLAMA), _CONFIG, (ConfigurationError,)),
     "qwen3_moe": Target(text_of(QWEN3_MOE), _CONFIG, (ConfigurationError,)),

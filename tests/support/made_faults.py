@@ -6,6 +6,7 @@ or reports. Nothing of the library is imported.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -207,7 +208,12 @@ FAULTS: dict[str, tuple[str, Callable[[Maker], dict[str, Any]]]] = {
 }
 
 
-def made(fault: str | None, seed: int, setting: Setting = Setting()) -> dict[str, Any]:
-    """A batch with a fault of ``FAULTS``, or without."""
+@functools.lru_cache(maxsize=64)
+def _made(fault: str | None, seed: int, setting: Setting) -> dict[str, Any]:
     maker = Maker(setting, seed)
     return healthy(maker) if fault is None else FAULTS[fault][1](maker)
+
+
+def made(fault: str | None, seed: int, setting: Setting = Setting()) -> dict[str, Any]:
+    """A batch with a fault of ``FAULTS``, or without."""
+    return {name: value.clone() for name, value in _made(fault, seed, setting).items()}

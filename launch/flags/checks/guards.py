@@ -1,4 +1,4 @@
-"""Conditions that a run ends on: whether they can be read, and speak of metrics that a step has."""
+"""Conditions that a run ends on: whether they can be read, and speak of metrics that a step has; the doctor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps")
 
 
 def check_guards(config: RunConfig) -> None:
-    """``--stop-if``."""
+    """``--stop-if`` and ``--doctor-interval``."""
+    interval, last = config.guards.doctor_interval, config.training.train_iters
+    if interval is not None and interval > last:
+        raise ConfigurationError(
+            f"--doctor-interval {interval} does nothing in a run of {last} optimizer steps: give {last} or less"
+        )
     for text in config.guards.stop_if or ():
         try:
             condition = Condition.parse(text)

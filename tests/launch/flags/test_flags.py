@@ -158,6 +158,8 @@ def test_wrong_words_are_named(words, message):
         ("--recompute-granularity=full", 1, "needs --recompute-method"),
         ("--recompute-method=block", 1, "do nothing without --recompute-granularity full"),
         ("--save-interval=2", 1, "does nothing without --save"),
+        ("--train-iters=4 --doctor-interval=5", 1, "--doctor-interval 5 does nothing in a run of 4 optimizer steps"),
+        ("--doctor-interval=0", 1, "--doctor-interval"),
         ("--finetune", 1, "--finetune does nothing without --load"),
         ("--keep-last=2", 1, "--keep-last 2 does nothing without --save"),
         ("--save=. --keep-last=2", 1, "--keep-last does nothing without --save-interval"),

@@ -32,7 +32,7 @@ MORE = {
     "no-weights": "--rollout-is=none --rollout-rs=token_k1,seq_mean_k3 --rollout-rs-threshold=0.5_2,0.27",
     "files": "--save=save --load=save --save-interval=2 --no-save-optim --no-load-optim",
     "megatron": "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef=3",
-    "guards": "--bad-steps=skip --max-skipped-steps=3 --stop-if grad_norm>=1e3 lr<1e-9",
+    "guards": "--bad-steps=skip --max-skipped-steps=3 --stop-if grad_norm>=1e3 lr<1e-9 --doctor-interval=5",
     "servers": "--rollout-engine=vllm-server --rollout-url=http://a:1 --rollout-weights-dir=w --rollout-dtype=bf16",
     "rewards": "--reward=exact --overlong=penalise --overlong-buffer=2",
     "evaluations": "--task=python:tests.support.user_rewards:Doubles --reward=exact --eval-interval=2",

@@ -142,3 +142,21 @@ def test_files_that_can_grow_no_more_are_one_sentence(tmp_path, capsys, small_fi
     said = capsys.readouterr().err
     assert "failed after step" in said
     assert said.endswith(f"picture {tmp_path}/run/summary.png could not be written (File too large)\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--metric-prefix=mine/",), ("--bypass-mode",)])
+def test_the_doctor_speaks_where_the_metrics_are(tmp_path, capsys, more):
+    words = flags(tmp_path, "--run-name=run", "--train-iters=4", "--doctor-interval=2", *more)
+    prefix = "mine/" if "--metric-prefix=mine/" in more else "rollout_corr/"
+    reporter = Reporter(run_config(words), 0)
+    for step in (1, 2, 3, 4):
+        reporter.step(step, {f"{prefix}k3_kl": 0.1})
+    reporter.close("finished")
+    assert capsys.readouterr().err.count("doctor after step 2: coarse rounding, or other weights (precision): ") == 1
+
+
+def test_no_doctor_speaks_unless_asked(tmp_path, capsys):
+    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=2")), 0)
+    reporter.step(1, {"rollout_corr/k3_kl": 0.1})
+    reporter.close("finished")
+    assert "doctor after" not in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""How often the doctor errs: healthy batches in which it finds something, and made faults that it names wrongly.
+
+    python benchmarks/doctor.py [--batches 200] [--seeds 20]
+
+Healthy engines round their weights to bfloat16 or not at all, and compute in bfloat16. Sizes, vocabularies, lengths and
+how sure the model is of its tokens are drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megatron_rc.doctor.advice import mean_log_ratios
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.rules import judge
+from megatron_rc.doctor.sampled import Sampled
+from tests.support.made_faults import FAULTS, Setting, made
+
+NUMBERS = 2**24  # log-probs of one batch, over its whole vocabulary
+
+
+def setting(dice: random.Random) -> Setting:
+    """A size that fits into memory."""
+    while True:
+        drawn = Setting(
+            sequences=dice.choice([8, 16, 32, 64, 128, 256]),
+            length=dice.choice([16, 32, 64, 128, 256]),
+            vocab=dice.choice([64, 256, 1024, 4096]),
+            noise=dice.choice(["bf16", "bf16", "none"]),
+            sharpness=dice.choice([1.0, 2.0, 3.0, 4.0, 6.0]),
+        )
+        if drawn.sequences * drawn.length * drawn.vocab <= NUMBERS:
+            return drawn
+
+
+def first_verdict(facts: Facts) -> str:
+    """What is found first."""
+    return next((verdict.rule.name for verdict in judge(facts)), "nothing")
+
+
+def healthy(number: int) -> None:
+    """Verdicts on healthy batches, and what bounds of 1.001 on the geometric mean would do to them."""
+    dice, found, cut, largest = random.Random(0), Counter[str](), [], 0.0
+    for seed in range(number):
+        sampled = Sampled(**made(None, seed, setting(dice)))
+        facts = facts_of_batch(sampled)
+        found[first_verdict(facts)] += 1
+        largest = max(largest, facts["k3_kl"])
+        means = mean_log_ratios(sampled)
+        assert means is not None
+        cut.append(float((means.abs() > 0.001).double().mean()))
+    wrong = number - found["nothing"]
+    sys.stdout.write(f"{number} healthy batches: {wrong} with a verdict {dict(found - Counter(nothing=number))}\n")
+    sys.stdout.write(
+        f"largest k3 {largest:.2g} nats; sequences outside of [1/1.001, 1.001]: {sum(cut) / number:.0%} on average\n"
+    )
+
+
+def faults(seeds: int) -> None:
+    """First verdicts on made faults, in batches of at least 512 tokens or so."""
+    for fault, (name, _) in FAULTS.items():
+        dice, found = random.Random(1), Counter[str]()
+        for seed in range(seeds):
+            drawn = setting(dice)
+            while drawn.sequences * drawn.length < 2048 or drawn.sequences < 16:
+                drawn = setting(dice)
+            found[first_verdict(facts_of_batch(Sampled(**made(fault, seed, drawn))))] += 1
+        others = ", ".join(f"{other} {count}" for other, count in found.most_common() if other != name)
+        sys.stdout.write(f"{fault:<18}{name:<20}{found[name]:>4} of {seeds}   {others}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=20)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    healthy(args.batches)
+    faults(args.seeds)
+
+
+if __name__ == "__main__":
+    main()

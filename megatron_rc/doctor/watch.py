@@ -1,0 +1,57 @@
+"""The doctor inside a training run: one line when its verdict on the metrics changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rc.doctor.rules import judge
+from megatron_rc.doctor.series import GROWING, WINDOW, facts_of_series
+from megatron_rc.doctor.tables import Row, own_row
+
+
+class Watch:
+    """Looks at the metrics of a run every few optimizer steps, on the process that has them; no collectives.
+
+    Args:
+        interval: steps between two looks.
+        settings: flags of the run without the dashes in front: ``policy-loss``, ``rollout-is``, ``rollout-is-apply``.
+        prefix: what stands before the names of the correction's metrics.
+    """
+
+    def __init__(self, interval: int, settings: Mapping[str, str], prefix: str) -> None:
+        self.interval, self.settings, self.prefix = interval, settings, prefix
+        self._rows: list[Row] = []
+        self._verdicts: tuple[str, ...] = ()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """One line, where a look is due and its verdicts are not those of the one before.
+
+        Args:
+            step: number of the optimizer step.
+            metrics: of it, as ``metrics.jsonl`` has them; numbers that are NaN or infinite are not looked at.
+        """
+        row = {name: value for name, value in own_row(metrics, self.prefix).items() if math.isfinite(value)}
+        if row:
+            self._rows.append(row)
+            self._forget()
+        if step % self.interval or not self._rows:
+            return None
+        found = judge(facts_of_series(self._rows, self.settings))
+        names, before = tuple(verdict.rule.name for verdict in found), self._verdicts
+        if names == before:
+            return None
+        self._verdicts = names
+        if not found:
+            return f"doctor after step {step}: nothing is wrong any more (before: {', '.join(before)})"
+        first, *others = found
+        more = f" Also: {', '.join(verdict.rule.name for verdict in others)}." if others else ""
+        rule = first.rule
+        return f"doctor after step {step}: {rule.title} ({rule.name}): {first.words}. Do: {rule.advice}.{more}"
+
+    def _forget(self) -> None:
+        """Of rows behind the window only what may have grown since is kept."""
+        if len(self._rows) > WINDOW:
+            old = self._rows[-WINDOW - 1]
+            self._rows[-WINDOW - 1] = {name: old[name] for name in GROWING if name in old}

@@ -1,0 +1,54 @@
+"""The doctor inside a run: one line when a verdict changes."""
+
+import pytest
+
+from megatron_rc.doctor.series import WINDOW
+from megatron_rc.doctor.watch import Watch
+from tests.doctor.test_inputs import metrics_of
+
+SETTINGS = {"policy-loss": "ppo_clip", "rollout-is": "token", "rollout-is-apply": "true"}
+
+
+def lines(watch, rows):
+    return {step: words for step, row in enumerate(rows, start=1) if (words := watch.step(step, row)) is not None}
+
+
+def test_one_line_when_the_verdict_changes():
+    good, bad = metrics_of(None), metrics_of("int4")
+    found = lines(Watch(5, SETTINGS, "rollout_corr/"), [good] * 10 + [bad] * 20 + [good] * 20)
+    assert list(found) == [15, 40], "the median of ten steps, every five"
+    assert found[15].startswith("doctor after step 15: coarse rounding, or other weights (precision): ")
+    assert "k3 0." in found[15]
+    assert found[40] == "doctor after step 40: nothing is wrong any more (before: precision)"
+    assert all("\n" not in words for words in found.values())
+
+
+def test_nothing_is_said_of_a_healthy_run():
+    assert lines(Watch(1, SETTINGS, "rollout_corr/"), [metrics_of(None)] * 3) == {}
+
+
+@pytest.mark.parametrize("prefix", ["mismatch/", "mine/"])
+def test_whatever_the_prefix(prefix):
+    found = lines(Watch(1, SETTINGS, prefix), [metrics_of("int4", metric_prefix=prefix)])
+    assert "precision" in found[1]
+
+
+def test_settings_are_looked_at():
+    settings = SETTINGS | {"policy-loss": "gspo", "rollout-is": "sequence"}
+    assert "GSPO" in lines(Watch(1, settings, "rollout_corr/"), [metrics_of(None)])[1]
+
+
+def test_steps_that_were_left_out_say_nothing():
+    watch = Watch(2, SETTINGS, "rollout_corr/")
+    assert lines(watch, [{"lr": 0.1}, {"lr": 0.1, "grad_norm": float("nan")}, {"rollout_corr/kl": float("nan")}]) == {}
+
+
+def test_growth_is_seen_over_more_steps_than_are_kept():
+    healthy = metrics_of(None)
+    rows = [
+        healthy | {"rollout/response_length": 100.0 + step, "rollout_corr/chi2_seq": 0.5 * 1.02**step}
+        for step in range(100)
+    ]
+    watch = Watch(50, SETTINGS, "rollout_corr/")
+    assert "growing_length" in lines(watch, rows)[100]
+    assert all(len(row) <= 2 for row in watch._rows[:-WINDOW])
