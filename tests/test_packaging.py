@@ -99,11 +99,11 @@ def test_every_folder_of_modules_is_a_package():
 @pytest.mark.processes
 def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", "py.typed"))}
+        held = {name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", ".html", "py.typed"))}
     wanted = set()
     for top in ("megatron_rc", *LINKED):
         for path in (copy / top).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".sh") or path.name == "py.typed":
+            if path.suffix in (".py", ".yaml", ".sh", ".html") or path.name == "py.typed":
                 inside = path.relative_to(copy).as_posix()
                 wanted.add(inside if top == "megatron_rc" else f"megatron_rc/{inside}")
     assert held == wanted
