@@ -39,6 +39,7 @@ _MEANT = {
     "kl-in-reward-estimator": "kl-penalty",
     "reward-scaling": "normalize-reward use-score-scaling use-score-norm",
     "reward-clip": "reward-clip-range score-clip",
+    "dynamic-sampling": "filter-groups enable-filter-groups dynamic-filtering use-dynamic-sampling",
     "loss-aggregation": "loss-agg-mode",
     "policy-loss": "loss-mode",
     "seq-length": "max-total-sequence-length max-model-len max-length max-len",

@@ -119,7 +119,7 @@ def _idle_rewards(args: argparse.Namespace) -> Iterator[_Idle]:
     workers, errors = ("reward_workers", "reward_timeout"), ("reward_errors", "reward_on_error")
     if args.load_rollouts:
         why = f"with --load-rollouts {args.load_rollouts}, which has rewards: drop one of them"
-        for name in ("reward", *workers, *errors):
+        for name in ("reward", *workers, *errors, "dynamic_sampling"):
             yield _Idle(name, why, ("load_rollouts",))
     source = Source(args.task, args.seed, args.reward)
     if source.is_harmless:

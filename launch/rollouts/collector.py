@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
@@ -61,6 +62,8 @@ class RolloutCollector:
 
     Attributes:
         is_window_over: nothing is sampled ahead of the last batch yet: weights of its step sample what follows.
+        baselines: [responses of the replica], of the last batch, with the estimator of advantages that needs them: the
+            reward of the most likely response to the prompt of each.
         reward_metrics: of the last batch, equal on all ranks; empty with ``--load-rollouts``.
     """
 
@@ -92,6 +95,7 @@ class RolloutCollector:
         self.is_window_over, self._window_end = True, -1
         elsewhere = getattr(self.engine, "is_elsewhere", False)
         self.reward_metrics: dict[str, float] = {}
+        self.baselines: Tensor | None = None
         self._unscored = self._asked = 0
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
 
@@ -200,9 +204,13 @@ class RolloutCollector:
             None if sampled is None else sampled.batch, self._rows, self.config.training.seq_length
         )
         if self.config.rollouts.load_rollouts is None:
-            self.reward_metrics = gather_reward_metrics(sampled, self.broadcast, self.groups)
+            may_replace = self.config.rollouts.dynamic_sampling > 0
+            self.reward_metrics = gather_reward_metrics(sampled, self.broadcast, self.groups, may_replace=may_replace)
             self._unscored += int(self.reward_metrics["reward/errors"])
             self._asked += self.config.rollouts.sequences
+        if self.config.advantages.advantage_estimator == "remax":
+            given = None if sampled is None else sampled.baselines
+            self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if given is None else given)
         if shared.routed_experts is not None and not self._has_named_experts:
             _log.warning("the rollouts name the experts of each token: they are carried to all ranks, and not used yet")
             self._has_named_experts = True

@@ -18,7 +18,7 @@ _BYTES = 8192
 
 
 def gather_reward_metrics(
-    sampled: SampledBatch | None, broadcast: ReplicaBroadcast, groups: ParallelGroups
+    sampled: SampledBatch | None, broadcast: ReplicaBroadcast, groups: ParallelGroups, *, may_replace: bool
 ) -> dict[str, float]:
     """The mean of each component over the responses that have it, and the numbers of errors and of bad responses.
 
@@ -28,6 +28,7 @@ def gather_reward_metrics(
         sampled: on the first rank of each replica; None elsewhere.
         broadcast: of the replica.
         groups: of this rank.
+        may_replace: prompts whose responses all have the same reward make place for others, and are counted.
 
     Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
     """
@@ -38,7 +39,12 @@ def gather_reward_metrics(
             "rollout/bad_samples": sampled.bad,
             "rollout/dropped_samples": sampled.dropped,
         }
-        message = json.dumps({"counts": counts, "sums": sampled.rewards.sums()}).encode()
+        if may_replace:
+            counts |= {"rollout/replaced_prompts": sampled.replaced, "rollout/flat_prompts": sampled.flat}
+        sums = sampled.rewards.sums()
+        if sampled.baselines is not None:
+            sums["greedy"] = (float(sampled.baselines.double().sum()), len(sampled.baselines))
+        message = json.dumps({"counts": counts, "sums": sums}).encode()
         row[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     row = broadcast.tensor(row)
     table = torch.zeros(group_size(groups.dp), _BYTES, dtype=torch.uint8, device=row.device)

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_rc.launch.engines import EngineError, RolloutEngine, Sample
+from megatron_rc.launch.engines.answers import derive_seed
+from megatron_rc.launch.rewards.outcome import Outcome
 from megatron_rc.launch.rewards.overlong import penalised
 from megatron_rc.launch.rewards.rewarder import Rewarder, Rewards
+from megatron_rc.launch.rollouts.answered import Answered
 from megatron_rc.launch.rollouts.evaluation import Graded, sampling_of, share_of
 from megatron_rc.launch.rollouts.samples import GoodSamples
 from megatron_rc.launch.run_config import RunConfig
@@ -19,6 +23,8 @@ from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingPa
 
 # Responses of an evaluation that an engine is asked for together: one in this process holds all their tokens.
 _MOST_AT_ONCE = 256
+# Numbers of the prompts that take the place of others, and of their seeds: of those of another try they are this far.
+_REPLACED_FROM, _APART = 1 << 33, 1 << 32
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,18 @@ class SampledBatch:
         rewards: as they were given; None where the batch was read from records.
         bad: answers of the engine that were not to be trained on.
         dropped: responses that are left out for that.
+        replaced: prompts that others took the place of, since all their responses had the same reward.
+        flat: such prompts that stayed.
+        baselines: [responses], the reward of the most likely response to the prompt of each, where that was asked for.
     """
 
     batch: RolloutBatch
     rewards: Rewards | None
     bad: int = 0
     dropped: int = 0
+    replaced: int = 0
+    flat: int = 0
+    baselines: Tensor | None = None
 
 
 class RolloutSampler:
@@ -58,19 +70,61 @@ class RolloutSampler:
         config, replica = self.config, self.replica
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
         first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
-        problems = self.task.problems(first, prompts)
-        repeated = [problem for problem in problems for _ in range(config.rollouts.grpo_group_size)]
         seed = config.training.seed + 1_000_003 * step + replica
-        encoded, samples = self._answers(repeated, self.sampling, config.rollouts.max_response_length, seed)
-        bad = self.good_samples.bad
+        answered = self._answered(self.task.problems(first, prompts), config.rollouts.grpo_group_size, seed, step)
+        replaced = self._replace_flat(answered, first, seed, step)
+        batch = self._batch(answered.encoded, answered.samples, answered.values, replica * prompts)
+        greedy = self._greedy(answered, seed, step) if config.advantages.advantage_estimator == "remax" else None
+        return SampledBatch(
+            batch,
+            answered.rewards,
+            bad=answered.bad,
+            dropped=answered.dropped,
+            replaced=replaced,
+            flat=len(answered.flat()),
+            baselines=greedy,
+        )
+
+    def _replace_flat(self, answered: Answered, first: int, seed: int, step: int) -> int:
+        """Other prompts, for those whose responses have all the same reward; how many times that was done.
+
+        Which ones follows from the step, the place and the try alone. They are no prompts that a batch begins with,
+        unless the data are gone through that often.
+        """
+        replaced, tries = 0, self.config.rollouts.dynamic_sampling
+        for number in range(tries):
+            flat = answered.flat()
+            if not flat:
+                break
+            begin = _REPLACED_FROM + number * _APART + first
+            problems = [self.task.problems(begin + place, 1)[0] for place in flat]
+            seed_of_try = derive_seed(seed, _REPLACED_FROM + number)
+            answered.replace(flat, self._answered(problems, answered.size, seed_of_try, step))
+            replaced += len(flat)
+        return replaced
+
+    def _greedy(self, answered: Answered, seed: int, step: int) -> Tensor:
+        """[responses], the reward of the most likely response to the prompt of each; 0 where that was dropped."""
+        best = self._answered(answered.problems, 1, seed, step, SamplingParams(top_k=1))
+        answered.bad += best.bad
+        return torch.tensor(best.values, dtype=torch.float32).repeat_interleave(answered.size)
+
+    def _answered(
+        self, problems: list[Problem], size: int, seed: int, step: int, sampling: SamplingParams | None = None
+    ) -> Answered:
+        """So many responses to each problem, rewarded; sampled as rollouts are, unless told otherwise."""
+        repeated = [problem for problem in problems for _ in range(size)]
+        longest = self.config.rollouts.max_response_length
+        encoded, samples = self._answers(repeated, sampling or self.sampling, longest, seed)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
         whole = [samples[index] for index in kept]
         rewards = self._rewards([repeated[index] for index in kept], whole, step)
-        rewards = penalised(rewards, [len(sample.token_ids) for sample in whole], config)
-        by_index = dict(zip(kept, rewards.values, strict=True))
-        values = [by_index.get(index, 0.0) for index in range(len(samples))]
-        batch = self._batch(encoded, samples, values, replica * prompts)
-        return SampledBatch(batch, rewards, bad=bad, dropped=len(samples) - len(kept))
+        rewards = penalised(rewards, [len(sample.token_ids) for sample in whole], self.config)
+        values = [0.0] * len(samples)
+        outcomes: list[Outcome | None] = [None] * len(samples)
+        for index, value, outcome in zip(kept, rewards.values, rewards.outcomes, strict=True):
+            values[index], outcomes[index] = value, outcome
+        return Answered(list(problems), encoded, samples, values, outcomes, self.good_samples.bad)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
         """Responses to the replica's first prompts, the same prompts each time, without rewards.

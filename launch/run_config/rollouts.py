@@ -38,6 +38,12 @@ class RolloutSection:
     grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32, positive=True)
     grpo_group_size: int = option("responses sampled for each prompt", default=2, positive=True)
     grpo_iterations: int = option("passes over each rollout batch", default=2, positive=True)
+    dynamic_sampling: int = option(
+        "replace a prompt by another one, up to N times, where all responses to it have the same reward",
+        default=0,
+        metavar="N",
+        not_negative=True,
+    )
     rl_default_temperature: float = option("of sampling and of log-probs", default=1.0, positive=True)
     save_rollouts: str | None = option("write every rollout batch here", metavar="DIR")
     save_log_probs: bool = option(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import write_rollouts
@@ -34,14 +35,14 @@ class BadSteps:
         self.folder = bad_folder(config)
         self._begun, self._in_a_row, self._why = trainer.iteration, 0, ""
 
-    def prepare(self, batch: RolloutBatch) -> PreparedBatch | None:
+    def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch | None:
         """The batch, ready for its steps; None where its steps are left out.
 
         Raises:
             BadStepError: on every rank, where ``--bad-steps`` says stop.
         """
         try:
-            return self.trainer.prepare(batch)
+            return self.trainer.prepare(batch, baselines)
         except BadStepError as error:
             self._write(batch, self.trainer.iteration, error)
             self._judge(error)

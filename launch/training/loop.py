@@ -140,7 +140,7 @@ class _Run:
         batch = collector.next_batch(trainer.iteration, self.weight_sync, lap)
         if collector.is_window_over:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
-        prepared = self.steps.prepare(batch)
+        prepared = self.steps.prepare(batch, collector.baselines)
         lap("plan")
         common = summarize_rollouts(batch, self.groups, trainer.version) | collector.reward_metrics
         common |= trainer.rewards.metrics() | self.weight_sync.metrics | data

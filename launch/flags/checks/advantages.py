@@ -21,6 +21,11 @@ def check_advantages(config: RunConfig) -> None:
     if wanted.advantage_scope == "accepted":
         _check_scope(config)
     _check_scaling(config)
+    if config.rollouts.dynamic_sampling and config.rollouts.grpo_group_size == 1:
+        raise ConfigurationError(
+            f"--dynamic-sampling {config.rollouts.dynamic_sampling} would replace every prompt: with "
+            "--grpo-group-size 1 no two rewards can differ; raise that, or drop it"
+        )
 
 
 def _check_scope(config: RunConfig) -> None:

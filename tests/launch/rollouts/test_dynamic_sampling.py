@@ -1,0 +1,140 @@
+"""Prompts whose responses have all the same reward make place for others; the reward of the most likely response."""
+
+import random
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.sampler import RolloutSampler
+from tests.launch.training.test_loop import LIVE, rows, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+EOS = 12
+GROUP = 4
+
+
+class Engine:
+    """Prompts that begin with an even digit have the same response each time, the others one that the seed decides."""
+
+    version = 3
+
+    def __init__(self):
+        self.asked, self.answers = [], []
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        self.asked.append(([list(prompt) for prompt in prompts], params.top_k, seed))
+        chance = random.Random(f"{seed}")
+        found = []
+        for place, prompt in enumerate(prompts):
+            right = [token for token in range(prompt[-1] + 1, 10)]
+            length = 0 if prompt[0] % 2 == 0 else (place + chance.randrange(3)) % (len(right) + 1)
+            tokens = (right[:length] if params.top_k != 1 else right) or [prompt[-1]]
+            found.append(Sample(tokens, [-1.0] * len(tokens), "length"))
+        self.answers.append(found)
+        return found
+
+
+def sampler(tmp_path, *more):
+    words = flags(tmp_path, "--run-name=run", "--grpo-iterations=1", "--vocab-size=13", *more)
+    config, task = configure(words, 1)
+    return RolloutSampler(config, task, Engine(), 0)
+
+
+def groups_of(batch):
+    return [batch.rewards[batch.group_ids == index].unique() for index in batch.group_ids.unique()]
+
+
+def test_nothing_is_replaced_by_default(tmp_path):
+    made = sampler(tmp_path)
+    sampled = made.sample(0)
+    assert len(made.engine.asked) == 1
+    assert (sampled.replaced, sampled.baselines) == (0, None)
+    assert sampled.flat == sum(len(values) == 1 for values in groups_of(sampled.batch)) > 0
+
+
+@pytest.mark.parametrize("tries", [1, 2, 30])
+def test_prompts_without_spread_make_place_for_others(tmp_path, tries):
+    made, plain = sampler(tmp_path, f"--dynamic-sampling={tries}"), sampler(tmp_path).sample(0).batch
+    sampled = made.sample(0)
+    batch, asked = sampled.batch, made.engine.asked
+    assert 1 < len(asked) <= 1 + tries
+    assert sampled.replaced == sum(len(prompts) for prompts, *_ in asked[1:]) // GROUP
+    left = [values for values in groups_of(batch) if len(values) == 1]
+    assert sampled.flat == len(left)
+    assert tries < 30 or not left
+    # What had a spread is as it was, and so are ids and the shape.
+    for index, values in enumerate(groups_of(plain)):
+        of_prompt = plain.group_ids == index
+        if len(values) > 1:
+            assert torch.equal(batch.tokens[of_prompt], plain.tokens[of_prompt])
+    assert torch.equal(batch.sample_ids, plain.sample_ids)
+    assert len(sampled.rewards.values) == len(batch.rewards)
+    assert sampled.rewards.values == pytest.approx(batch.rewards.tolist())
+    # The same again, on whichever day: it follows from the step.
+    again = sampler(tmp_path, f"--dynamic-sampling={tries}").sample(0).batch
+    assert torch.equal(again.tokens, batch.tokens)
+
+
+def test_the_same_prompts_are_not_drawn_again(tmp_path):
+    made = sampler(tmp_path, "--dynamic-sampling=2")
+    drawn = []
+    problems = made.task.problems
+
+    def counted(start, count, held_out=False):
+        drawn.extend(range(start, start + count))
+        return problems(start, count, held_out)
+
+    made.task.problems = counted
+    for step in range(6):
+        made.sample(step)
+    assert len(drawn) == len(set(drawn)) > 6 * 4
+
+
+def test_the_greedy_response_to_each_prompt_is_asked_for_and_is_no_record(tmp_path):
+    made = sampler(tmp_path, "--advantage-estimator=remax", "--dynamic-sampling=1")
+    sampled, plain = made.sample(0), sampler(tmp_path, "--dynamic-sampling=1").sample(0)
+    prompts, top_k, _ = made.engine.asked[-1]
+    assert (top_k, len(prompts)) == (1, 4)
+    assert torch.equal(sampled.batch.tokens, plain.batch.tokens)
+    assert [list(row[:2]) for row in sampled.batch.tokens[::GROUP].tolist()] == [prompt[:2] for prompt in prompts]
+    text, wanted = made.task.text, []
+    for prompt, one in zip(prompts, made.engine.answers[-1], strict=True):
+        shown = text.decode(prompt)
+        answer = "0123456789"[int(shown[-1]) + 1 :]
+        wanted.append(made.task.reward(prompt=shown, response=text.decode(one.token_ids), label=answer, record={}))
+    assert sampled.baselines[::GROUP].tolist() == pytest.approx(wanted)
+    assert max(wanted) > 0
+    assert torch.equal(sampled.baselines, sampled.baselines[::GROUP].repeat_interleave(GROUP))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ["--dynamic-sampling=2", "--grpo-group-size=1", "--grpo-prompts-per-step=16"],
+            "--dynamic-sampling 2 would replace every prompt: with --grpo-group-size 1 no two rewards can differ",
+        ),
+        (["--dynamic-sampling=-1"], "--dynamic-sampling -1 must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError) as error:
+        run_config(flags(tmp_path, *more))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2)], ids=str)
+def test_a_run_with_both(ranks, tmp_path, layout):
+    """Baselines reach the last stage of each replica, and what was replaced is counted over all."""
+    words = [*LIVE, "--advantage-estimator=remax", "--dynamic-sampling=1", "--train-iters=2", "--grpo-kl-beta=0"]
+    words += ["--micro-batch-size=4", *layout.flags()]
+    assert ranks.run(run_training, layout, flags(tmp_path, *words)) == [None] * layout.world
+    for row in rows(tmp_path):
+        assert 0 <= row["reward/greedy"] <= 1
+        assert row["rollout/replaced_prompts"] + row["rollout/flat_prompts"] >= 0
+        assert row["reward/nonzero_advantages"] > 0
+        assert row["grad_norm"] > 0
