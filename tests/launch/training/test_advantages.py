@@ -126,6 +126,26 @@ def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
             assert all(bool(metrics) == (kl != "none") for _, kl, _, _, metrics in summaries)
 
 
+def test_the_engine_stands_for_the_old_policy_where_nothing_scored_it(tmp_path):
+    """In bypass mode; a log-prob of the engine's that is none has no KL."""
+    words = ["--advantage-estimator=reinforce-pp", "--kl-in-reward=0.3", "--kl-in-reward-estimator=k3"]
+    config, alone = run_config(flags(tmp_path, *words), engine=False), ParallelGroups()
+    batch = recorded_batch(0)
+    place = batch.response_mask.nonzero()[3]
+    batch.rollout_log_probs[place[0], place[1]] = torch.nan
+    cut = cut_batch(batch, config, alone)
+    ref = cut.local.rollout_log_probs.nan_to_num(-1.0) + 0.2
+    scores = Scores(batch=batch, rewards=batch.rewards, cut=cut, ref=ref)
+    estimated = Advantages(config, alone).of(scores)
+    assert estimated.advantages.isfinite().all()
+    wanted = cut.local.response_mask & cut.local.rollout_log_probs.isfinite()
+    expected = torch.where(wanted, torch.tensor(0.2).exp() - 1 - 0.2, 0)
+    torch.testing.assert_close(estimated.kl.float(), expected, atol=1e-6, rtol=1e-4)
+    assert int(wanted.sum()) == int(batch.response_mask.sum()) - 1
+    given = Advantages(config, alone).of(dataclasses.replace(scores, old=cut.local.rollout_log_probs))
+    assert torch.equal(given.advantages, estimated.advantages)
+
+
 def test_a_rejected_response_shifts_no_sibling():
     """Of the rows that the scope leaves out, siblings have other advantages than with all."""
     everyone, accepted = (reference("grpo-no-std", "none", scope)[:, 0] for scope in ("all", "accepted"))
