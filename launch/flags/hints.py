@@ -35,6 +35,10 @@ _MEANT = {
     "kl-estimator": "kl-loss-type reference-policy-kl-type",
     "advantage-estimator": "adv-estimator",
     "gae-lambda": "lambd lam",
+    "critic-lr": "critic-learning-rate",
+    "critic-load-hf": "critic-pretrain",
+    "num-critic-only-steps": "critic-warmup",
+    "value-clip": "cliprange-value",
     "kl-in-reward": "kl-coef init-kl-coef use-kl-in-reward",
     "kl-in-reward-estimator": "kl-penalty",
     "reward-scaling": "normalize-reward use-score-scaling use-score-norm",
@@ -102,7 +106,6 @@ _OTHERWISE = {
     **dict.fromkeys(("distributed-backend", "device"), "GPUs are used where there are any, unless --cpu is given"),
     "rotary-percent": "no model family that is known turns a part of its rotary dimensions: leave it out",
     "split": "--eval-data names the prompts that are held out",
-    "critic-lr": "there is no critic: leave it out",
     "rollout-num-gpus-per-engine": "what a server of --rollout-url runs on is that server's own flag",
 }
 _SOURCES = {name: flag for flag, names in _MEANT.items() for name in names.split()}

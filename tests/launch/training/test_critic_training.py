@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron_rc.launch.training.step_checks import BadStepError
+from tests.launch.training.test_loop import rows, run_training
+from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
@@ -43,6 +45,20 @@ def train(words, begin, end, save=False):
         trainer.save()
         trainer.writer.finish()
     return found
+
+
+def test_the_loop_trains_both_and_reports_it(ranks, tmp_path):
+    words = ["--config=count_up_ppo", f"--runs-dir={tmp_path}", "--run-name=run", "--cpu", "--train-iters=2"]
+    words += ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
+    words += ["--grpo-prompts-per-step=8", "--global-batch-size=8", "--micro-batch-size=8", "--value-clip=0.2"]
+    assert ranks.run(run_training, Layout(), words) == [None]
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2]
+    names = {name for row in found for name in row if "critic" in name}
+    assert {"loss/critic", "critic/lr", "critic/grad_norm", "critic/explained_variance"} <= names
+    documented = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert [name for name in names if name.rpartition("/")[2] not in documented] == []
+    assert 0 < found[0]["reward/nonzero_advantages"] <= 1
 
 
 def nearly(got, want, rel):
