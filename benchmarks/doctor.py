@@ -67,7 +67,7 @@ def healthy(number: int) -> None:
 
 
 def faults(seeds: int) -> None:
-    """First verdicts on made faults, in batches of at least 512 tokens or so."""
+    """First verdicts on made faults, in batches of at least 2,048 places."""
     for fault, (name, _) in FAULTS.items():
         dice, found = random.Random(1), Counter[str]()
         for seed in range(seeds):
