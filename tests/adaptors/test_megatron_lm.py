@@ -79,7 +79,7 @@ def both_ways(words):
 
 
 MODES = {"decoupled": [], "bypass": ["--bypass-mode", "--loss-type=reinforce"]}
-LAYOUTS = [(Layout(), "bypass"), (Layout(pp=2, cp=2), "decoupled")]
+LAYOUTS = [(Layout(pp=2, vpp=True), "bypass"), (Layout(pp=2, cp=2), "decoupled")]
 
 
 @pytest.mark.parametrize(("layout", "mode"), LAYOUTS, ids=str)
