@@ -48,7 +48,7 @@ class StageMemory:
         weights: of the policy.
         gradients: Megatron's buffer, in float32.
         optimizer: its state, and float32 copies of lower-precision weights.
-        reference: the frozen copy that the KL penalty compares with.
+        reference: what the KL penalty compares with, on a CPU; else it waits in host memory.
         critic: its weights, gradients and optimizer; its activations are gone when the policy's are made.
         batch: the rollout batch.
         activations: kept for the backward, and at work, where most lives.
@@ -287,7 +287,8 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         weights=weights,
         gradients=parameters * _gradient_bytes(config),
         optimizer=_optimizer_bytes(config, chunks),
-        reference=weights if config.needs_reference else 0,
+        # In host memory: the device holds it in the place of the policy.
+        reference=weights if config.needs_reference and config.launch.on_cpu else 0,
         critic=_critic_bytes(config, chunks) if config.critic else 0,
         batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
         activations=dynamic - min(working.logits, dynamic),

@@ -10,7 +10,7 @@ from megatron_rc.launch.flags.torchrun import torchrun_parser
 
 # Names in verl, OpenRLHF, slime, NeMo-RL and older Megatron-LM, by the flag that does it here.
 _MEANT = {
-    "load-hf": "hf-checkpoint model-path pretrain model-name model-name-or-path ref-load from-pretrained path",
+    "load-hf": "hf-checkpoint model-path pretrain model-name model-name-or-path from-pretrained path",
     "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",
     "tensor-model-parallel-size": "tensor-parallel-size tp tp-size",
     "pipeline-model-parallel-size": "pipeline-parallel-size pp pp-size",

@@ -35,6 +35,7 @@ _TITLES = {
     "guards": "steps that go wrong",
     "checkpoints": "checkpoints",
     "logging": "logging",
+    "reference": "reference policy",
     "task": "task",
     "rewards": "rewards",
     "advantages": "advantages",

@@ -28,6 +28,7 @@ from megatron_rc.launch.run_config.megatron import (
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField, megatron_fields
 from megatron_rc.launch.run_config.options import Option, options_of
+from megatron_rc.launch.run_config.reference import ReferenceSection
 from megatron_rc.launch.run_config.rewards import RewardSection
 from megatron_rc.launch.run_config.rollouts import EngineSection, RolloutSection, TaskSection
 from megatron_rc.launch.run_config.training import (
@@ -68,6 +69,7 @@ class RunConfig:
     guards: GuardSection
     checkpoints: CheckpointSection
     logging: LoggingSection
+    reference: ReferenceSection
     task: TaskSection
     rewards: RewardSection
     advantages: AdvantageSection

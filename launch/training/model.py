@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,14 +68,20 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
     return chunks
 
 
-def frozen_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
-    """The same chunks with the same weights, which do not train."""
-    copy = build_chunks(config, chunks[0].config)
-    for frozen, chunk in zip(copy, chunks, strict=True):
+def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
+    """The same chunks with the same weights in host memory, pinned where there is a GPU; they do not train."""
+    transformer = copy.copy(chunks[0].config)
+    # Nothing is drawn for weights that are overwritten at once.
+    transformer.use_cpu_initialization, transformer.perform_initialization = True, False
+    there = dataclasses.replace(config, launch=dataclasses.replace(config.launch, on_cpu=True))
+    copies = build_chunks(there, transformer)
+    for frozen, chunk in zip(copies, chunks, strict=True):
         # What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype.
         frozen.to(config.dtype).load_state_dict(chunk.state_dict())
         frozen.requires_grad_(False)
-    return copy
+        for parameter in () if config.launch.on_cpu else frozen.parameters():
+            parameter.data = parameter.data.pin_memory()
+    return copies
 
 
 def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
-from megatron_rc.launch.training.checkpoints.load import load_checkpoint
+from megatron_rc.launch.training.checkpoints.load import load_checkpoint, read_weights
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.critic import Critic, PreparedValues
@@ -30,12 +30,12 @@ from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, c
 from megatron_rc.launch.training.model import (
     build_chunks,
     build_optimizer,
-    frozen_copy,
     unwrap,
     wrap_chunks,
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
+from megatron_rc.launch.training.reference import Reference
 from megatron_rc.launch.training.rewards import RewardScaler
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.weights.converter import load_model
@@ -87,7 +87,7 @@ class Trainer:
         transformer = build_transformer_config(config)
         chunks = build_chunks(config, transformer)
         if config.checkpoints.load_hf:
-            self._start_from(config.checkpoints.load_hf, chunks)
+            self._start_from(config.checkpoints.load_hf, "--load-hf", chunks)
         self.model = wrap_chunks(config, chunks)
         self.optimizer, self.scheduler = build_optimizer(config, self.model, self.passes.timers.megatron)
         self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
@@ -95,7 +95,7 @@ class Trainer:
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
         # Of the initial policy.
-        self.reference = frozen_copy(config, self.chunks) if config.needs_reference else []
+        self.reference = Reference(config, self.chunks, self._reads_reference()) if config.needs_reference else None
         self.sampling_weights = SamplingWeights(config, self.chunks)
         self.correction = RolloutCorrection(
             config.correction,
@@ -165,7 +165,7 @@ class Trainer:
         self._scored_at = self._steps
         in_loss = self.config.correction.corrects_in_loss
         old = None if in_loss else self.score(cut)
-        ref = self.passes.score(self.reference, cut) if self.reference else None
+        ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
         scores = estimated = None
@@ -309,12 +309,30 @@ class Trainer:
         self.checks.gradient(self.iteration + 1, norm)
         return norm
 
-    def _start_from(self, folder: str, chunks: Sequence[GPTModel]) -> None:
+    def _score_reference(self, batch: LocalBatch) -> Tensor | None:
+        """Log-probs of the labels under the reference policy, which is refreshed first where that is due."""
+        if self.reference is None:
+            return None
+        chunks = self.chunks
+        self.reference.refresh(chunks, self.iteration)
+        with self.reference.in_place_of(chunks):
+            return self.passes.score(self.model, batch)
+
+    def _reads_reference(self) -> Callable[[Sequence[GPTModel]], None] | None:
+        """What puts the weights of a directory of the reference's own into chunks."""
+        reference = self.config.reference
+        if reference.ref_load:
+            return partial(read_weights, reference.ref_load, self.config, "--ref-load")
+        if reference.ref_load_hf:
+            return partial(self._start_from, reference.ref_load_hf, "--ref-load-hf")
+        return None
+
+    def _start_from(self, folder: str, name: str, chunks: Sequence[GPTModel]) -> None:
         error = None
         try:
             load_model(chunks, self.config, self.groups, folder)
         except ValueError as problem:
-            error = f"--load-hf: {problem}"
+            error = f"{name}: {problem}"
         agree(self.config, error)
 
     def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
@@ -337,7 +355,7 @@ class Trainer:
         absent = set()
         if self.config.loss.dual_clip is None:
             absent.add("policy/dual_clip_fraction")
-        if not self.reference:
+        if self.reference is None:
             absent.add("policy/reference_kl")
         return {name: value for name, value in metrics.items() if name not in absent}
 

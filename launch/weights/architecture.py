@@ -10,8 +10,12 @@ from megatron_rc.launch.weights.entries import Flags, UnknownFeatureError
 from megatron_rc.launch.weights.families import FAMILIES
 
 
-def read_architecture(folder: str | Path) -> Flags:
+def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     """Flag names without dashes, and their values as they would be typed; ``true`` and ``false`` for switches.
+
+    Args:
+        folder: of the model.
+        name: the flag that names it.
 
     Raises:
         ConfigurationError: no such file, an architecture that is not known, or one with a feature that GPTModel would
@@ -22,19 +26,19 @@ def read_architecture(folder: str | Path) -> Flags:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(
-            f"--load-hf {folder}: {path.name} cannot be read ({error}); give the directory of a Hugging Face model"
+            f"{name} {folder}: {path.name} cannot be read ({error}); give the directory of a Hugging Face model"
         ) from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigurationError(
-            f"--load-hf {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}, whichever "
+            f"{name} {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}, whichever "
             "bridge is installed: take a model of these, or add a family (docs/models.md)"
         )
     try:
         return FAMILIES[kind].read(config)
     except KeyError as error:
-        raise ConfigurationError(f"--load-hf {folder}: {path.name} lacks {error}") from error
+        raise ConfigurationError(f"{name} {folder}: {path.name} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ConfigurationError(f"--load-hf {folder}: {path.name} has an entry of the wrong kind ({error})") from error
+        raise ConfigurationError(f"{name} {folder}: {path.name} has an entry of the wrong kind ({error})") from error
     except UnknownFeatureError as error:
-        raise ConfigurationError(f"--load-hf {folder}: {error}; GPTModel would not compute the same") from error
+        raise ConfigurationError(f"{name} {folder}: {error}; GPTModel would not compute the same") from error

@@ -295,7 +295,9 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
     trainer = make_trainer(words)
     groups = trainer.groups
     load(trainer.chunks, old)
-    load(trainer.reference, old)
+    if trainer.reference is not None:
+        with trainer.reference.in_place_of(trainer.chunks):
+            load(trainer.chunks, old)
     batch, rows = batch_of(data, group_rank(groups.dp), group_size(groups.dp))
     batch = on_device(batch, trainer.device)
     with recorded() as plan_calls:

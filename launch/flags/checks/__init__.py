@@ -16,6 +16,7 @@ from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
 from megatron_rc.launch.flags.checks.parallel import check_parallelism
 from megatron_rc.launch.flags.checks.profiling import check_profiling
+from megatron_rc.launch.flags.checks.reference import check_reference
 from megatron_rc.launch.flags.checks.rewards import check_rewards
 from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_staleness
 from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts
@@ -51,6 +52,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_profiling(config)
     check_checkpoints(config)
     check_bridge(config, samples)
+    check_reference(config)
     check_prompts(config, task)
     check_evaluation(config, task)
     check_rewards(config, task, samples)

@@ -104,5 +104,6 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
 
 def _converts(config: RunConfig, samples: bool) -> bool:
     """Whether weights go to or come from Hugging Face's names in this run."""
-    files, critic = config.checkpoints, config.critic
-    return bool(samples or files.load_hf or files.save_hf or (critic and critic.critic_load_hf))
+    files = config.checkpoints
+    others = (config.reference.ref_load_hf, config.critic and config.critic.critic_load_hf)
+    return bool(samples or files.load_hf or files.save_hf or any(others))

@@ -52,33 +52,38 @@ def _other_whole(load: str | Path, damaged: int, checksums: bool) -> str:
     return "no other checkpoint there is whole"
 
 
-def find_checkpoint(load: str, config: RunConfig) -> int | None:
+def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int | None:
     """The checkpoint to go on from: the newest, or with ``--load-last-valid`` the newest that is whole; None: none.
+
+    Args:
+        load: the folder of all checkpoints.
+        config: of the run.
+        name: the flag that names the folder.
 
     Raises:
         AgreedError: on every rank alike: the newest is damaged; the message names the last one that is whole.
     """
-    found, damage = _agreed_latest_iteration(load, config)
+    found, damage = _agreed_latest_iteration(load, config, name)
     if damage is None and found is not None:
-        damage = _agreed_damage(load, found, config)
+        damage = _agreed_damage(load, found, config, name)
         if damage is not None:
             damage = f"checkpoint {found} is damaged: {damage}"
     if damage is None:
         return found
     # Later ones than the newest are another run's.
-    others = [number for number in reversed(_agreed_iterations(load, config)) if found is None or number < found]
-    whole = next((number for number in others if _agreed_damage(load, number, config) is None), None)
+    others = [number for number in reversed(_agreed_iterations(load, config, name)) if found is None or number < found]
+    whole = next((number for number in others if _agreed_damage(load, number, config, name) is None), None)
     if whole is None:
         older = "no other checkpoint there" if found is None else "no older checkpoint there"
-        raise AgreedError(f"--load {load}: {damage}; {older} is whole")
+        raise AgreedError(f"{name} {load}: {damage}; {older} is whole")
     if not config.checkpoints.load_last_valid:
-        raise AgreedError(f"--load {load}: {damage}; --load-last-valid goes on from checkpoint {whole}, which is whole")
+        raise AgreedError(f"{name} {load}: {damage}; --load-last-valid goes on from checkpoint {whole}, which is whole")
     if dist.get_rank() == 0:
-        _log.warning("--load %s: %s; the run goes on from checkpoint %d", load, damage, whole)
+        _log.warning("%s %s: %s; the run goes on from checkpoint %d", name, load, damage, whole)
     return whole
 
 
-def _agreed_latest_iteration(load: str, config: RunConfig) -> tuple[int | None, str | None]:
+def _agreed_latest_iteration(load: str, config: RunConfig, name: str) -> tuple[int | None, str | None]:
     """``latest_iteration`` of ``--load`` and what is wrong with it, the same on every rank."""
     found, error = None, None
     try:
@@ -91,22 +96,22 @@ def _agreed_latest_iteration(load: str, config: RunConfig) -> tuple[int | None, 
     highest, lowest = all_reduce_max(numbers, dist.group.WORLD).tolist()
     if highest != -lowest:
         raise ValueError(
-            f"--load {load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
+            f"{name} {load}: some ranks find checkpoint {highest}, others {-lowest} (-1: none): give a folder "
             "that all machines share"
         )
     return found, error
 
 
-def _agreed_damage(load: str, iteration: int, config: RunConfig) -> str | None:
+def _agreed_damage(load: str, iteration: int, config: RunConfig, name: str) -> str | None:
     """What is wrong with one checkpoint, the same on every rank, each of which reads its share of it."""
     folder = iteration_folder(load, iteration)
     problem = _agreed(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
     if problem is None and dist.get_rank() == 0 and not manifest.has_manifest(folder):
-        _log.warning("--load %s: checkpoint %d has no checksums: only sizes were looked at", load, iteration)
+        _log.warning("%s %s: checkpoint %d has no checksums: only sizes were looked at", name, load, iteration)
     return problem
 
 
-def _agreed_iterations(load: str, config: RunConfig) -> list[int]:
+def _agreed_iterations(load: str, config: RunConfig, name: str) -> list[int]:
     """As rank 0 finds them."""
     found: list[Any] = [None]
     error = None
@@ -114,7 +119,7 @@ def _agreed_iterations(load: str, config: RunConfig) -> list[int]:
         try:
             found = [iterations(load)]
         except OSError as problem:
-            error = f"--load {load} cannot be read ({problem.strerror})"
+            error = f"{name} {load} cannot be read ({problem.strerror})"
     agree(config, error)
     dist.broadcast_object_list(found, src=0)
     return list(found[0])

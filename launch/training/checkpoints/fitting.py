@@ -37,20 +37,33 @@ def misfit(
         with_reference: a reference policy is to be loaded.
         with_critic: a critic is to be loaded.
     """
-    names = index.state_dict_metadata
-    if with_reference and not any(name.startswith("reference.") for name in names):
+    problem = _reference_misfit(where, folder, index, config) if with_reference else None
+    if problem is None and with_critic and not any(name.startswith("critic.") for name in index.state_dict_metadata):
+        problem = (
+            f"{where} was written without a critic: give another --advantage-estimator than gae, or --finetune, which "
+            "starts one from its weights"
+        )
+    if problem is not None or not with_optimizer:
+        return problem
+    return _optimizer_misfit(where, index, config) or _experts_misfit(where, folder, config)
+
+
+def _reference_misfit(where: str, folder: Path, index: Metadata, config: RunConfig) -> str | None:
+    if not any(name.startswith("reference.") for name in index.state_dict_metadata):
         return (
             f"{where} was written without a reference policy: give --grpo-kl-beta 0, or --finetune, which takes its "
             "weights as the reference"
         )
-    if with_critic and not any(name.startswith("critic.") for name in names):
-        return (
-            f"{where} was written without a critic: give another --advantage-estimator than gae, or --finetune, which "
-            "starts one from its weights"
-        )
-    if not with_optimizer:
-        return None
-    return _optimizer_misfit(where, index, config) or _experts_misfit(where, folder, config)
+    before = settings_beside(folder).get("reference") or {}
+    for name in ("ref_load", "ref_load_hf"):
+        now, kept = getattr(config.reference, name), before.get(name)
+        if now != kept and now is not None:
+            began = f"--{name.replace('_', '-')} {kept}" if kept else "another reference policy"
+            return (
+                f"{where} was written with {began}, and has that policy still: {flag(name)} {now} would do nothing; "
+                "drop it, or give --finetune"
+            )
+    return None
 
 
 def _optimizer_misfit(where: str, index: Metadata, config: RunConfig) -> str | None:

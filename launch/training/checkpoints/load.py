@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWei
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import Trained, load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.model import unwrap
+from megatron_rc.launch.training.reference import Reference
 from megatron_rc.launch.training.rewards import RewardScaler
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
@@ -30,13 +32,39 @@ _UNREADABLE = (
 )
 
 
+def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> None:
+    """Overwrite the weights of these chunks by those of the policy in the newest checkpoint of a folder.
+
+    Args:
+        load: the folder.
+        config: of the run.
+        name: the flag that names the folder.
+        chunks: this rank's GPTModels.
+
+    Raises:
+        ValueError, AgreedError: as in :func:`load_checkpoint`.
+    """
+    found = find_checkpoint(load, config, name)
+    if found is None:
+        raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
+    where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
+    state = model_state(chunks)
+    asked = {name: set(part) for name, part in state.items()}
+    with _failing_together(where, folder, config):
+        read_index(folder / ".metadata")
+        loaded = dist_checkpointing.load(state, str(folder))
+    agree(config, _unasked(where, asked, loaded))
+    with _failing_together(where, folder, config):
+        load_model(chunks, loaded)
+
+
 def load_checkpoint(
     load: str,
     config: RunConfig,
     model: list[Any],
     optimizer: Any,
     scheduler: Any,
-    reference: list[Any],
+    reference: Reference | None,
     sampling: SamplingWeights,
     rewards: RewardScaler,
     critic: Trained | None,
@@ -56,12 +84,12 @@ def load_checkpoint(
         return 0
     where, folder = f"--load {load}: checkpoint {found}", iteration_folder(load, found)
     with_optimizer = not files.finetune and not files.no_load_optim
-    with_reference = bool(reference) and not files.finetune
+    with_reference = reference is not None and not files.finetune
     state = model_state(model)
     if with_optimizer:
         state["optimizer"] = optimizer_state(optimizer, model, is_loading=True)
-    if with_reference:
-        state |= model_state(reference, "reference")
+    if reference is not None and with_reference:
+        state |= reference.wanted_state()
     critic = None if files.finetune else critic
     if critic is not None:
         state |= wanted_critic_state(critic, with_optimizer=with_optimizer)
@@ -81,7 +109,8 @@ def load_checkpoint(
     agree(config, _unasked(where, asked, loaded))
     with _failing_together(where, folder, config):
         load_model(model, loaded)
-        load_model(reference, loaded, "reference" if with_reference else "model")
+        if reference is not None:
+            reference.load(loaded) if with_reference else reference.start_from([unwrap(chunk) for chunk in model])
         if with_sampling:
             sampling.load(loaded)
         if not files.finetune:

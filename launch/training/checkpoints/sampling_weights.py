@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,8 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
-from megatron_rc.launch.training.model import frozen_copy
+from megatron_rc.launch.training.model import host_copy
+from megatron_rc.launch.training.offload import exchanged
 
 _NAME, _VERSION = "sampling", "sampling_version"
 
@@ -34,8 +34,7 @@ class SamplingWeights:
     def __init__(self, config: RunConfig, chunks: Sequence[GPTModel]) -> None:
         rollouts, files = config.rollouts, config.checkpoints
         is_wanted = rollouts.rollout_staleness and not rollouts.load_rollouts and (files.save or files.load)
-        # On the host, since nothing computes with them.
-        self._chunks = [chunk.cpu() for chunk in frozen_copy(config, chunks)] if is_wanted else []
+        self._chunks = host_copy(config, chunks) if is_wanted else []
         self.version = -1
 
     def keep(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
@@ -49,14 +48,8 @@ class SamplingWeights:
     @contextmanager
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Inside, the policy has these weights; afterwards its own, to the last bit."""
-        own = [copy.deepcopy(chunk.state_dict()) for chunk in chunks]
-        for chunk, older in zip(chunks, self._chunks, strict=True):
-            chunk.load_state_dict(older.state_dict())
-        try:
+        with exchanged(chunks, self._chunks):
             yield
-        finally:
-            for chunk, state in zip(chunks, own, strict=True):
-                chunk.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of them."""

@@ -21,6 +21,7 @@ from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failu
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import Trained, model_state, optimizer_state
+from megatron_rc.launch.training.reference import Reference
 from megatron_rc.launch.training.rewards import RewardScaler
 
 _log = logging.getLogger("megatron_rc")
@@ -47,7 +48,7 @@ class CheckpointWriter:
         model: list[Any],
         optimizer: Any,
         scheduler: Any,
-        reference: list[Any],
+        reference: Reference | None,
         sampling: SamplingWeights,
         rewards: RewardScaler,
         critic: Trained | None,
@@ -59,7 +60,7 @@ class CheckpointWriter:
             model: this rank's chunks.
             optimizer: Megatron's optimizer; left out with ``--no-save-optim``.
             scheduler: of the learning rate.
-            reference: chunks of the reference policy; empty without a KL penalty.
+            reference: policy; None without a KL penalty.
             sampling: weights of the rollouts under way.
             rewards: statistics of the rewards so far.
             critic: with its own optimizer and schedule; None: there is none.
@@ -71,8 +72,9 @@ class CheckpointWriter:
         phases.enter(f"the saving of step {iteration}")
         self.finish()
         _check_weights(self.config, iteration, [*model, *(critic.model if critic else [])])
-        state = model_state(model) | model_state(reference, "reference") | sampling.state() | rewards.state()
-        state["iteration"] = iteration
+        state = model_state(model) | sampling.state() | rewards.state() | {"iteration": iteration}
+        if reference is not None:
+            state |= reference.state()
         if not self.files.no_save_optim:
             state["optimizer"] = optimizer_state(optimizer, model)
             state["opt_param_scheduler"] = scheduler.state_dict()

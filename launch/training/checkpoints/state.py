@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ class Trained(Protocol):
         """Of the learning rate."""
 
 
-def model_state(model: list[Any], name: str = "model") -> dict[str, Any]:
+def model_state(model: Sequence[Any], name: str = "model") -> dict[str, Any]:
     """Sharded state of each chunk. Keys inside the file name global layers, so that chunks do not matter there."""
     prefix = "" if name == "model" else f"{name}."
     return {
@@ -43,7 +44,7 @@ def optimizer_state(optimizer: Any, model: list[Any], name: str = "model", *, is
     return optimizer.sharded_state_dict(model_state(model, name), is_loading=is_loading, metadata=_metadata())
 
 
-def load_model(model: list[Any], loaded: dict[str, Any], name: str = "model") -> None:
+def load_model(model: Sequence[Any], loaded: dict[str, Any], name: str = "model") -> None:
     """Copy what was loaded into the chunks."""
     prefix = "" if name == "model" else f"{name}."
     for index, chunk in enumerate(model):

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rc.launch.dry_run import memory
 from megatron_rc.launch.dry_run.memory import stage_memories
+from megatron_rc.launch.flags.configure import configure
 from tests.support.allocated import peak_bytes
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, run_config
@@ -86,6 +87,12 @@ def test_flags_that_spare_memory_do():
     half = predicted("bf16-distributed")[0]
     assert half.optimizer == 12 * half.parameters // 2
     assert half.weights == 2 * half.parameters
+
+
+def test_a_reference_policy_waits_in_host_memory_where_there_is_a_gpu():
+    layout, words = words_of("gpt2-reference", "--transformer-impl=local", "--no-cpu")
+    config = configure(words, layout.world, engine=False, elsewhere=True)[0]
+    assert [found.reference for found in stage_memories(config)] == [0]
 
 
 def test_megatron_lm_says_the_same_of_weights_and_optimizer():

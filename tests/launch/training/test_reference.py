@@ -1,0 +1,216 @@
+"""The reference policy waits in host memory, follows the policy, or is another model; what goes away comes back."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron_rc.launch.errors import ConfigurationError
+from tests.launch.training.test_loop import run_training
+from tests.support.live import storages_of
+from tests.support.published_models import MODELS, changed, words_of
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config, save_initial
+
+KL = ["--grpo-kl-beta=0.1", "--kl-estimator=k2"]
+
+
+def weights(chunks):
+    return [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+
+
+def same(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def batches(trainer, numbers):
+    """Two optimizer steps on each recorded batch: metrics, and whether the reference is what it was before."""
+    dp = trainer.groups.dp
+    rank, size = (dp.rank() if dp else 0), trainer.config.data_parallel_size
+    found = []
+    for number in numbers:
+        before, policy = weights(trainer.reference.chunks), weights(trainer.chunks)
+        prepared = trainer.prepare(recorded_batch(number, rank, size))
+        now = weights(trainer.reference.chunks)
+        kind = "kept" if same(now, before) else "the policy" if same(now, policy) else "other"
+        assert same(weights(trainer.chunks), policy), "the policy has its own weights again"
+        found += [(kind, trainer.update(prepared, 0)) for _ in range(2)]
+    return found
+
+
+def refreshed(words, numbers):
+    trainer = make_trainer(words)
+    found = batches(trainer, numbers)
+    if trainer.config.checkpoints.save:
+        trainer.save()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [(Layout(pp=2, vpp=True), []), (Layout(tp=2, sp=True, dp=2), ["--bf16", "--use-distributed-optimizer"])],
+    ids=["pp2-vpp", "tp2-sp-dp2-bf16-distributed"],
+)
+def test_it_follows_the_policy_by_steps_and_over_a_restart(ranks, tmp_path, layout, more):
+    """Two steps a batch: at an interval of four, the third batch is compared with the policy before it."""
+    words = flags(tmp_path, *KL, *layout.flags(), *more, "--lr=1e-3", "--ref-update-interval=4")
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    whole = ranks.run(refreshed, layout, words, range(4))
+    parts = zip(
+        *(ranks.run(refreshed, layout, [*words, *save], numbers) for numbers in ([0, 1], [2], [3])), strict=True
+    )
+    for straight, broken in zip(whole, parts, strict=True):
+        assert [kind for kind, _ in straight] == ["kept"] * 4 + ["the policy"] * 2 + ["kept"] * 2
+        assert [step for part in broken for step in part] == straight, "to the last digit"
+    distances = [step["policy/reference_kl"] for _, step in whole[0]]
+    assert distances[0] == distances[4] == 0
+    assert min(distances[1:4] + distances[5:]) > 0
+
+
+def own_directory(words, more):
+    """(the reference policy's own weights, the policy's), by Hugging Face's names."""
+    from megatron_rc.launch.weights.converter import export_model
+
+    trainer = make_trainer([*words, *more])
+    found = []
+    with trainer.reference.in_place_of(trainer.chunks):
+        found.append(dict(export_model(trainer.chunks, trainer.config, trainer.groups)))
+    return [*found, dict(export_model(trainer.chunks, trainer.config, trainer.groups))]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Two random models of one architecture."""
+    folders = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        folders.append(tmp_path_factory.mktemp(f"model{seed}"))
+        transformers.AutoModelForCausalLM.from_config(MODELS["qwen3"]).save_pretrained(folders[-1])
+    return folders
+
+
+def test_it_has_a_directory_of_its_own(ranks, tmp_path, published):
+    """Of Hugging Face's form, or checkpoints of another layout; the policy begins from another one."""
+    layout, saved = Layout(tp=2), Layout(pp=2)
+    ranks.run(save_initial, saved, [*words_of(published[1], saved), f"--save={tmp_path}/other"])
+    policy, other = (load_file(folder / "model.safetensors") for folder in published)
+    for own in (f"--ref-load-hf={published[1]}", f"--ref-load={tmp_path}/other"):
+        found = ranks.run(own_directory, layout, words_of(published[0], layout), [*KL, own])
+        for got, want in zip(found[0], (other, policy), strict=True):
+            assert got.keys() == want.keys()
+            assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+def test_finetuning_compares_with_the_weights_it_starts_from_or_with_the_other_ones(ranks, tmp_path, published):
+    start, layout = published[0], Layout()
+    words = words_of(start, layout, *KL)
+    ranks.run(refreshed, layout, [*words, f"--save={tmp_path}/save", "--lr=1e-3"], [0])
+    words += [f"--load={tmp_path}/save", "--finetune"]
+    for own, distant in (([], False), ([f"--ref-load-hf={published[1]}"], True)):
+        ((_, first), *_) = ranks.run(refreshed, layout, [*words, *own], [0])[0]
+        assert (first["policy/reference_kl"] > 0) == distant
+
+
+def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published):
+    words = words_of(published[0], Layout(dp=2), *KL, "--rollout-engine=transformers", "--train-iters=2")
+    ranks.run(refreshed, Layout(dp=2), [*words, f"--save={tmp_path}/save"], [0])
+    said = ranks.run(run_training, Layout(dp=2), [*words, f"--load={tmp_path}/save", f"--ref-load-hf={published[1]}"])
+    assert set(said) == {said[0]}
+    assert f"--ref-load-hf {published[1]} would do nothing; drop it, or give --finetune" in said[0]
+    said = ranks.run(run_training, Layout(dp=2), [*words, f"--ref-load={tmp_path}"])
+    assert set(said) == {said[0]}
+    assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said[0]
+
+
+def bytes_while_it_is_compared(words):
+    """(bytes of all weights outside the pass, in it, the most that the exchange made, of the largest weight)."""
+    from megatron_rc.launch.dry_run.live_bytes import LiveBytes
+    from megatron_rc.launch.training.offload import exchanged
+
+    trainer = make_trainer(words)
+    both = [*trainer.chunks, *trainer.reference.chunks]
+    own, other = (weights(chunks) for chunks in (trainer.chunks, trainer.reference.chunks))
+    with torch.no_grad():
+        for weight in trainer.reference.chunks[0].parameters():
+            weight.add_(1)
+    outside = storages_of(both)
+    with exchanged(trainer.chunks, trainer.reference.chunks):
+        assert same(weights(trainer.reference.chunks), own)
+        assert not any(map(torch.equal, weights(trainer.chunks), other))
+    assert same(weights(trainer.chunks), own)
+    with LiveBytes() as live, exchanged(trainer.chunks, trainer.reference.chunks):
+        inside = storages_of(both)
+    return outside, inside, live.peak, max(weight.nbytes for weight in own)
+
+
+def test_no_second_model_comes_into_being(ranks, tmp_path):
+    """The exchange needs one weight beside the two models, of which one is in host memory."""
+    outside, inside, most, largest = ranks.run(bytes_while_it_is_compared, Layout(), flags(tmp_path, *KL))[0]
+    assert outside == inside
+    assert 0 < most <= largest
+
+
+def steps_with(words, goes_away):
+    """Metrics of three steps and the weights behind them; bytes that the optimizer and gradients hold in between."""
+    from megatron_rc.launch.training.offload import Offload, tensors_of_model, tensors_of_optimizer
+
+    trainer, held = make_trainer(words), []
+
+    def tensors():
+        return [*tensors_of_model(trainer.model), *tensors_of_optimizer(trainer.optimizer, trainer.model)]
+
+    offload, whole = Offload(tensors), {tensor.untyped_storage()._cdata: tensor for tensor in tensors()}
+    found = []
+    for number in range(3):
+        if goes_away:
+            offload.away()
+            held.append(sum(tensor.untyped_storage().nbytes() for tensor in whole.values()))
+            offload.away()
+        with offload.here():
+            dp = trainer.groups.dp
+            batch = recorded_batch(number, dp.rank() if dp else 0, trainer.config.data_parallel_size)
+            found.append(trainer.update(trainer.prepare(batch), 0))
+    offload.back()
+    return found, weights(trainer.chunks), held, sum(tensor.untyped_storage().nbytes() for tensor in whole.values())
+
+
+@pytest.mark.parametrize("more", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["plain", "bf16-distributed"])
+def test_what_goes_away_comes_back_to_the_last_bit(ranks, tmp_path, more):
+    words, layout = flags(tmp_path, *more, "--lr=1e-3"), Layout(dp=2)
+    stayed, went = (ranks.run(steps_with, layout, words, goes_away) for goes_away in (False, True))
+    for (steps, final, _, _), (others, again, held, whole) in zip(stayed, went, strict=True):
+        assert steps == others
+        assert same(final, again)
+        assert held == [0, 0, 0]
+        assert whole >= 4 * sum(weight.nbytes for weight in final), "gradients and moments go too"
+
+
+REFUSED = {
+    "--grpo-kl-beta=0 --ref-update-interval=2": "--ref-update-interval 2 does nothing with --grpo-kl-beta 0: give that",
+    "--grpo-kl-beta=0 --ref-load=.": r"--ref-load \. does nothing with --grpo-kl-beta 0",
+    "--ref-update-interval=3": "--ref-update-interval 3 must be a multiple of the 2 optimizer steps of one",
+    "--ref-update-interval=0": "--ref-update-interval 0 must be positive",
+    "--ref-load=nowhere": "--ref-load nowhere: no such folder",
+    "--ref-load-hf=nowhere": r"--ref-load-hf nowhere: config\.json cannot be read",
+    "--ref-load=. --ref-load-hf=nowhere": r"--ref-load \. and --ref-load-hf nowhere each name a reference policy",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_compared_with_is_refused(tmp_path, words):
+    with pytest.raises(ConfigurationError, match=REFUSED[words]):
+        run_config(flags(tmp_path, KL[0], *words.split()), engine=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rms_norm_eps": 1e-3}, "with --norm-epsilon 0.001, and the policy has 1e-06"),
+        ({"num_hidden_layers": 2}, "with --num-layers 2, and the policy has 4"),
+        ({"model_type": "qwen2"}, "with --add-qkv-bias true, and the policy has False"),
+    ],
+)
+def test_another_architecture_is_refused(tmp_path, published, change, message):
+    other = changed(published[1], tmp_path, change)
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(words_of(published[0], Layout(), *KL, f"--ref-load-hf={other}"), engine=False)
