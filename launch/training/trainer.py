@@ -23,6 +23,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint, read_weights
+from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.critic import Critic, PreparedValues
@@ -35,7 +36,6 @@ from megatron_rc.launch.training.model import (
 )
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
-from megatron_rc.launch.training.reference import Reference
 from megatron_rc.launch.training.rewards import RewardScaler
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.weights.converter import load_model

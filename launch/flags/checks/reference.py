@@ -21,7 +21,8 @@ def check_reference(config: RunConfig) -> None:
         value = getattr(reference, option.field)
         if value is not None and not config.needs_reference:
             raise ConfigurationError(
-                f"{flag(option.flag)} {value} does nothing with --grpo-kl-beta 0: give that, or drop it"
+                f"{flag(option.flag)} {value} does nothing without --grpo-kl-beta or --kl-in-reward: give one of them, "
+                "or drop it"
             )
     if reference.ref_load and reference.ref_load_hf:
         raise ConfigurationError(

@@ -17,12 +17,12 @@ from megatron_rc.launch.training.checkpoints.critic import OPTIMIZER, load_criti
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
+from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import Trained, load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
 from megatron_rc.launch.training.model import unwrap
-from megatron_rc.launch.training.reference import Reference
 from megatron_rc.launch.training.rewards import RewardScaler
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.

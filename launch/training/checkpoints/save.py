@@ -18,10 +18,10 @@ from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
 from megatron_rc.launch.training.checkpoints.critic import critic_state
 from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
+from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import Trained, model_state, optimizer_state
-from megatron_rc.launch.training.reference import Reference
 from megatron_rc.launch.training.rewards import RewardScaler
 
 _log = logging.getLogger("megatron_rc")

@@ -186,8 +186,8 @@ def test_what_goes_away_comes_back_to_the_last_bit(ranks, tmp_path, more):
 
 
 REFUSED = {
-    "--grpo-kl-beta=0 --ref-update-interval=2": "--ref-update-interval 2 does nothing with --grpo-kl-beta 0: give that",
-    "--grpo-kl-beta=0 --ref-load=.": r"--ref-load \. does nothing with --grpo-kl-beta 0",
+    "--grpo-kl-beta=0 --ref-update-interval=2": "--ref-update-interval 2 does nothing without --grpo-kl-beta or --kl",
+    "--grpo-kl-beta=0 --ref-load=.": r"--ref-load \. does nothing without --grpo-kl-beta or --kl",
     "--ref-update-interval=3": "--ref-update-interval 3 must be a multiple of the 2 optimizer steps of one",
     "--ref-update-interval=0": "--ref-update-interval 0 must be positive",
     "--ref-load=nowhere": "--ref-load nowhere: no such folder",
