@@ -173,7 +173,7 @@ RULES: tuple[Rule, ...] = (
         "GSPO's ratio is a mean over the sequence, the weights are products over it: they differ by a power of the "
         "length",
         "use --rollout-is geometric, which has GSPO's length, or token weights",
-        "GSPO, arXiv 2507.18071, eq. 7",
+        "GSPO, arXiv 2507.18071",
     ),
     Rule(
         "threshold_cuts_half",
