@@ -347,6 +347,68 @@ def test_the_figures_are_drawn(outcomes, tmp_path, draw):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+# What is committed.
+
+
+def committed(name="study"):
+    return results.read(ROOT / "docs" / f"{name}.json")
+
+
+def test_the_page_holds_the_table_of_the_data():
+    text = (ROOT / "docs" / "study.md").read_text()
+    _, _, after = text.partition(f"{document.begin_of('study')}\n")
+    assert after.partition(document.END)[0] == f"\n{document.table(committed())}\n"
+
+
+def test_the_data_are_those_of_all_runs():
+    assert [(one.mismatch, one.correction, one.seed) for one in committed()] == [
+        (run.mismatch.name, run.correction.name, run.seed) for run in RUNS
+    ]
+    assert all(one.policy[-1][0] == 200 for one in committed())
+    for name in ("study.png", "study_measures.png"):
+        assert (ROOT / "docs" / name).stat().st_size < 150_000
+
+
+def of(mismatch, correction, value=lambda one: one.final):
+    """A number of the three seeds."""
+    return [value(one) for one in committed() if (one.mismatch, one.correction) == (mismatch, correction)]
+
+
+def test_what_readme_and_the_page_say_in_words():
+    def rounded(*kinds):
+        return tuple(f"{sum(of(*kind)) / 3:.2f}" for kind in kinds)
+
+    readme, page = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/study.md"))
+    old = rounded(("staleness", "uncorrected"), ("staleness", "token_tis"), ("staleness", "geo_rs_token_tis"))
+    coarse = rounded(("rounding", "uncorrected"), ("rounding", "token_tis"), ("rounding", "geo_rs_token_tis"))
+    warm, none = rounded(("temperature", "uncorrected"), ("none", "uncorrected"))
+    assert f"a reward of {old[0]} without correction and {old[1]} with token-level truncated" in readme
+    assert f"three values to {coarse[0]} and {coarse[1]}; without mismatch to {none}." in readme
+    assert f"{coarse[1]} and {coarse[2]} against {coarse[0]}, {old[1]} and {old[2]} against {old[0]}." in page
+    assert f"Without correction training ends at {warm}, and all four" in page
+    reference = results.reference_of(committed())
+    for mismatch in ("rounding", "staleness"):
+        for correction in ("token_tis", "geo_rs_token_tis"):
+            pairs = zip(of(mismatch, correction), of(mismatch, "uncorrected"), strict=True)
+            assert all(corrected > plain for corrected, plain in pairs)
+    for how in settings.CORRECTIONS:
+        pairs = zip(of("temperature", how.name), of("temperature", "uncorrected"), strict=True)
+        assert all(corrected < plain for corrected, plain in pairs)
+    for kind in settings.MISMATCHES:
+        means = {how.name: sum(of(kind.name, how.name)) for how in (settings.UNCORRECTED, *settings.CORRECTIONS)}
+        assert min(means, key=means.get) == "bypass"
+        assert means["seq_tis"] < means["uncorrected"]
+    verdicts = [(one, results.verdict(one, reference)) for one in committed()]
+    collapsed = [one for one, said in verdicts if said == "collapsed"]
+    assert {one.mismatch for one in collapsed} == {"temperature"}
+    assert len(collapsed) == 5
+    assert "uncorrected" not in {one.correction for one in collapsed}
+    sound = [one for one, said in verdicts if said == "sound" and one.mismatch in ("rounding", "staleness")]
+    assert [one.correction for one in sound].count("uncorrected") == 0
+    assert len(sound) == 3
+    assert not any(one.error for one in committed())
+
+
 def test_three_runs_of_one_seed_are_told_one_by_one(tmp_path, capsys):
     (run, *_) = runs = list(settings.hard_runs(tmp_path))
     assert len({run.name for run in runs}) == 3
