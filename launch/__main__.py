@@ -26,6 +26,7 @@ from megatron_rc.launch.flags.help import short_help, whole_help
 from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
+from megatron_rc.launch.standard_error import outlast_reader
 from megatron_rc.launch.training.settings_file import settings_text
 
 USAGE_ERROR = 2
@@ -91,4 +92,5 @@ def _check_restarts(mine: argparse.Namespace, machines: Machines, files: Checkpo
 
 
 if __name__ == "__main__":
+    outlast_reader()
     main()

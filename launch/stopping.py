@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -48,7 +48,8 @@ class StopRequest:
         is_first, self.signal = self.signal is None, signal.Signals(number).name
         if is_first and self._answers and not self._interrupts and os.environ.get("RANK") == "0":
             # Not by sys.stderr, in the midst of whose work this may run.
-            os.write(_STDERR, self._answer().encode())
+            with suppress(BrokenPipeError):
+                os.write(_STDERR, self._answer().encode())
         if self._interrupts:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
             raise Interrupted

@@ -25,6 +25,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.heartbeats import Heartbeats, Missed
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.standard_error import outlast_reader
 from megatron_rc.launch.stopping import leaves_by_sigterm
 from megatron_rc.launch.tasks import Task
 
@@ -129,4 +130,5 @@ def _end_at_once(missed: Missed) -> NoReturn:
 
 
 if __name__ == "__main__":
+    outlast_reader()
     main()

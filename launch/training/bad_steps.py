@@ -33,7 +33,8 @@ class BadSteps:
     def __init__(self, config: RunConfig, trainer: Trainer, collector: RolloutCollector) -> None:
         self.config, self.trainer, self.collector = config, trainer, collector
         self.folder = bad_folder(config)
-        self._begun, self._in_a_row, self._why = trainer.iteration, 0, ""
+        self._begun, self._left_out_before = trainer.iteration, trainer.left_out.steps
+        self._why = "as before the checkpoint" if trainer.left_out.in_a_row else ""
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch | None:
         """The batch, ready for its steps; None where its steps are left out.
@@ -86,18 +87,27 @@ class BadSteps:
         Args:
             row: metrics of the step that was made, or left out; told once for each.
         """
+        left_out = self.trainer.left_out
         if "grad_norm" not in row:
-            self._in_a_row += 1
+            left_out.in_a_row += 1
         elif row["grad_norm"] != 0:
-            self._in_a_row = 0
+            left_out.in_a_row = 0
         elif row["reward/nonzero_advantages"] > 0:
-            self._in_a_row, self._why = self._in_a_row + 1, "their gradient was 0: a model that is ruined, as by --lr"
-        steps, limit = self.trainer.iteration - self._begun, self.config.guards.max_skipped_steps
-        if self._in_a_row >= limit and not self._is_settling(row):
-            return f"the last {self._in_a_row} steps left the model as it was ({self._why}); {self._allowed}"
-        is_end = self.trainer.iteration >= self.config.training.train_iters
-        if is_end and 2 * self._in_a_row > steps and (self._in_a_row > 1 or self.trainer.skipped == steps):
-            return f"{self._in_a_row} of the run's {steps} steps, the last ones, left the model as it was ({self._why})"
+            left_out.in_a_row += 1
+            self._why = "their gradient was 0: a model that is ruined, as by --lr"
+        if left_out.in_a_row >= self.config.guards.max_skipped_steps and not self._is_settling(row):
+            return f"the last {left_out.in_a_row} steps left the model as it was ({self._why}); {self._allowed}"
+        return self._complaint_at_the_end()
+
+    def _complaint_at_the_end(self) -> str | None:
+        """Most of the steps since the start, the last ones, changed nothing."""
+        if self.trainer.iteration < self.config.training.train_iters:
+            return None
+        steps = self.trainer.iteration - self._begun
+        idle = min(self.trainer.left_out.in_a_row, steps)
+        are_all_left_out = self.trainer.left_out.steps - self._left_out_before == steps
+        if 2 * idle > steps and (idle > 1 or are_all_left_out):
+            return f"{idle} of the run's {steps} steps, the last ones, left the model as it was ({self._why})"
         return None
 
     def _is_settling(self, row: Mapping[str, float]) -> bool:

@@ -41,11 +41,13 @@ class CheckpointSaves:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where all ranks end together by an error, their weights are as good as before it: they are kept.
 
-        A checkpoint under way becomes whole. The error's sentence goes on with where the steps are that were made.
+        A checkpoint under way becomes whole. The error's sentence goes on with where the steps are that were made. None
+        that is older is removed: where the error tells of a model that is ruined, it is what the user goes on from.
         """
         if not isinstance(error, AgreedError):
             return
         step, save = self.trainer.iteration, self.files.save
+        self.trainer.writer.keeps_older = True
         finished = self._attempt(self.trainer.writer.finish, is_ending=True)
         if save is None or step == self.begun or isinstance(error, SaveError):
             return
@@ -56,7 +58,11 @@ class CheckpointSaves:
             except AgreedError as second:
                 error.args = (f"{error}; {second}",)
                 return
-        error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that",)
+        error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that{self._older(step)}",)
+
+    def _older(self, step: int) -> str:
+        """The last checkpoint before that of an error, in words, as all ranks know it."""
+        return f", the one before it is {self.saved}" if -1 < self.saved < step else ""
 
     def on_the_way(self) -> None:
         """After a step: begin what is due, go on with what is under way."""

@@ -26,6 +26,8 @@ _ADVICE = {
     "--grpo-kl-beta",
     ("policy/entropy", "<>"): "the policy collapses or dissolves: lower --lr, or change --grpo-entropy-term-weight",
 }
+# Of some steps only: those after a save or an evaluation.
+_NOW_AND_THEN = ("perf/save_seconds", "perf/eval_seconds")
 _OTHERWISE = "see docs/metrics.md for what moves it"
 
 
@@ -38,7 +40,7 @@ class Guards:
 
     def __init__(self, config: RunConfig) -> None:
         self._met: dict[Condition, list[float]] = {Condition.parse(text): [] for text in config.guards.stop_if or ()}
-        self._unseen = set(self._met)
+        self._unseen = {condition for condition in self._met if condition.metric not in _NOW_AND_THEN}
 
     def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
         """Why the run is to end, if it is, and with which exit code; the weights are good.

@@ -169,8 +169,9 @@ class _Run:
         row |= self.machine.metrics(row) | self.trainer.passes.timers.metrics()
         complaint: str | AgreedError | None = self.steps.complaint(row)
         if self.reporter is not None:
-            self.reporter.step(step, row | self.saver.metrics)
-            complaint = self.reporter.error or complaint or self.guards.step(step, row)
+            reported = row | self.saver.metrics
+            self.reporter.step(step, reported)
+            complaint = self.reporter.error or complaint or self.guards.step(step, reported)
         complaint = self.profiling(step) or complaint
         self.is_stopped = agree(self.config, complaint, stop=self.request.signal is not None)
 
@@ -225,5 +226,5 @@ def _how_it_ended(config: RunConfig, trainer: Trainer, request: StopRequest) -> 
     done = "finished" if is_done else f"stopped by {request.signal or 'another rank'}"
     kept = f", saved to {files.save}" if files.save else ""
     model = f", model in {hugging_face_folder(files.save_hf, iteration)}" if files.save_hf else ""
-    left_out = f" ({trainer.skipped} steps left out)" if trainer.skipped else ""
+    left_out = f" ({trainer.left_out.steps} steps left out)" if trainer.left_out.steps else ""
     return f"{done} at step {iteration}{left_out}{kept}{model}"

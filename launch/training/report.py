@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +123,10 @@ class Reporter:
         """The table and the picture of the run, and where everything lies; ``code`` is 0 where all went well."""
         self.progress.close()
         self.metrics.close()
-        # What is lost here was told when it was written, or is a copy of what metrics.jsonl holds.
-        with suppress(OSError):
+        try:
             self.board.close()
+        except OSError as error:
+            self.say(f"TensorBoard's files in {self.board.log_dir} are not whole ({error.strerror}): {METRICS_FILE} is")
         if self.wandb is not None:
             self.wandb.finish(exit_code=code)
         seconds = time.monotonic() - self.started

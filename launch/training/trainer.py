@@ -27,6 +27,7 @@ from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.critic import Critic, PreparedValues
+from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import (
     build_chunks,
@@ -75,8 +76,7 @@ class Trainer:
         sampling_weights: those of the rollouts under way, kept for checkpoints.
         writer: of checkpoints.
         critic: with ``--advantage-estimator gae``; else None.
-        skipped: steps of this run that were not made: no token was accepted, none had a weight, or they were bad.
-        bad: those of the last kind.
+        left_out: steps that were not made, those before a loaded checkpoint included.
         keeps_log_probs: whether steps keep what their losses computed.
         kept_log_probs: then log π_θ of the last step's micro-batches, in their order; empty before the last stage.
     """
@@ -108,7 +108,7 @@ class Trainer:
         transformer.finalize_model_grads_func = wrap_finalize(self.correction)
         self.advantages, self.rewards = Advantages(config, groups), RewardScaler(config.advantages, groups.dp)
         self.device = next(chunks[0].parameters()).device
-        self.iteration, self.skipped, self.bad, self._scored_at = 0, 0, 0, -1
+        self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         self.critic = Critic(config, groups) if config.critic else None
         if self.critic is not None:
@@ -135,7 +135,7 @@ class Trainer:
     def _kept(self) -> tuple[Any, ...]:
         """What checkpoints hold."""
         trained = self.model, self.optimizer, self.scheduler
-        return *trained, self.reference, self.sampling_weights, self.rewards, self.critic
+        return *trained, self.reference, self.sampling_weights, self.rewards, self.critic, self.left_out
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.
@@ -222,7 +222,7 @@ class Trainer:
     def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         if self.config.critic is not None and self.iteration < self.config.critic.num_critic_only_steps:
             self.iteration, self.kept_log_probs = self.iteration + 1, []
-            return {"lr": self._learning_rate()} | self._left_out()
+            return {"lr": self._learning_rate()} | self._left_out_metrics()
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:
@@ -240,12 +240,14 @@ class Trainer:
         self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
         self.scheduler.step(increment=1)
         self.iteration += 1
-        return metrics | {"grad_norm": float(grad_norm), "lr": learning_rate} | self._left_out()
+        return metrics | {"grad_norm": float(grad_norm), "lr": learning_rate} | self._left_out_metrics()
 
     def skip(self, *, is_bad: bool = False) -> dict[str, float]:
         """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""
-        self.iteration, self.skipped, self.bad = self.iteration + 1, self.skipped + 1, self.bad + is_bad
-        return {"lr": self._learning_rate()} | self._left_out()
+        self.iteration += 1
+        self.left_out.steps += 1
+        self.left_out.bad += is_bad
+        return {"lr": self._learning_rate()} | self._left_out_metrics()
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
         """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
@@ -289,7 +291,7 @@ class Trainer:
     @property
     def _steps(self) -> int:
         """Number of steps that changed the weights."""
-        return self.iteration - self.skipped
+        return self.iteration - self.left_out.steps
 
     def _gather_weights(self) -> None:
         """With --overlap-param-gather the shares of a step's weights come together in the next training pass alone."""
@@ -298,8 +300,8 @@ class Trainer:
                 chunk.start_param_sync(force_sync=True)
         self._gathers_late = False
 
-    def _left_out(self) -> dict[str, float]:
-        return {"skipped_steps": float(self.skipped), "bad_steps": float(self.bad)}
+    def _left_out_metrics(self) -> dict[str, float]:
+        return {"skipped_steps": float(self.left_out.steps), "bad_steps": float(self.left_out.bad)}
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

@@ -26,6 +26,20 @@ def check_guards(config: RunConfig) -> None:
         except ValueError as error:
             raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
         _check_metric(condition, config.correction.metric_prefix)
+        _check_occasion(condition, config)
+
+
+def _check_occasion(condition: Condition, config: RunConfig) -> None:
+    """What only steps after a save or an evaluation have, where there is none on the way."""
+    wanted = {
+        "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
+        "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
+    }
+    name, given = wanted.get(condition.metric, ("", True))
+    if not given:
+        raise ConfigurationError(
+            f"--stop-if '{condition.text}' does nothing without {name}: no step has {condition.metric}"
+        )
 
 
 def _check_metric(condition: Condition, prefix: str) -> None:

@@ -22,6 +22,7 @@ from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWei
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
 from megatron_rc.launch.training.checkpoints.state import Trained, load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.model import unwrap
 from megatron_rc.launch.training.rewards import RewardScaler
 
@@ -68,6 +69,7 @@ def load_checkpoint(
     sampling: SamplingWeights,
     rewards: RewardScaler,
     critic: Trained | None,
+    left_out: LeftOut,
 ) -> int:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
@@ -115,6 +117,7 @@ def load_checkpoint(
             sampling.load(loaded)
         if not files.finetune:
             rewards.load(loaded)
+            left_out.load(loaded)
         if with_optimizer:
             check_schedule(where, config, scheduler, optimizer, loaded)
             load_optimizer_and_schedule(config, optimizer, scheduler, loaded)

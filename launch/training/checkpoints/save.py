@@ -22,6 +22,7 @@ from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
 from megatron_rc.launch.training.checkpoints.state import Trained, model_state, optimizer_state
+from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.rewards import RewardScaler
 
 _log = logging.getLogger("megatron_rc")
@@ -36,11 +37,15 @@ class CheckpointWriter:
 
     Args:
         config: of the run; its settings are kept beside the weights.
+
+    Attributes:
+        keeps_older: no checkpoint is removed any more, whatever ``--keep-last`` says.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.files = config, config.checkpoints
         self.pending: BackgroundWrite | None = None
+        self.keeps_older = False
 
     def save(
         self,
@@ -52,6 +57,7 @@ class CheckpointWriter:
         sampling: SamplingWeights,
         rewards: RewardScaler,
         critic: Trained | None,
+        left_out: LeftOut,
     ) -> None:
         """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
 
@@ -64,6 +70,7 @@ class CheckpointWriter:
             sampling: weights of the rollouts under way.
             rewards: statistics of the rewards so far.
             critic: with its own optimizer and schedule; None: there is none.
+            left_out: steps that were not made.
 
         Raises:
             SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
@@ -72,7 +79,7 @@ class CheckpointWriter:
         phases.enter(f"the saving of step {iteration}")
         self.finish()
         _check_weights(self.config, iteration, [*model, *(critic.model if critic else [])])
-        state = model_state(model) | sampling.state() | rewards.state() | {"iteration": iteration}
+        state = model_state(model) | sampling.state() | rewards.state() | left_out.state() | {"iteration": iteration}
         if reference is not None:
             state |= reference.state()
         if not self.files.no_save_optim:
@@ -133,7 +140,8 @@ class CheckpointWriter:
                 return
             agree(self.config, None if pending.error is None else reason_of(pending.error))
             digests = _gathered(pending.digests)
-            _on_rank_0(self.config, lambda: _finish(self.config, self.save_folder, pending.iteration, digests))
+            config, save, step, keeps = self.config, self.save_folder, pending.iteration, self.keeps_older
+            _on_rank_0(config, lambda: _finish(config, save, step, digests, keeps_older=keeps))
             self.pending = None
 
     @contextmanager
@@ -153,14 +161,16 @@ class CheckpointWriter:
             ) from error
 
 
-def _finish(config: RunConfig, save: str, iteration: int, digests: dict[str, dict[str, Any]]) -> None:
+def _finish(
+    config: RunConfig, save: str, iteration: int, digests: dict[str, dict[str, Any]], *, keeps_older: bool = False
+) -> None:
     files, folder = config.checkpoints, folders.partial_folder(save, iteration)
     other = sorted(digests.keys() ^ set(manifest.files_of(folder)))
     if other:
         raise OSError(f"{other[0]} came or went while the checksums were made")
     manifest.write_manifest(folder, digests)
     folders.complete(save, iteration)
-    if not (files.keep_last or files.save_retain_interval):
+    if keeps_older or not (files.keep_last or files.save_retain_interval):
         return
     try:
         folders.prune(save, iteration, files.keep_last or 1, files.save_retain_interval)

@@ -9,6 +9,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.run_config.guards import Condition
 from megatron_rc.launch.train_ppo import end_together
+from megatron_rc.launch.training.checkpoints.folders import iterations
 from megatron_rc.launch.training.guards import Guards
 from megatron_rc.launch.training.loop import train
 from tests.launch.training.test_loop import LIVE, rows
@@ -46,6 +47,8 @@ def test_conditions_are_read(text, parts):
         (f"{KL} > 0.5 for 0", "'for 0' is no number of steps: expected 1 or more"),
         (f"{KL} > 0.5 for 2.5", "'for 2.5' is no number of steps"),
         (f"{KL} > 0.5 for -1", "'for -1' is no number of steps"),
+        ("perf/save_seconds > 9", "does nothing without --save-interval: no step has perf/save_seconds"),
+        ("perf/eval_seconds > 9", "does nothing without --eval-interval: no step has perf/eval_seconds"),
         ("eval/exact_match < 0.5", "evaluations are no metrics of a step"),
         ("grad_nrom > 5", "no step has a metric grad_nrom: did you mean grad_norm?"),
         ("x/y > 5", "no step has a metric x/y: use one of docs/metrics.md, like rollout_corr/k3_kl or reward/mean"),
@@ -139,6 +142,16 @@ def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
     assert left_out is None
     assert words.startswith("--stop-if 'rollout_corr/k4_kl > 0.5': step 2 has no metric rollout_corr/k4_kl")
     assert words.endswith(f"use one that metrics.jsonl has, like {KL}")
+
+
+def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks, tmp_path):
+    """Also the time of a save can be looked at, which the first step does not have."""
+    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--save-interval=2", "--keep-last=1", "--train-iters=9")
+    ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--stop-if", "perf/save_seconds > 0 for 2"])
+    assert code == 3
+    assert error.startswith("stopped by --stop-if 'perf/save_seconds > 0 for 2' after step 5 (perf/save_seconds was ")
+    assert error.endswith(f"; checkpoint 5 in {tmp_path}/save holds the steps before that, the one before it is 4")
+    assert iterations(tmp_path / "save") == [4, 5]
 
 
 def error_and_code(words):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rc.launch.training.bad_steps import BadSteps
+from megatron_rc.launch.training.left_out import LeftOut
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
 
@@ -76,12 +77,12 @@ FALLING = [128.0, 64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0]
 )
 def test_steps_in_a_row_end_a_run_whose_scale_cannot_fall(tmp_path, more, scales):
     config = run_config(flags(tmp_path, "--fp16", "--max-skipped-steps=3", *more.split()))
-    trainer = SimpleNamespace(config=config, iteration=0, skipped=0)
+    trainer = SimpleNamespace(config=config, iteration=0, left_out=LeftOut())
     judge, complaints = BadSteps(config, trainer, None), []
     for scale in scales:
         trainer.update = lambda *_, scale=scale: {"loss_scale": scale}
         row = judge.update(None, object(), 0, 0)
-        trainer.iteration, trainer.skipped = trainer.iteration + 1, trainer.skipped + 1
+        trainer.iteration, trainer.left_out.steps = trainer.iteration + 1, trainer.left_out.steps + 1
         complaints.append(judge.complaint(row))
     *before, last = complaints
     assert set(before) == {None}

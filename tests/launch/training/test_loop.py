@@ -594,6 +594,8 @@ class Pupil:
         self.asked.append(prompt)
         is_right = prompt not in self.guessed or self.asked.count(prompt) % 2
         text = self.known.get(prompt, "99") if is_right else "99"
+        if text is None:
+            return Sample([], [], "stop")
         ids = [*self.task.text.encode(Problem(text)), self.task.text.eos]
         return Sample(ids, [0.0] * len(ids), "stop")
 
@@ -635,6 +637,14 @@ def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks
     assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
     assert sorted(prompt for _, asked, _ in found for prompt in asked) == sorted(prompts)
     assert {how for *_, sampling in found for how in sampling} == {(1, 1.0)}
+
+
+def test_a_response_that_is_left_out_counts_as_wrong_in_an_evaluation(ranks, tmp_path):
+    problems, prompts = first_problems(4)
+    known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True)} | {prompts[1]: None}
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=4", "--bad-samples=drop")
+    ((metrics, *_),) = ranks.run(evaluate_pupil, Layout(), words, known)
+    assert (metrics["eval/exact_match"], metrics["eval/reward"]) == (0.75, 0.75)
 
 
 @pytest.mark.parametrize(("layout", "written"), [(Layout(), 2), (Layout(dp=2), 2), (Layout(dp=2, pp=2), 4)], ids=str)

@@ -91,3 +91,15 @@ def test_a_pipe_gets_lines_now_and_then_and_the_last_step(seconds, steps):
         int(step) for step in re.findall(r"^step (\d)/6  reward 0.\d  kl 0.01$", done.stderr, re.MULTILINE)
     ] == steps
     assert "\r" not in done.stderr
+
+
+@pytest.mark.parametrize("outlasts", [True, False])
+def test_a_pipe_that_nobody_reads_any_more_ends_nothing(outlasts):
+    """``… 2>&1 | head -1``."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    begin = "from megatron_rc.launch.standard_error import outlast_reader; outlast_reader()\n"
+    command = [sys.executable, "-c", begin * outlasts + SAID, "0"]
+    done = subprocess.run(command, stderr=theirs, env=ENVIRONMENT, check=False)
+    os.close(theirs)
+    assert (done.returncode == 0) == outlasts

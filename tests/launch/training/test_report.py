@@ -126,6 +126,27 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_fills_up_under_tensorboard_alone_is_told(tmp_path, capsys, small_files):
+    """As an error of the step at which TensorBoard, which writes by a thread, says so, and in a line at the end."""
+    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=99")), 0)
+    reporter.board.add_text("words", "x" * 5000)
+    with pytest.raises(OSError, match="File too large"):
+        flush_again_and_again(reporter.board)
+    reporter.step(1, METRICS)
+    assert reporter.error is not None
+    assert "cannot be written (File too large)" in reporter.error
+    reporter.close("failed", code=1)
+    said = capsys.readouterr().err
+    assert f"TensorBoard's files in {reporter.board.log_dir} are not whole (File too large): metrics.jsonl is" in said
+
+
+def flush_again_and_again(board):
+    """The thread's error comes with a later call."""
+    for _ in range(100):
+        board.flush()
+
+
 def test_files_that_can_grow_no_more_are_one_sentence(tmp_path, capsys, small_files):
     """The picture cannot be written either, which does not hide why the run ends."""
     # TensorBoard gets nothing: the thread that it writes in would end with the same error, in the tests that follow.
