@@ -70,10 +70,11 @@ study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 
-# Two files at a time, since ranks wait for each other a quarter of their time; what a file sets up is set up once.
+# Two files at a time, since ranks wait for each other a quarter of their time; what a file sets up is set up once. In the
+# order of tests/conftest.py.
 test: $(INSTALLED)
 	@echo "== the whole suite"
-	$(PYTEST) --dist loadfile
+	$(PYTEST) --dist loadfile --no-loadscope-reorder
 
 # Everything that one process can say, in about 85 seconds; no file's set-up is dear here, so tests go where there is time.
 test-fast: $(INSTALLED)

@@ -1,5 +1,6 @@
 import gc
 import os
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,10 +24,17 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that take the pool of ranks, and all of ``tests/long``, are marked by themselves."""
+    """Tests that take the pool of ranks, and all of ``tests/long``, are marked by themselves.
+
+    Files that start other Pythons come first, then those with many tests: begun last, a file of few long tests would
+    keep one of two workers busy when the other has nothing left.
+    """
     for item in items:
         if item.nodeid.startswith("tests/long/"):
             item.add_marker(pytest.mark.long)
             item.add_marker(pytest.mark.timeout(3600), append=False)
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    numbers = Counter(item.path for item in items)
+    starting = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: (item.path not in starting, -numbers[item.path], item.path))
