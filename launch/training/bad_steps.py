@@ -87,7 +87,9 @@ class BadSteps:
         Args:
             row: metrics of the step that was made, or left out; told once for each.
         """
-        left_out = self.trainer.left_out
+        left_out, critic = self.trainer.left_out, self.config.critic
+        if critic is not None and self.trainer.iteration <= critic.num_critic_only_steps:
+            return None  # the critic alone learns
         if "grad_norm" not in row:
             left_out.in_a_row += 1
         elif row["grad_norm"] != 0:

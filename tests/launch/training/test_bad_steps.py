@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import shlex
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.recorded import write_rollouts
+from megatron_rc.launch.training.bad_steps import BadSteps
+from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.step_checks import BadStepError, StepChecks
 from megatron_rc.records.rollout import load_rollouts
 from tests.launch.training.test_loop import LIVE, rows, run_training, tensors_of
@@ -206,6 +209,18 @@ def test_a_mini_batch_whose_rewards_are_alike_changes_nothing_by_right(ranks, tm
     assert ranks.run(run_training, Layout(), flags(tmp_path, *words)) == [None]
     assert [row["grad_norm"] > 0 for row in rows(tmp_path)] == [True, False, False, False]
     assert [row["reward/nonzero_advantages"] for row in rows(tmp_path)] == [1, 0, 0, 0]
+
+
+def test_steps_of_the_critic_alone_are_none_that_change_nothing(tmp_path):
+    config = run_config(flags(tmp_path, "--grpo-iterations=1"))
+    config = dataclasses.replace(config, critic=SimpleNamespace(num_critic_only_steps=8))
+    trainer = SimpleNamespace(config=config, iteration=0, left_out=LeftOut())
+    judge, complaints = BadSteps(config, trainer, None), []
+    for _ in range(14):
+        trainer.iteration += 1
+        complaints.append(judge.complaint({"lr": 0.1}))
+    assert complaints[:13] == [None] * 13
+    assert complaints[13].startswith("the last 6 steps left the model as it was")
 
 
 def checked(words, losses, norms):
