@@ -354,24 +354,29 @@ def committed(name="study"):
     return results.read(ROOT / "docs" / f"{name}.json")
 
 
-def test_the_page_holds_the_table_of_the_data():
+SETS = {"study": RUNS, "study_entropy": list(settings.runs_without_entropy())}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_page_holds_the_table_of_the_data(name):
     text = (ROOT / "docs" / "study.md").read_text()
-    _, _, after = text.partition(f"{document.begin_of('study')}\n")
-    assert after.partition(document.END)[0] == f"\n{document.table(committed())}\n"
+    _, _, after = text.partition(f"{document.begin_of(name)}\n")
+    assert after.partition(document.END)[0] == f"\n{document.table(committed(name))}\n"
 
 
-def test_the_data_are_those_of_all_runs():
-    assert [(one.mismatch, one.correction, one.seed) for one in committed()] == [
-        (run.mismatch.name, run.correction.name, run.seed) for run in RUNS
+@pytest.mark.parametrize("name", SETS)
+def test_the_data_are_those_of_all_runs(name):
+    assert [(one.mismatch, one.correction, one.seed) for one in committed(name)] == [
+        (run.mismatch.name, run.correction.name, run.seed) for run in SETS[name]
     ]
-    assert all(one.policy[-1][0] == 200 for one in committed())
-    for name in ("study.png", "study_measures.png"):
-        assert (ROOT / "docs" / name).stat().st_size < 150_000
+    assert all(one.policy[-1][0] == 200 for one in committed(name))
+    for picture in (f"{name}.png", f"{name}_measures.png"):
+        assert (ROOT / "docs" / picture).stat().st_size < 150_000
 
 
-def of(mismatch, correction, value=lambda one: one.final):
-    """A number of the three seeds."""
-    return [value(one) for one in committed() if (one.mismatch, one.correction) == (mismatch, correction)]
+def of(mismatch, correction, name="study"):
+    """The last rewards of all seeds."""
+    return [one.final for one in committed(name) if (one.mismatch, one.correction) == (mismatch, correction)]
 
 
 def test_what_readme_and_the_page_say_in_words():
@@ -407,6 +412,23 @@ def test_what_readme_and_the_page_say_in_words():
     assert [one.correction for one in sound].count("uncorrected") == 0
     assert len(sound) == 3
     assert not any(one.error for one in committed())
+
+
+def test_what_the_page_says_of_runs_without_an_entropy_bonus():
+    page = " ".join((ROOT / "docs" / "study.md").read_text().split())
+
+    def last(mismatch, correction):
+        (reward,) = of(mismatch, correction, "study_entropy")
+        return reward
+
+    plain, token, both = (last("temperature", name) for name in ("uncorrected", "token_tis", "geo_rs_token_tis"))
+    assert f"{both:.2f} and {token:.2f} against {plain:.2f}, where it ended below it" in page
+    assert f"without it token TIS comes to {token:.2f}, no correction to {plain:.2f}." in page
+    for mismatch in ("rounding", "staleness"):
+        usual = sum(of(mismatch, "token_tis")) / 3 - sum(of(mismatch, "uncorrected")) / 3
+        assert 0 < last(mismatch, "token_tis") - last(mismatch, "uncorrected") < usual
+    assert last("staleness", "geo_rs_token_tis") < last("staleness", "uncorrected")
+    assert max(last("temperature", name) for name in ("seq_tis", "bypass")) < 0.3
 
 
 def test_three_runs_of_one_seed_are_told_one_by_one(tmp_path, capsys):
