@@ -61,12 +61,12 @@ study: $(INSTALLED)
 study-entropy: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study --without-entropy
 
-# SmolLM2 from weights up to eight steps old: three runs, one after the other.
+# SmolLM2 from weights up to eight steps old: three runs.
 study-hard:
 	$(MAKE) study-smollm2 ENGINE=transformers
 
 study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
-	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2) --at-once 1
+	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2)
 
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
 
