@@ -186,9 +186,9 @@ def weights(seed=0):
     return random_weights(CONFIG, seed)
 
 
-def make_engine(kind, server, folder, **more):
+def make_engine(kind, server, folder, start_timeout=30.0, **more):
     client = HttpClient(getattr(server, "url", server), timeout=more.pop("timeout", 5.0), retries=QUICK)
-    return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=0.3, **more)
+    return kind(client, ModelDirectory(folder / "weights", CONFIG, EOS), EOS, start_timeout=start_timeout, **more)
 
 
 @pytest.fixture(params=GENERATE, ids=["vllm", "sglang"])

@@ -178,7 +178,7 @@ def nowhere():
 
 @pytest.mark.parametrize("kind", GENERATE)
 def test_a_server_that_is_not_there(kind, tmp_path):
-    engine = make_engine(kind, nowhere(), tmp_path)
+    engine = make_engine(kind, nowhere(), tmp_path, start_timeout=0.3)
     with pytest.raises(
         EngineError, match=r"there is no rollout server at http.*ConnectionRefused.*: start it, or name its"
     ):
