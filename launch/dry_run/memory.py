@@ -49,7 +49,8 @@ class StageMemory:
         gradients: Megatron's buffer, in float32.
         optimizer: its state, and float32 copies of lower-precision weights.
         reference: what the KL penalty compares with, on a CPU; else it waits in host memory.
-        critic: its weights, gradients and optimizer; its activations are gone when the policy's are made.
+        critic: its weights, gradients and optimizer; its activations are gone when the policy's are made. With
+            --critic-offload what it needs, while it works, beyond the policy's activations and logits.
         batch: the rollout batch.
         activations: kept for the backward, and at work, where most lives.
         logits: with their gradients, or what stands in their place.
@@ -279,6 +280,7 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
     order = _in_flight(config, stage, len(chunks))
     working = max(chunks, key=lambda chunk: chunk.peak)
     dynamic = sum(chunks[index].held for index in order[:-1]) + working.peak + max(chunk.kept for chunk in chunks)
+    logits = min(working.logits, dynamic)
     numbers = batch_numbers(config)
     tokens = numbers["sequences_of_a_replica"] * config.training.seq_length
     return StageMemory(
@@ -289,10 +291,10 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         optimizer=_optimizer_bytes(config, chunks),
         # In host memory: the device holds it in the place of the policy.
         reference=weights if config.needs_reference and config.launch.on_cpu else 0,
-        critic=_critic_bytes(config, chunks) if config.critic else 0,
+        critic=_critic_bytes(config, chunks, dynamic, logits),
         batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
-        activations=dynamic - min(working.logits, dynamic),
-        logits=min(working.logits, dynamic),
+        activations=dynamic - logits,
+        logits=logits,
         in_flight=len(order),
     )
 
@@ -301,10 +303,18 @@ def _gradient_bytes(config: RunConfig) -> int:
     return 4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize
 
 
-def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk]) -> int:
+def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int, logits: int) -> int:
+    """What it adds to the policy's peak, whose activations are ``dynamic`` with the logits, which a critic lacks."""
+    if config.critic is None:
+        return 0
     own = [dataclasses.replace(chunk, dense=chunk.of_critic) for chunk in chunks]
     parameters = sum(chunk.dense + chunk.experts for chunk in own)
-    return parameters * (config.dtype.itemsize + _gradient_bytes(config)) + _optimizer_bytes(config, own)
+    model, optimizer = parameters * (config.dtype.itemsize + _gradient_bytes(config)), _optimizer_bytes(config, own)
+    # On a CPU it goes from host memory to host memory.
+    if not config.critic.critic_offload or config.launch.on_cpu:
+        return model + optimizer
+    at_work = max(model + dynamic - logits, model + optimizer)
+    return max(0, at_work - dynamic)
 
 
 def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:

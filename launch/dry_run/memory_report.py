@@ -79,7 +79,8 @@ def _remedy(config: RunConfig, part: str) -> str:
     if part == "reference":
         return f"give --grpo-kl-beta 0, or {split}"
     if part == "critic":
-        return f"use an --advantage-estimator that needs none, or {split}"
+        away = config.critic is None or config.critic.critic_offload
+        return f"{'use' if away else 'give --critic-offload, use'} an --advantage-estimator that needs none, or {split}"
     if part == "batch":
         return "lower --grpo-prompts-per-step"
     if part == "engine":

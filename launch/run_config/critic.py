@@ -31,6 +31,9 @@ class CriticSection:
     critic_load_hf: str | None = option(
         "start the critic from the layers of this Hugging Face directory; default: from the policy's", metavar="DIR"
     )
+    critic_offload: bool = option(
+        "keep the critic in host memory while it does not work: its weights, gradients and optimizer", default=False
+    )
     correct_values: Literal["none", "mask", "weights"] = option(
         "what of the correction the critic's loss has: the rejection (mask), also the importance weights, or nothing; "
         "default: mask, and none where the correction is made in the policy's loss"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
 from megatron_rc.launch.training.model import build_chunks, build_optimizer, unwrap, wrap_chunks
+from megatron_rc.launch.training.offload import Offload, tensors_of_model, tensors_of_optimizer
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.training.step_checks import BadStepError, telling_bad_steps
 from megatron_rc.launch.weights.load import load_weights
@@ -50,6 +52,8 @@ class PreparedValues:
 class Critic:
     """Values of states: a GPTModel of the policy's shape with a scalar head, cut over the ranks as the policy is.
 
+    With ``--critic-offload`` its tensors are empty outside :meth:`here`.
+
     Args:
         config: of the run; ``config.critic`` is there.
         groups: of this rank.
@@ -67,6 +71,22 @@ class Critic:
         self.model = wrap_chunks(config, build_chunks(config, transformer, is_critic=True))
         self.optimizer, self.scheduler = build_optimizer(_as_of_the_critic(config), self.model)
         self._gathers_late, self._sums = False, list[Tensor]()
+        self._offloads: list[Offload] = []
+        if self.settings.critic_offload:
+            model, optimizer = self.model, self.optimizer
+            self._offloads.append(Offload(lambda: tensors_of_model(model)))
+            self._offloads.append(Offload(lambda: tensors_of_optimizer(optimizer, model)))
+
+    @contextmanager
+    def here(self, *, with_optimizer: bool = True) -> Iterator[None]:
+        """Inside, its weights and gradients, and what its optimizer keeps, are on the device. Not to be nested.
+
+        Its own passes and steps see to it themselves.
+        """
+        with ExitStack() as stack:
+            for offload in self._offloads if with_optimizer else self._offloads[:1]:
+                stack.enter_context(offload.here())
+            yield
 
     @property
     def settings(self) -> CriticSection:
@@ -117,13 +137,13 @@ class Critic:
 
         That of position t is the value of the state from which label t was sampled: of the tokens up to there.
         """
-        self.gather_weights()
 
         def function(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
             return _values(local, output)
 
         cuts = [cut for mini_batch in batch.cuts for cut in mini_batch]
-        with torch.no_grad():
+        with self.here(with_optimizer=False), torch.no_grad():
+            self.gather_weights()
             outputs = self.passes.run(self.model, batch, cuts, function, forward_only=True)
         return torch.cat(outputs) if outputs else None
 
@@ -163,9 +183,6 @@ class Critic:
         tokens, sequences, having_loss = prepared.counted[mini_batch]
         if not having_loss:
             return None
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         self._sums.clear()
         batch, cuts, loss = prepared.batch, prepared.batch.cuts[mini_batch], self.config.loss
         counts = torch.tensor([tokens, sequences], dtype=torch.float64, device=batch.local.tokens.device).clamp(min=1)
@@ -177,15 +194,20 @@ class Critic:
             local_tokens=math.prod(cuts[0].layout.shape),
             total_tokens=batch.total_tokens[mini_batch],
         )
-        self.passes.run(self.model, batch, cuts, partial(self._loss, scale))
-        metrics = self._metrics()
-        self._check(step, metrics["loss/critic"])
+        with self.here(with_optimizer=False):
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self.passes.run(self.model, batch, cuts, partial(self._loss, scale))
+            metrics = self._metrics()
+            self._check(step, metrics["loss/critic"])
         return metrics
 
     def step(self) -> dict[str, float]:
         """One optimizer step with the gradients that are there; with ``--fp16`` none where they are out of range."""
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        is_made, norm, _ = self.optimizer.step()
+        with self.here():
+            is_made, norm, _ = self.optimizer.step()
         if not is_made:
             return {"critic/lr": learning_rate}
         self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)

@@ -30,9 +30,10 @@ class Offload:
         if self._away:
             return
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        before, self._host = self._host, {}
         for key, storage in storages.items():
             own = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-            host = self._host.get(key)
+            host = before.get(key)
             if host is None or host.numel() != own.numel():
                 host = torch.empty(own.shape, dtype=torch.uint8, pin_memory=own.is_cuda)
             self._host[key] = host.copy_(own, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,12 +112,13 @@ class Trainer:
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         self.critic = Critic(config, groups) if config.critic else None
-        if self.critic is not None:
-            self.critic.start_from(chunks)
-        if config.checkpoints.load:
-            self.iteration = load_checkpoint(config.checkpoints.load, config, *self._kept)
-            if self.critic is not None and config.checkpoints.finetune:
+        with self._critic_here():
+            if self.critic is not None:
                 self.critic.start_from(chunks)
+            if config.checkpoints.load:
+                self.iteration = load_checkpoint(config.checkpoints.load, config, *self._kept)
+                if self.critic is not None and config.checkpoints.finetune:
+                    self.critic.start_from(chunks)
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -127,9 +129,14 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
         self._gather_weights()
-        if self.critic is not None:
-            self.critic.gather_weights()
-        self.writer.save(self.iteration, *self._kept)
+        # What goes on in the background has copies of its own.
+        with self._critic_here():
+            if self.critic is not None:
+                self.critic.gather_weights()
+            self.writer.save(self.iteration, *self._kept)
+
+    def _critic_here(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.critic is None else self.critic.here()
 
     @property
     def _kept(self) -> tuple[Any, ...]:

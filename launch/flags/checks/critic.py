@@ -17,6 +17,11 @@ def check_critic(config: RunConfig) -> None:
     _check_rates(critic, config.schedule.lr_decay_iters)
     _check_warm_up(critic, config)
     _check_correction(critic, config)
+    if critic.critic_offload and config.megatron.given.get("optimizer_cpu_offload"):
+        raise ConfigurationError(
+            "--critic-offload moves the critic's optimizer, and --optimizer-cpu-offload leaves it in host memory: "
+            "drop one of them"
+        )
     folder = critic.critic_load_hf
     if folder is not None and not Path(folder).is_dir():
         raise ConfigurationError(f"--critic-load-hf {folder} is no folder: give the directory of a Hugging Face model")

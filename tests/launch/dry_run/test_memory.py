@@ -44,6 +44,12 @@ def predicted(name, *more):
     return stage_memories(run_config(words, layout.world, engine=False))
 
 
+def configured(name, *more):
+    """For another machine, which may have GPUs."""
+    layout, words = words_of(name, *more)
+    return configure(words, layout.world, engine=False, elsewhere=True)[0]
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_peak_is_that_of_a_real_rank(name, ranks):
     layout, words = words_of(name)
@@ -69,6 +75,16 @@ def test_a_critic_has_a_row_where_the_policy_has_an_output_layer():
     assert predicted("pipeline-untied")[0].critic == 0
 
 
+def test_a_critic_that_is_away_adds_what_its_own_work_needs_more():
+    """Weights and gradients beside activations, or with its optimizer alone; on a CPU it has nowhere else to go."""
+    on_gpu, away = ("--transformer-impl=local", "--no-cpu"), "--critic-offload"
+    for found in stage_memories(configured("critic", *on_gpu, away)):
+        own = stage_memories(configured("critic", *on_gpu))[found.stage].critic
+        assert found.critic == max(0, max(own // 2 + found.activations, own) - found.activations - found.logits)
+        assert found.critic < own
+    assert predicted("critic", away)[0].critic == predicted("critic")[0].critic
+
+
 def test_what_each_part_is():
     (found,) = predicted("gpt2-reference")
     assert found.weights == found.gradients == found.reference == 4 * found.parameters
@@ -90,8 +106,7 @@ def test_flags_that_spare_memory_do():
 
 
 def test_a_reference_policy_waits_in_host_memory_where_there_is_a_gpu():
-    layout, words = words_of("gpt2-reference", "--transformer-impl=local", "--no-cpu")
-    config = configure(words, layout.world, engine=False, elsewhere=True)[0]
+    config = configured("gpt2-reference", "--transformer-impl=local", "--no-cpu")
     assert [found.reference for found in stage_memories(config)] == [0]
 
 

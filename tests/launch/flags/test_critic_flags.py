@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
 from tests.support.recorded_training import flags, run_config
 
 GAE = "--advantage-estimator=gae"
@@ -32,6 +33,7 @@ def test_where_the_loss_corrects_nothing_is_left_for_the_critic(tmp_path):
     [
         (["--critic-lr=0.1"], "--critic-lr 0.1 does nothing without a critic: give --advantage-estimator gae"),
         (["--value-clip=0.1"], "--value-clip 0.1 does nothing without a critic"),
+        (["--critic-offload"], "--critic-offload True does nothing without a critic"),
         (["--num-critic-only-steps=2"], "--num-critic-only-steps 2 does nothing without a critic"),
         ([GAE, "--value-clip=0"], "--value-clip 0.0 must be positive"),
         ([GAE, "--critic-lr=nan"], "--critic-lr nan must be positive"),
@@ -56,3 +58,10 @@ def test_what_cannot_work_is_one_sentence(tmp_path, words, message):
         check(tmp_path, *words)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_megatrons_offload_and_this_one_are_not_mixed(tmp_path):
+    words = [*flags(tmp_path / "runs", GAE), "--no-cpu", "--transformer-impl=local", "--optimizer-cpu-offload"]
+    with pytest.raises(ConfigurationError, match="--critic-offload moves the critic's optimizer, and --optimizer-cpu"):
+        configure([*words, "--critic-offload"], 1, engine=False, elsewhere=True)
+    assert not configure(words, 1, engine=False, elsewhere=True)[0].critic.critic_offload

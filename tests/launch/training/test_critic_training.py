@@ -1,5 +1,7 @@
 """A run with a critic: what its steps change, what a checkpoint keeps of it, and what a bad step leaves alone."""
 
+import gc
+
 import pytest
 import torch
 
@@ -86,6 +88,54 @@ def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
     assert ranks.run(train, before, [*kept, *before.flags()], 0, 2, True)[0] == whole[:2]
     assert ranks.run(train, before, [*kept, *before.flags()], 2, 3)[0] == whole[2:]
     nearly(ranks.run(train, after, [*kept, *after.flags()], 2, 3)[0], whole[2:], 2e-2 if "--bf16" in more else 1e-4)
+
+
+def bytes_alive():
+    """Of all storages that a tensor of this process has."""
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def train_offloaded(words, begin, end, save_at=None):
+    """Metrics of the steps, and what the critic has beyond its host memory: (when it is here − away) / parameters.
+
+    A checkpoint is written in the background while the critic comes and goes.
+    """
+    trainer, found, ratios = make_trainer(words), [], []
+    for index in range(begin, end):
+        if index == save_at:
+            trainer.save()
+            assert trainer.writer.pending is not None
+        found.append(step(trainer, index))
+        away = bytes_alive()
+        with trainer.critic.here():
+            parameters = sum(weight.numel() for chunk in trainer.critic.chunks for weight in chunk.parameters())
+            ratios.append((bytes_alive() - away) / parameters)
+    trainer.writer.finish()
+    return found, ratios
+
+
+OVERLAPPING = ["--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+@pytest.mark.parametrize(
+    ("more", "layout", "each"),
+    [([], Layout(pp=2), 4 + 4 + 8), (["--bf16", *DISTRIBUTED, *OVERLAPPING], Layout(dp=2), 2 + 4 + 12 / 2)],
+    ids=["plain-pp2", "bf16-distributed-overlapping-dp2"],
+)
+def test_a_critic_waits_in_host_memory(ranks, tmp_path, more, layout, each):
+    """Weights, gradients, moments and copies of weights: nothing is left, and every number is what it was."""
+    words = flags(tmp_path, *PPO, *more, *layout.flags())
+    stayed = ranks.run(train, layout, words, 0, 3)
+    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
+    away = [*words, "--critic-offload", *files]
+    for part, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
+        went = ranks.run(train_offloaded, layout, away, begin, 3, save_at)
+        for one, (other, ratios) in zip(stayed, went, strict=True):
+            assert other == one[part]
+            assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
 
 
 def critic_only(words):

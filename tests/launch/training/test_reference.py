@@ -1,4 +1,4 @@
-"""The reference policy waits in host memory, follows the policy, or is another model; what goes away comes back."""
+"""The reference policy waits in host memory, follows the policy, or is another model."""
 
 import pytest
 import torch
@@ -148,41 +148,6 @@ def test_no_second_model_comes_into_being(ranks, tmp_path):
     outside, inside, most, largest = ranks.run(bytes_while_it_is_compared, Layout(), flags(tmp_path, *KL))[0]
     assert outside == inside
     assert 0 < most <= largest
-
-
-def steps_with(words, goes_away):
-    """Metrics of three steps and the weights behind them; bytes that the optimizer and gradients hold in between."""
-    from megatron_rc.launch.training.offload import Offload, tensors_of_model, tensors_of_optimizer
-
-    trainer, held = make_trainer(words), []
-
-    def tensors():
-        return [*tensors_of_model(trainer.model), *tensors_of_optimizer(trainer.optimizer, trainer.model)]
-
-    offload, whole = Offload(tensors), {tensor.untyped_storage()._cdata: tensor for tensor in tensors()}
-    found = []
-    for number in range(3):
-        if goes_away:
-            offload.away()
-            held.append(sum(tensor.untyped_storage().nbytes() for tensor in whole.values()))
-            offload.away()
-        with offload.here():
-            dp = trainer.groups.dp
-            batch = recorded_batch(number, dp.rank() if dp else 0, trainer.config.data_parallel_size)
-            found.append(trainer.update(trainer.prepare(batch), 0))
-    offload.back()
-    return found, weights(trainer.chunks), held, sum(tensor.untyped_storage().nbytes() for tensor in whole.values())
-
-
-@pytest.mark.parametrize("more", [[], ["--bf16", "--use-distributed-optimizer"]], ids=["plain", "bf16-distributed"])
-def test_what_goes_away_comes_back_to_the_last_bit(ranks, tmp_path, more):
-    words, layout = flags(tmp_path, *more, "--lr=1e-3"), Layout(dp=2)
-    stayed, went = (ranks.run(steps_with, layout, words, goes_away) for goes_away in (False, True))
-    for (steps, final, _, _), (others, again, held, whole) in zip(stayed, went, strict=True):
-        assert steps == others
-        assert same(final, again)
-        assert held == [0, 0, 0]
-        assert whole >= 4 * sum(weight.nbytes for weight in final), "gradients and moments go too"
 
 
 REFUSED = {
