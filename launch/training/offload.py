@@ -43,11 +43,12 @@ class Offload:
             storage.resize_(0)
 
     def back(self) -> None:
-        """Bring them back. Again: nothing."""
-        away, self._away = self._away, []
-        for storage, host in away:
+        """Bring them back. Again: nothing. Where the device's memory runs out, the rest stays away."""
+        while self._away:
+            storage, host = self._away[-1]
             storage.resize_(host.numel())
             torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).copy_(host, non_blocking=True)
+            self._away.pop()
         _wait()
 
     @contextmanager
