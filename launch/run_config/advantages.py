@@ -25,7 +25,7 @@ class AdvantageSection:
         default="all",
     )
     kl_in_reward: float = option(
-        "coefficient of the KL to the initial model that is taken off the reward of each token",
+        "coefficient of the KL to the reference policy that is taken off the reward of each token",
         default=0.0,
         not_negative=True,
     )

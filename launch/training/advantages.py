@@ -33,7 +33,7 @@ class Scores:
         old: log π_old, like them; None: the engine's log-probs stand for it.
         ref: log π_ref, where a KL is taken off the rewards.
         values: of a critic, likewise, with the estimator that needs them.
-        baselines: [rows], the reward of each prompt's greedy response, likewise.
+        baselines: [rows], the reward of each prompt's greedy response, scaled and clipped likewise.
     """
 
     batch: RolloutBatch

@@ -70,6 +70,11 @@ class RewardScaler:
         """
         if self.wanted.reward_scaling != "none":
             self.statistics = self.statistics.joined(rewards, kept, self.dp)
+        return self.scaled(rewards)
+
+    def scaled(self, rewards: Tensor) -> Tensor:
+        """[n], by the statistics so far: rewards that count in none of them, as those of greedy responses."""
+        if self.wanted.reward_scaling != "none":
             mean = self.statistics.mean if self.wanted.reward_scaling == "mean-std" else 0.0
             rewards = (rewards.double() - mean) / self.statistics.std
         limit = self.wanted.reward_clip

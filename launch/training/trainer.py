@@ -175,6 +175,7 @@ class Trainer:
         ref = self._score_reference(cut)
         values = self.critic.score(cut) if self.critic else None
         rewards = self.rewards(batch.rewards, ~dropped(batch))
+        baselines = None if baselines is None else self.rewards.scaled(baselines)
         scores = estimated = None
         if self.groups.is_last_stage:
             scores = Scores(batch=batch, rewards=rewards, cut=cut, old=old, ref=ref, values=values, baselines=baselines)

@@ -76,6 +76,10 @@ def group_advantages(
     if group_ids.dtype != torch.int64:
         raise ValueError(f"group_ids is {group_ids.dtype}: expected int64")
     kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
+    if kept.dtype != torch.bool or kept.shape != rewards.shape:
+        raise ValueError(
+            f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
+        )
     group, number = group_ids, num_groups
     if num_groups is None:
         known, group = group_ids.unique(return_inverse=True)

@@ -15,13 +15,12 @@ from tests.support import advantages_oracle as oracle
 from tests.support.ranks import Layout
 
 RTOL, ATOL = 1e-6, 1e-8
-# The estimators that are here, by verl's names of theirs.
-GROUPED = {"grpo": "grpo", "rloo": "rloo"}
+# verl's names of what is not here; its rloo_vectorized differs for a prompt with one response, which gets 0.
 LEFT_OUT = {"opo", "gpg", "grpo_passk", "rloo_vectorized"}
 GOLDEN = {case["id"]: case for case in cases("advantages") if case["estimator"] not in LEFT_OUT}
 # How the tokens of one data-parallel rank lie on its context-parallel ones.
 CUTS = [("padded", "zigzag"), ("padded", "contiguous"), ("packed", "zigzag"), ("packed", "contiguous")]
-LAYOUTS = [Layout(cp=2), Layout(cp=4), Layout(cp=2, dp=2), Layout(dp=4)]
+LAYOUTS = [Layout(cp=4), Layout(cp=2, dp=2), Layout(dp=4)]
 
 
 def arrays_of(case):
@@ -144,7 +143,7 @@ def golden_on_this_rank(form, split):
 
 
 def golden_on_ranks():
-    for form, split in CUTS:
+    for form, split in CUTS[1:3]:  # the reference is compared on all of them
         golden_on_this_rank(form, split)
 
 
@@ -205,7 +204,7 @@ def reference_on_ranks():
     """The largest difference of each rank, by wrong variant."""
     groups = ParallelGroups.from_megatron()
     worst = dict.fromkeys(["right", "shards alone", "dp ranks alone"], 0.0)
-    for (form, split), factors in itertools.product(CUTS, FACTORS):
+    for (form, split), factors in itertools.product(CUTS, FACTORS[1:3]):
         shard = Shard(batch(), form, split, groups)
         local, layout = shard.take(batch()), shard.layout
         alone = SequenceLayout.packed(list(itertools.accumulate([0, *layout.local_lengths.tolist()])))
@@ -334,6 +333,11 @@ TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
         (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards is"),
         (lambda: group_advantages(torch.zeros(2), torch.zeros(2)), "group_ids is torch.float32: expected int64"),
         (lambda: group_advantages(torch.zeros(2), torch.zeros(3).long()), "for each of 3 sequences"),
+        (
+            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=torch.ones(2)),
+            "kept is torch.float32 .* expected a bool for each of 2 sequences",
+        ),
+        (lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=MASK[0]), "for each of 2 sequences"),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
             "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo",
