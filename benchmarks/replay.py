@@ -1,6 +1,6 @@
 """The time and the memory of a replay: 2²⁴ tokens of one safetensors file under four presets, without the page.
 
-    python benchmarks/replay.py [--sequences 4096] [--length 4096] [--html FILE]
+    python benchmarks/replay.py [--sequences 4096] [--length 4097] [--html FILE]
 
 The file is made first, in a folder that is removed. What is measured is the command itself, in a process of its own:
 imports, reading, four corrections with all their metrics, gradients, tables. The processor's seconds are those of all

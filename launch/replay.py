@@ -23,6 +23,8 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.replay_flags import ReplayRequest, parse_replay
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.train_ppo import USAGE_ERROR, cpu_backend, ignore_megatron_warnings
 from megatron_rc.parallel import vocab_parallel_log_probs
 from megatron_rc.replay.__main__ import main as replay
@@ -73,8 +75,8 @@ def with_model(request: ReplayRequest, data: Recorded, base: Uncorrected, outcom
         model = _model(config, folder)
         vectors, distance = _measured(model, config, data, _of_tokens(data, base, outcomes), request.rows)
     words = (
-        f"gradient of the weights of step {step} of {request.load}, whose log-probs are {distance:.2g} nats "
-        "from the recorded π_θ on average"
+        f"{outcomes[0].effect.of.partition(' with respect to')[0]} with respect to the weights of step {step} of "
+        f"{request.load}, whose log-probs are {distance:.2g} nats from the recorded π_θ on average{_otherwise(config)}"
     )
     reference, found = float(vectors[0] @ vectors[0]), []
     for one, vector in zip(outcomes, vectors[1:], strict=True):
@@ -84,11 +86,20 @@ def with_model(request: ReplayRequest, data: Recorded, base: Uncorrected, outcom
     return found
 
 
+def _otherwise(config: RunConfig) -> str:
+    """What is known of the run that makes its advantages other ones than those of the replay."""
+    run = [(one, getattr(config.advantages, one.field)) for one in options_of(AdvantageSection)]
+    found = [f"--{one.flag.replace('_', '-')} {value}" for one, value in run if value != one.default]
+    return f"; the run's advantages were other ones: {', '.join(found)}" if found else ""
+
+
 def _check(data: Recorded, config: RunConfig, load: Path) -> None:
     if config.experts is not None and config.experts.num_moe_experts:
         raise ValueError(f"--load {load}: the gradient of a mixture of experts is not measured: leave --load out")
     longest, highest = config.model.max_position_embeddings, config.model.vocab_size
     for part in data.parts:
+        if not part.mask.any():
+            continue
         token, columns = int(part.records.tokens.max()), part.mask.shape[1]
         if token >= highest or columns > longest:
             raise ValueError(
@@ -136,7 +147,10 @@ def _measured(
     distance = 0.0
     for part, losses in zip(data.parts, gradients, strict=True):
         for piece in _pieces(len(part.mask), rows):
-            log_probs, held = _log_probs(model, config, part, piece), part.mask[piece, 1:]
+            held = part.mask[piece, 1:]
+            if not held.any():
+                continue
+            log_probs = _log_probs(model, config, part, piece)
             distance += float((log_probs.detach() - part.theta[piece, 1:])[held].abs().double().sum())
             for total, loss in zip(sums, losses, strict=True):
                 found = torch.autograd.grad(log_probs, parameters, loss[piece, 1:], retain_graph=True)

@@ -76,11 +76,13 @@ class SavedLogProbs:
 
     def _keep(self, batch: LocalBatch, mini_batch: int, update: int) -> None:
         """On the last stage: what the step's loss computed, in the place of its micro-batches in the local batch."""
+        # Taken, so that a step that fails before its pass finds none of the step before.
+        kept, self.trainer.kept_log_probs = self.trainer.kept_log_probs, []
         if not self.groups.is_last_stage:
             return
         if update == 0 or self._current is None:
             self._current = torch.full_like(batch.local.rollout_log_probs, torch.nan)
-        for cut, log_probs in zip(batch.cuts[mini_batch], self.trainer.kept_log_probs, strict=False):
+        for cut, log_probs in zip(batch.cuts[mini_batch], kept, strict=False):  # a step left out kept fewer, or none
             self._current[cut.tokens] = log_probs
 
     def _gathered(self, batch: LocalBatch, values: Tensor | None) -> Tensor:

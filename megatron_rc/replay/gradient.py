@@ -15,10 +15,9 @@ from megatron_rc.loss.policy import policy_loss
 from megatron_rc.replay.tokens import Recorded, Tokens
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-PROXY = (
-    "gradient of the mean policy loss (clipped at 1 ± 0.2) with respect to log π_θ of each sampled token; "
-    "advantages: rewards against those of the prompt's other responses"
-)
+# A record says nothing of the loss and of the advantages that it was trained with.
+LOSS = "the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages, whatever those of the run were,"
+PROXY = f"gradient of {LOSS} with respect to log π_θ of each sampled token"
 ALIKE = "gradient of the mean log π_θ of the sampled tokens, since all rewards of each prompt are alike"
 _BLOCK = 2**20  # tokens, so that what autograd keeps stays small
 

@@ -78,17 +78,20 @@ class Recorded:
 
 
 def recorded(batches: Sequence[NamedBatch]) -> Recorded:
-    """The tokens of batches that hold the trainer's log-probs.
+    """The tokens of batches, some of which hold the trainer's log-probs.
 
     Raises:
-        ValueError: a batch has none, or none at a sampled token.
+        ValueError: no batch has one at a sampled token.
     """
     parts = tuple(_tokens(batch) for batch in batches)
     lengths = torch.cat([part.mask.sum(dim=1) for part in parts])
     sampled = sum(int(part.records.response_mask.sum()) for part in parts)
     if not lengths.any():
-        names = ", ".join(part.name for part in parts)
-        raise ValueError(f"{names}: no sampled token has a log-prob of the trainer: write them with --save-log-probs")
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        raise ValueError(
+            f"{parts[0].name}{more}: no sampled token has a log-prob of the trainer (old_log_probs): write them with "
+            "--save-rollouts DIR --save-log-probs, or read another program's record that has them"
+        )
     rewards = torch.cat([part.records.rewards.double() for part in parts])
     group_ids = _numbered([part.records.group_ids for part in parts])
     advantages = group_advantages(rewards, group_ids, kept=lengths > 0)
@@ -109,13 +112,11 @@ def _tokens(batch: NamedBatch) -> Tokens:
     records = batch.records
     # A run in bypass mode scores nothing before its steps: what they saw stands for both.
     old = records.log_probs if records.old_log_probs is None else records.old_log_probs
-    theta = old if records.log_probs is None else records.log_probs
-    if old is None or theta is None:
-        raise ValueError(
-            f"{batch.name} has no old_log_probs: write them with --save-rollouts DIR --save-log-probs, or read another "
-            "program's record that has them"
-        )
-    mask = records.response_mask & ~(old.isnan() | theta.isnan())
+    if old is None:  # its steps were left out, or the run stopped before the last of them
+        old = torch.full_like(records.rollout_log_probs, torch.nan)
+    # What no step saw is as it was scored.
+    theta = old if records.log_probs is None else torch.where(records.log_probs.isnan(), old, records.log_probs)
+    mask = records.response_mask & ~old.isnan()
     return Tokens(batch.name, records, mask, records.rollout_log_probs, old, theta, _versions(batch, mask))
 
 

@@ -52,8 +52,8 @@ def run(capsys, *words):
 
 @pytest.mark.ranks
 def test_angles_and_lengths_are_those_of_the_trainers_gradients(ranks, tmp_path, capsys):
-    """The checkpoint was written by tensor and pipeline parallel ranks, and is read by one process."""
-    layout = Layout(tp=2, pp=2)
+    """The checkpoint was written by two ranks that share its matrices, and is read by one process."""
+    layout = Layout(tp=2)
     ranks.run(save_initial, layout, [*words_of(tmp_path), f"--save={tmp_path}/ckpt", *layout.flags()])
     (tmp_path / "own.yaml").write_text(TRAINED["own"])
     load = [f"--load={tmp_path}/ckpt", "--finetune"]
@@ -71,7 +71,9 @@ def test_angles_and_lengths_are_those_of_the_trainers_gradients(ranks, tmp_path,
     code, text, error = run(capsys, *words)
     assert (code, error) == (0, "")
     report = json.loads(text)
-    assert report["gradient_of"].startswith(f"gradient of the weights of step 0 of {tmp_path}/ckpt, whose log-probs")
+    words_of_it = report["gradient_of"]
+    assert words_of_it.startswith("gradient of the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages")
+    assert f"with respect to the weights of step 0 of {tmp_path}/ckpt, whose log-probs" in words_of_it
     for one in report["corrections"]:
         vector, _ = found[one["name"]]
         cosine = float(vector @ plain / (vector.norm() * plain.norm()))
@@ -82,7 +84,7 @@ def test_angles_and_lengths_are_those_of_the_trainers_gradients(ranks, tmp_path,
     # Another model is told by its distance, a smaller one by its words.
     moved = dataclasses.replace(batch, old_log_probs=batch.old_log_probs - 0.5)
     save_rollouts(moved, tmp_path / "batch.safetensors")
-    assert "whose log-probs are 0.5 nats from" in run(capsys, *words)[1]
+    assert "whose log-probs are 0.5 nats from" in run(capsys, *words[:3], "--preset=disabled")[1]
     tokens = torch.where(batch.tokens == 3, 99, batch.tokens)
     save_rollouts(dataclasses.replace(batch, tokens=tokens), tmp_path / "batch.safetensors")
     code, _, error = run(capsys, *words)
@@ -113,6 +115,13 @@ def test_a_folder_without_checkpoints_is_named(tmp_path, capsys):
     assert code == 2
     assert str(tmp_path) in error
     assert error.count("\n") == 1
+
+
+def test_other_advantages_of_the_run_are_said(tmp_path):
+    assert replay._otherwise(run_config(flags(tmp_path))) == ""
+    config = run_config(flags(tmp_path, "--advantage-estimator=rloo", "--reward-clip=2"))
+    expected = "; the run's advantages were other ones: --advantage-estimator rloo, --reward-clip 2.0"
+    assert replay._otherwise(config) == expected
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path):

@@ -305,6 +305,17 @@ def nemo_example():
     }
 
 
+def test_fields_that_nobody_scored_are_no_log_probs():
+    """verl 0.9.1 copies the engine's in bypass mode, NeMo-RL writes zeros with force_on_policy_ratio."""
+    tensors, non_tensors = verl_example()
+    copied = tensors | {"old_log_probs": tensors["rollout_log_probs"].clone()}
+    assert from_verl(copied, non_tensors, sampling=HALF).old_log_probs is None
+    copied["old_log_probs"][1, 0] -= 0.01
+    assert from_verl(copied, non_tensors, sampling=HALF).old_log_probs is not None
+    zeros = nemo_example() | {"prev_logprobs": torch.zeros(3, 7)}
+    assert from_nemo_rl(zeros, sampling=HALF).old_log_probs is None
+
+
 def test_nemo_rl_is_read_token_by_token():
     batch = from_nemo_rl(nemo_example(), sampling=HALF, policy_version=6)
     batch.validate()

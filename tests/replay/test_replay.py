@@ -185,6 +185,31 @@ def test_tokens_without_a_score_count_nowhere():
     assert found.effect.cosine == same.effect.cosine
 
 
+def test_a_batch_that_the_run_did_not_finish_counts_nowhere(folder, capsys):
+    """Such a record has no log-probs of the trainer; the others of its folder are replayed."""
+    unfinished = dataclasses.replace(scored_batch(9, version=5), old_log_probs=None)
+    results = []
+    for _ in range(2):
+        assert main([str(folder), "--preset=decoupled_seq_is_rs", "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+        save_rollouts(unfinished, folder / "step-0000005-replica-0000.safetensors")
+    assert results[0]["corrections"] == results[1]["corrections"]
+    assert results[0]["unscored_tokens"] == 0
+    assert results[1]["unscored_tokens"] == int(unfinished.response_mask.sum())
+
+
+def test_tokens_of_no_step_are_as_they_were_scored():
+    """As in a mini-batch whose step was left out: log π_θ is NaN there."""
+    batch = with_theta(scored_batch())
+    left_out = torch.arange(12).unsqueeze(1) >= 6
+    some = dataclasses.replace(batch, log_probs=torch.where(left_out, torch.nan, batch.log_probs))
+    same = dataclasses.replace(batch, log_probs=torch.where(left_out, batch.old_log_probs, batch.log_probs))
+    (data, found), (_, expected) = (replayed([one], preset("bypass_ppo_clip")) for one in (some, same))
+    assert data.unscored == 0
+    assert found.metrics == expected.metrics
+    assert found.effect.cosine == expected.effect.cosine
+
+
 def test_nothing_corrected_changes_nothing():
     data, found = replayed([scored_batch()], preset("disabled"))
     assert found.effect.cosine == pytest.approx(1, abs=1e-12)
@@ -250,7 +275,7 @@ def test_the_command_prints_tables(folder, capsys):
     for words in ("rejected tokens (sequences) by reward", "by length", "by age", "ESS", "cosine"):
         assert words in text
     assert text.count("\nsequences that ") == 2
-    assert "gradient of the mean policy loss (clipped at 1 ± 0.2) with respect to log π_θ of each sampled token" in text
+    assert "gradient of the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages, whatever those of" in text
 
 
 def test_the_command_writes_json_of_a_grid(folder, tmp_path, capsys):
@@ -341,7 +366,7 @@ def bad_value(batch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(old_log_probs=None), "has no old_log_probs: write them with --save-rollouts DIR --save-log-probs"),
+        (changed(old_log_probs=None), "no sampled token has a log-prob of the trainer (old_log_probs): write them with"),
         (lambda batch: batch.rows([]), "no sequence is there, expected records of --save-rollouts"),
         (changed(old_log_probs=torch.full((12, 20), torch.nan)), "no sampled token has a log-prob of the trainer"),
         (bad_value, "the rollout log-prob of sample 102, token 4 is 0.5: expected a finite number"),

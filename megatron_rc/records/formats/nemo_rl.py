@@ -67,6 +67,9 @@ def from_nemo_rl(
         group_ids = _same_prompts(fields, tokens, mask, keep)
     one = isinstance(policy_version, int)
     own = {"policy_version": [policy_version] * rows if one else policy_version, "group_ids": group_ids}
+    old = None if fields.get("prev_logprobs") is None else tensor_of(fields, "prev_logprobs", shape)
+    if old is not None and mask.any() and (old == 0)[mask].all():
+        old = None  # nobody scored: with force_on_policy_ratio NeMo-RL puts zeros there
     versions, groups = (tensor_of(own, name, (rows,), integers=True).to(tokens.device) for name in own)
     return RolloutBatch(
         tokens=tokens.long(),
@@ -79,7 +82,7 @@ def from_nemo_rl(
         finish_reasons=_finish_reasons(fields, tokens),
         sampling=sampling,
         routed_experts=_experts(fields, shape),
-        old_log_probs=None if fields.get("prev_logprobs") is None else tensor_of(fields, "prev_logprobs", shape),
+        old_log_probs=old,
     )
 
 

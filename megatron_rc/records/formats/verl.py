@@ -64,9 +64,11 @@ def from_verl(
     if experts is not None:
         experts = tensor_of(tensors, "routed_experts", (*tokens.shape, None, None), integers=True)
         experts = shifted(as_int32("routed_experts", experts), start, keep, NO_EXPERT)
-    old = tensors.get("old_log_probs")
+    old = None if tensors.get("old_log_probs") is None else tensor_of(tensors, "old_log_probs", responses)
+    if old is not None and mask.any() and (old == log_probs)[mask].all():
+        old = None  # nobody scored: in bypass mode verl puts the engine's there
     if old is not None:
-        old = shifted(_after_prompt(tensor_of(tensors, "old_log_probs", responses), width), start, keep, 0)
+        old = shifted(_after_prompt(old, width), start, keep, 0)
     return RolloutBatch(
         tokens=shifted(tokens, start, keep, 0),
         response_mask=shifted(_after_prompt(mask, width), start, keep, 0),

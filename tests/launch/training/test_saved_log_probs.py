@@ -64,6 +64,33 @@ def test_bypass_mode_has_no_old_policy(ranks, tmp_path):
     assert apart[~first][mask[~first]].mean() > 0.01
 
 
+def test_a_step_that_was_left_out_has_none(ranks, tmp_path):
+    words = flags(tmp_path, *LIVE, *EXACT, *TWO_STEPS, f"--save-rollouts={tmp_path}/records", "--bad-steps=skip")
+    assert ranks.run(train_with_a_bad_step, Layout(), words) == [None]
+    batch, first = records(tmp_path / "records")
+    unscored = batch.log_probs.isnan()
+    assert not (unscored & batch.response_mask)[first].any()
+    assert unscored[~first].all()
+
+
+def train_with_a_bad_step(words):
+    """The second step fails before its pass, as where the critic's loss is not finite."""
+    from unittest import mock
+
+    from megatron_rc.launch.training.step_checks import BadStepError
+    from megatron_rc.launch.training.trainer import Trainer
+
+    update = Trainer._update_policy
+
+    def failing(trainer, prepared, mini_batch):
+        if trainer.iteration == 1:
+            raise BadStepError("the critic's loss is not finite")
+        return update(trainer, prepared, mini_batch)
+
+    with mock.patch.object(Trainer, "_update_policy", failing):
+        return run_training(words)
+
+
 def test_responses_that_are_masked_have_no_log_probs(ranks, tmp_path):
     batch, _ = train(ranks, tmp_path, Layout(), "--train-iters=1", "--overlong=mask")
     cut = batch.finish_reasons == 1
