@@ -366,7 +366,10 @@ def bad_value(batch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(old_log_probs=None), "no sampled token has a log-prob of the trainer (old_log_probs): write them with"),
+        (
+            changed(old_log_probs=None),
+            "no sampled token has a log-prob of the trainer (old_log_probs): write them with",
+        ),
         (lambda batch: batch.rows([]), "no sequence is there, expected records of --save-rollouts"),
         (changed(old_log_probs=torch.full((12, 20), torch.nan)), "no sampled token has a log-prob of the trainer"),
         (bad_value, "the rollout log-prob of sample 102, token 4 is 0.5: expected a finite number"),
