@@ -21,6 +21,8 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
 
 Answer = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+# What a name of ``--custom-config-path`` that is meant for this function begins with: a misspelt one is an error.
+_PREFIXES = ("tis_", "rs_", "mis_")
 
 
 class SlimeCorrection:
@@ -48,7 +50,7 @@ class SlimeCorrection:
         allow_zero_log_probs: bool = False,
     ) -> None:
         if config is not None:
-            check_micro_batch_config(config, "slime")
+            _check(config)
         self.config = config
         self.groups = groups
         self.allow_zero_log_probs = allow_zero_log_probs
@@ -136,14 +138,30 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
         args: slime's, with whatever ``--custom-config-path`` added.
 
     Raises:
-        ValueError: a setting that is wrong, or that a micro-batch alone cannot have.
+        ValueError: a setting that is wrong, or that a micro-batch alone cannot have; a name of theirs that is unknown.
     """
-    names = [name for name in OF_EXAMPLES if hasattr(args, name)] or list(BUILT_IN)
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    known = {name: value for name, value in vars(args).items() if name in OF_EXAMPLES or name.startswith(_PREFIXES)}
+    given = {name: value for name, value in known.items() if name not in BUILT_IN} or known
     given |= {name: getattr(args, name) for name in ("use_tis", "use_mis") if hasattr(args, name)}
     config = RolloutCorrectionConfig.from_dict(given, dialect=SLIME.name)
-    check_micro_batch_config(config, "slime")
+    if config.rollout_is_batch_normalize:
+        raise ValueError(
+            "tis_batch_normalize=True: slime asks for one micro-batch at a time, and the mean of the weights runs over "
+            "the global batch: set tis_batch_normalize to False"
+        )
+    _check(config)
     return config
+
+
+def _check(config: RolloutCorrectionConfig) -> None:
+    """Raise ValueError for what slime's call cannot carry out."""
+    for criterion in config.criteria:
+        if criterion.only_negative:
+            raise ValueError(
+                f"rollout_rs={criterion.name!r} looks at advantages, which slime does not hand over: leave it out, and "
+                "give slime its own --use-opsm, which it applies beside this"
+            )
+    check_micro_batch_config(config, "slime")
 
 
 correct = SlimeCorrection()

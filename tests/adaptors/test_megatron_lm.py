@@ -1,9 +1,11 @@
 """Megatron-LM's calls on real Megatron-Core: the launcher's gradients, on pipeline stages, context and data ranks."""
 
 import argparse
+import os
+import re
+import subprocess
 import sys
-from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from megatron_rc import add_rollout_correction_args
 from megatron_rc.adaptors.megatron_lm import MegatronCorrection
 from megatron_rc.parallel import ParallelGroups
-from tests.adaptors.pages import documented
+from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
@@ -175,20 +177,16 @@ def test_megatrons_parser_takes_the_flags(monkeypatch):
     assert (loss.algorithm, loss.clip_low, loss.clip_high, loss.kl_coef) == ("gspo", 0.01, 0.3, 0.0)
 
 
-def test_the_page_puts_both_into_the_loop(monkeypatch):
-    """Stand-ins for what a process of Megatron-LM has; the arguments of ``pretrain`` are those of 0.19."""
-    given = {}
-
-    def pretrain(*args, **kwargs):
-        given.update(args=args, kwargs=kwargs)
-
-    loop = ModuleType("megatron.training.training")
-    loop.get_forward_backward_func = lambda: None
-    package = ModuleType("megatron.training")
-    package.get_args, package.pretrain, package.training = lambda: parsed([]), pretrain, loop
-    monkeypatch.setitem(sys.modules, "megatron.training", package)
-    monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
-    found = documented("Megatron-LM", data="data", model="model", model_type="type")
-    assert given["args"] == ("data", "model", "type", found["correction"].forward_step)
-    assert given["kwargs"] == {"extra_args_provider": add_rollout_correction_args}
-    assert isinstance(loop.get_forward_backward_func(), partial)
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", MODES)
+def test_the_page_trains_with_megatrons_own_loop(mode):
+    """``pretrain`` of megatron.training, with an evaluation in between; ``make test-latest`` runs this."""
+    pytest.importorskip("megatron.training.arguments", reason="this Megatron-Core brings no training loop")
+    words = ["--rollout-is=token", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2", *MODES[mode]]
+    command = [sys.executable, "-m", "tests.adaptors.megatron_training", *words]
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"iteration +4/ +4 .* number of skipped iterations: +0 ", done.stdout)
+    assert "validation loss at iteration 2 | policy loss value:" in done.stdout
+    assert float(re.search(r"^weights (.*)$", done.stdout, re.MULTILINE)[1]) > 0.1

@@ -197,7 +197,7 @@ GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
         ({"proximal_interpolation": True}, "proximal_interpolation=True: slime"),
         ({"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True: slime asks"),
         ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime asks"),
-        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' looks at advantages"),
+        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' looks at .* slime its own --use-opsm"),
         (
             {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": "0.9_1.1"},
             "rollout_rs='group_mean_k1' looks at prompts",
@@ -211,10 +211,21 @@ def test_settings_that_a_micro_batch_cannot_have(fields, message):
         slime.SlimeCorrection(RolloutCorrectionConfig(**fields))
 
 
-def test_slimes_own_normalisation_is_refused():
-    args = SimpleNamespace(use_tis=True, tis_level="token", tis_upper_bound=2.0, tis_batch_normalize=True)
-    with pytest.raises(ValueError, match="rollout_is_batch_normalize=True: slime asks for one micro-batch"):
-        correct(None, args)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tis_level": "token", "tis_batch_normalize": True},
+            "^tis_batch_normalize=True: slime asks .* set tis_batch_normalize to False",
+        ),
+        ({"tis_clip": 2.0, "tis_clip_low": 0.0, "tis_levl": "token"}, "unknown setting 'tis_levl'"),
+        ({"mis_level": "token", "mis_batch_normalize": True}, "unknown setting 'mis_batch_normalize'"),
+    ],
+    ids=["normalisation", "misspelt", "of no version"],
+)
+def test_settings_of_slime_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        correct(None, SimpleNamespace(use_tis=True, **settings))
 
 
 @pytest.mark.parametrize(
