@@ -101,6 +101,9 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
         why = f"without a critic: give --advantage-estimator {WITH_CRITIC}, or drop it"
         for option in options_of(CriticSection):
             yield _Idle(option.flag, why, ("advantage_estimator",))
+    elif args.critic_lr_decay_style == "constant":
+        why = "with --critic-lr-decay-style constant: use another, or drop it"
+        yield _Idle("critic_min_lr", why, ("critic_lr_decay_style",))
     yield from _idle_guards(args)
     yield from _idle_rewards(args)
     yield from _idle_advantages(args)

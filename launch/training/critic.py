@@ -23,7 +23,7 @@ from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
 from megatron_rc.launch.training.model import build_chunks, build_optimizer, unwrap, wrap_chunks
 from megatron_rc.launch.training.offload import Offload, tensors_of_model, tensors_of_optimizer
 from megatron_rc.launch.training.passes import ModelPasses
-from megatron_rc.launch.training.step_checks import BadStepError, telling_bad_steps
+from megatron_rc.launch.training.step_checks import StepChecks
 from megatron_rc.launch.weights.load import load_weights
 from megatron_rc.loss.aggregation import denominator, loss_sum
 from megatron_rc.loss.values import SUMS, derive_value_metrics, value_loss
@@ -31,8 +31,6 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.schedule import Returned, schedule_return
-
-_ADVICE = "the step was not made; lower --critic-lr, or look at the rewards of this batch"
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ class Critic:
     Args:
         config: of the run; ``config.critic`` is there.
         groups: of this rank.
+        passes: of the policy, whose timers count the critic's too.
 
     Attributes:
         model: this rank's chunks under Megatron's DDP.
@@ -64,12 +63,13 @@ class Critic:
         scheduler: of the critic's learning rate; counts the critic's steps.
     """
 
-    def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups, self.passes = config, groups, ModelPasses(config, groups)
+    def __init__(self, config: RunConfig, groups: ParallelGroups, passes: ModelPasses) -> None:
+        self.config, self.groups, self.passes = config, groups, passes
         transformer = build_transformer_config(config)
         transformer.finalize_model_grads_func = finalize_model_grads
         self.model = wrap_chunks(config, build_chunks(config, transformer, is_critic=True))
-        self.optimizer, self.scheduler = build_optimizer(_as_of_the_critic(config), self.model)
+        self.optimizer, self.scheduler = build_optimizer(_as_of_the_critic(config), self.model, passes.timers.megatron)
+        self.checks = StepChecks(config, "the critic's", "--critic-lr")
         self._gathers_late, self._sums = False, list[Tensor]()
         self._offloads: list[Offload] = []
         if self.settings.critic_offload:
@@ -178,7 +178,8 @@ class Critic:
             Metrics of the loss, equal on all ranks. None where no token has a loss: the step must not be made.
 
         Raises:
-            BadStepError: on every rank, if the loss or a gradient is not finite on any.
+            BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or by flag far larger
+                than before.
         """
         tokens, sequences, having_loss = prepared.counted[mini_batch]
         if not having_loss:
@@ -206,7 +207,7 @@ class Critic:
     def step(self) -> dict[str, float]:
         """One optimizer step with the gradients that are there; with ``--fp16`` none where they are out of range."""
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        with self.here():
+        with self.here(), self.passes.timers.optimizer():
             is_made, norm, _ = self.optimizer.step()
         if not is_made:
             return {"critic/lr": learning_rate}
@@ -259,18 +260,14 @@ class Critic:
         return metrics
 
     def _check(self, step: int, loss: float) -> None:
-        if not self.config.training.check_for_nan_in_loss_and_grad:
-            return
-        if not math.isfinite(loss):
-            raise BadStepError(f"the critic's loss of step {step} is {loss}: {_ADVICE}")
+        """Before the policy's step is made."""
+        self.checks.loss(step, loss)
         if self.config.compute.fp16:
             return  # gradients out of range are no error there: the scale is lowered
-        norms = torch.stack([one.main_grad.norm() for chunk in self.model for one in chunk.parameters()])
-        error = None
-        if not bool(norms.isfinite().all()):
-            error = f"the critic's gradient of step {step} is not finite: {_ADVICE}"
-        with telling_bad_steps():
-            agree(self.config, error)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        self.optimizer.zero_grad()  # of the copies; those in the buffers wait for the step
+        self.checks.gradient(step, norm)
 
 
 def _values(local: LocalTokens, output: Tensor) -> Tensor:

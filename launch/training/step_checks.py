@@ -11,7 +11,6 @@ from megatron_rc.launch.run_config import RunConfig
 
 # Megatron-Core's: what it compares with, and how much larger is too large.
 _SAMPLES, _FACTOR = 100, 10.0
-_ADVICE = "the step was not made; lower --lr, or look at the rewards and log-probs of this batch"
 
 
 class BadStepError(AgreedError):
@@ -23,10 +22,13 @@ class StepChecks:
 
     Args:
         config: of the run.
+        whose: loss and gradient they are, as a sentence says it.
+        rate: the flag of the model's learning rate.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.wanted = config, config.training
+    def __init__(self, config: RunConfig, whose: str = "the", rate: str = "--lr") -> None:
+        self.config, self.wanted, self.whose = config, config.training, whose
+        self.advice = f"the step was not made; lower {rate}, or look at the rewards and log-probs of this batch"
         self.losses, self.gradients = _Largest(), _Largest()
 
     def loss(self, step: int, loss: float) -> None:
@@ -36,12 +38,12 @@ class StepChecks:
             BadStepError: it is not finite, or by flag much larger than those before.
         """
         if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(loss):
-            raise BadStepError(f"the loss of step {step} is {loss}: {_ADVICE}")
+            raise BadStepError(f"{self.whose} loss of step {step} is {loss}: {self.advice}")
         before = self.losses.exceeded_by(loss) if self.wanted.check_for_spiky_loss else None
         if before is not None:
             raise BadStepError(
-                f"the loss of step {step} is {loss:.3g}, the largest of the first {_SAMPLES} steps was {before:.3g} "
-                f"(--check-for-spiky-loss): {_ADVICE}"
+                f"{self.whose} loss of step {step} is {loss:.3g}, the largest of the first {_SAMPLES} steps was "
+                f"{before:.3g} (--check-for-spiky-loss): {self.advice}"
             )
 
     def gradient(self, step: int, norm: float) -> None:
@@ -53,11 +55,11 @@ class StepChecks:
         error = None
         before = self.gradients.exceeded_by(norm) if self.wanted.check_for_large_grads else None
         if self.wanted.check_for_nan_in_loss_and_grad and not math.isfinite(norm):
-            error = f"the gradient norm of step {step} is {norm}: {_ADVICE}"
+            error = f"{self.whose} gradient norm of step {step} is {norm}: {self.advice}"
         elif before is not None:
             error = (
-                f"the gradient norm of step {step} is {norm:.3g}, the largest of the first {_SAMPLES} steps was "
-                f"{before:.3g} (--check-for-large-grads): {_ADVICE}"
+                f"{self.whose} gradient norm of step {step} is {norm:.3g}, the largest of the first {_SAMPLES} steps "
+                f"was {before:.3g} (--check-for-large-grads): {self.advice}"
             )
         with telling_bad_steps():
             agree(self.config, error)

@@ -111,7 +111,7 @@ class Trainer:
         self.device = next(chunks[0].parameters()).device
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
-        self.critic = Critic(config, groups) if config.critic else None
+        self.critic = Critic(config, groups, self.passes) if config.critic else None
         with self._critic_here():
             if self.critic is not None:
                 self.critic.start_from(chunks)

@@ -78,7 +78,9 @@ class CheckpointWriter:
         """
         phases.enter(f"the saving of step {iteration}")
         self.finish()
-        _check_weights(self.config, iteration, [*model, *(critic.model if critic else [])])
+        _check_weights(self.config, iteration, model)
+        if critic is not None:
+            _check_weights(self.config, iteration, critic.model, "the critic's", "--critic-lr")
         state = model_state(model) | sampling.state() | rewards.state() | left_out.state() | {"iteration": iteration}
         if reference is not None:
             state |= reference.state()
@@ -206,13 +208,13 @@ def _on_rank_0(config: RunConfig, work: Callable[[], object]) -> None:
     agree(config, error)
 
 
-def _check_weights(config: RunConfig, iteration: int, model: list[Any]) -> None:
+def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str = "the", rate: str = "--lr") -> None:
     """A model with a weight that is not finite would become what every later run starts from."""
     bad = [name for chunk in model for name, weight in chunk.named_parameters() if not torch.isfinite(weight).all()]
     agree(
         config,
-        f"the weight {bad[0].removeprefix('module.')} is not finite after step {iteration}: this model is not saved; "
-        "go on from an older checkpoint with a lower --lr"
+        f"{whose} weight {bad[0].removeprefix('module.')} is not finite after step {iteration}: this model is not "
+        f"saved; go on from an older checkpoint with a lower {rate}"
         if bad
         else None,
     )

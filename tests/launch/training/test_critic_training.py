@@ -38,14 +38,14 @@ def step(trainer, index):
     return trainer.update(trainer.prepare(share(trainer, index)), 0)
 
 
-def train(words, begin, end, save=False):
-    """Metrics of the steps from ``begin`` to ``end``, after which a checkpoint is written."""
-    trainer = make_trainer(words)
+def train(words, begin, end, save_at=None):
+    """Metrics of the steps from ``begin`` to ``end``; after ``save_at`` steps a checkpoint is written."""
+    trainer, found = make_trainer(words), []
     assert trainer.iteration == begin
-    found = [step(trainer, index) for index in range(begin, end)]
-    if save:
-        trainer.save()
-        trainer.writer.finish()
+    for index in range(begin, end):
+        found.append(step(trainer, index))
+        if trainer.iteration == save_at:
+            trainer.save()
     return found
 
 
@@ -82,12 +82,11 @@ DISTRIBUTED = ["--use-distributed-optimizer"]
 )
 def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
     """In the same layout to the last digit."""
-    words = flags(tmp_path, *PPO, *more)
-    whole = ranks.run(train, before, [*words, *before.flags()], 0, 3)[0]
-    kept = [*words, f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    assert ranks.run(train, before, [*kept, *before.flags()], 0, 2, True)[0] == whole[:2]
-    assert ranks.run(train, before, [*kept, *before.flags()], 2, 3)[0] == whole[2:]
-    nearly(ranks.run(train, after, [*kept, *after.flags()], 2, 3)[0], whole[2:], 2e-2 if "--bf16" in more else 1e-4)
+    words = flags(tmp_path, *PPO, *more, f"--save={tmp_path}/save")
+    whole = ranks.run(train, before, [*words, *before.flags()], 0, 3, 2)[0]
+    words += [f"--load={tmp_path}/save"]
+    assert ranks.run(train, before, [*words, *before.flags()], 2, 3)[0] == whole[2:]
+    nearly(ranks.run(train, after, [*words, *after.flags()], 2, 3)[0], whole[2:], 2e-2 if "--bf16" in more else 1e-4)
 
 
 def bytes_alive():
@@ -145,16 +144,18 @@ def critic_only(words):
         policy, critic = both(trainer)
         metrics = step(trainer, index)
         now = both(trainer)
-        found.append((equal(policy, now[0]), equal(critic, now[1]), metrics))
+        times = trainer.passes.timers.metrics()
+        found.append((equal(policy, now[0]), equal(critic, now[1]), metrics | times))
     return found
 
 
 def test_first_the_critic_learns_alone(ranks, tmp_path):
     words = flags(tmp_path, *PPO, "--num-critic-only-steps=1", "--grpo-iterations=1")
+    words += ["--log-timers-to-tensorboard", "--timing-log-level=1"]
     alone, together = ranks.run(critic_only, Layout(), words)[0]
     assert alone[:2] == (True, False)
     assert together[:2] == (False, False)
-    assert "loss/critic" in alone[2]
+    assert {"loss/critic", "forward-backward-time", "optimizer-time"} <= alone[2].keys()
     assert not {"loss/total", "grad_norm"} & alone[2].keys()
     assert {"loss/total", "loss/critic", "critic/lr", "critic/grad_norm", "grad_norm"} <= together[2].keys()
 
@@ -211,7 +212,7 @@ def test_what_a_critic_cannot_start_from_is_one_error(ranks, tmp_path):
 
 def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
     words = flags(tmp_path, *PPO[:3], f"--save={tmp_path}/save")
-    assert len(ranks.run(train, Layout(), words, 0, 1, True)[0]) == 1
+    assert len(ranks.run(train, Layout(), words, 0, 1, 1)[0]) == 1
     (said,) = ranks.run(load_from, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save"))
     assert "checkpoint 1 was written without a critic: give another --advantage-estimator than gae, or" in said
     assert len(ranks.run(train, Layout(), flags(tmp_path, *PPO, f"--load={tmp_path}/save", "--finetune"), 0, 1)[0]) == 1
@@ -219,31 +220,45 @@ def test_a_checkpoint_without_a_critic_is_refused_or_finetuned(ranks, tmp_path):
 
 def test_another_learning_rate_of_the_critic_is_refused(ranks, tmp_path):
     words = flags(tmp_path, *PPO, f"--save={tmp_path}/save")
-    ranks.run(train, Layout(), words, 0, 1, True)
+    ranks.run(train, Layout(), words, 0, 1, 1)
     (said,) = ranks.run(load_from, Layout(), [*words, f"--load={tmp_path}/save", "--critic-lr=5e-3"])
     assert "checkpoint 1 was written with --critic-lr 0.002, this run has 0.005: give the same, or" in said
 
 
-def spoil(words, part):
-    """What a bad step raises, and whether it has left both models as they were."""
-    trainer = make_trainer(words)
-    prepared = trainer.prepare(share(trainer, 0))
-    before, found = both(trainer), None
-    if trainer.groups.is_last_stage:
-        local = prepared.values.batch.local if part == "critic" else prepared.batch.local
-        (local.returns if part == "critic" else local.advantages).fill_(torch.inf)
-    try:
-        trainer.update(prepared, 0)
-    except BadStepError as error:
-        found = str(error)
-    now = both(trainer)
-    return found, equal(before[0], now[0]), equal(before[1], now[1])
+def spoil(words):
+    """What each bad step raises and whether it has left both models as they were; then what saving a ruin raises."""
+    trainer, found = make_trainer(words), {}
+    checks = trainer.critic.checks
+    for part in ("spiky", "large", "critic", "policy"):
+        prepared, before = trainer.prepare(share(trainer, 0)), both(trainer)
+        # As after many steps with losses and gradients of next to nothing.
+        checks.losses.count, checks.losses.largest = 100 * (part == "spiky"), 1e-9
+        checks.gradients.count, checks.gradients.largest = 100 * (part == "large"), 1e-9
+        if trainer.groups.is_last_stage and part in ("critic", "policy"):
+            local = prepared.values.batch.local if part == "critic" else prepared.batch.local
+            (local.returns if part == "critic" else local.advantages).fill_(torch.inf)
+        with pytest.raises(BadStepError) as error:
+            trainer.update(prepared, 0)
+        now = both(trainer)
+        found[part] = str(error.value), equal(before[0], now[0]), equal(before[1], now[1])
+    trainer.critic.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.data.fill_(torch.nan)
+    with pytest.raises(RuntimeError) as error:
+        trainer.save()
+    return found, str(error.value)
 
 
-@pytest.mark.parametrize("part", ["critic", "policy"])
-def test_a_bad_step_changes_neither_model(ranks, tmp_path, part):
-    words = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--grpo-iterations=1")
-    found = ranks.run(spoil, Layout(pp=2), words, part)
-    assert [one[1:] for one in found] == [(True, True)] * 2
-    assert found[0][0] == found[1][0]
-    assert found[0][0].startswith("the critic's loss of step 1 is" if part == "critic" else "the loss of step 1 is")
+def test_a_bad_step_changes_neither_model_and_says_whose_it_was(ranks, tmp_path):
+    words = flags(tmp_path, *PPO, *Layout(pp=2).flags(), "--check-for-spiky-loss", "--check-for-large-grads")
+    one, other = ranks.run(spoil, Layout(pp=2), [*words, f"--save={tmp_path}/save"])
+    assert one == other
+    found, saved = one
+    assert {part: unchanged for part, (_, *unchanged) in found.items()} == {part: [True, True] for part in found}
+    said = {part: words for part, (words, *_) in found.items()}
+    assert said["spiky"].startswith("the critic's loss of step 1 is")
+    assert "(--check-for-spiky-loss): the step was not made; lower --critic-lr" in said["spiky"]
+    assert said["large"].startswith("the critic's gradient norm of step 1 is")
+    assert "(--check-for-large-grads): the step was not made; lower --critic-lr" in said["large"]
+    assert said["critic"].startswith("the critic's loss of step 1 is")
+    assert said["policy"].startswith("the loss of step 1 is")
+    assert saved.startswith("the critic's weight decoder.layers.0.mlp.linear_fc1.weight is not finite after step 0")
+    assert saved.endswith("with a lower --critic-lr")
