@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from megatron_rc.launch.training.checkpoints.settings import settings_beside
 
 # Sections that shape the model.
 _SHAPE = ("transformer", "experts", "model")
+# What of it the weights' own shapes do not tell, or not always.
+FUNCTION = frozenset(
+    "num_attention_heads num_query_groups normalization layernorm_epsilon rotary_base rope_scaling rope_scaling_factor "
+    "moe_router_topk moe_router_pre_softmax vocab_size".split()
+)
 
 
 def misfit(
@@ -100,8 +106,11 @@ def _experts_misfit(where: str, folder: Path, config: RunConfig) -> str | None:
     )
 
 
-def differences(config: RunConfig, folder: Path) -> str:
-    """How the model differs from the one that was saved, by the settings beside it; empty where nothing is known."""
+def differences(config: RunConfig, folder: Path, among: Collection[str] | None = None) -> str:
+    """How the model differs from the one that was saved, by the settings beside it; empty where nothing is known.
+
+    ``among``: the fields that are looked at; None: all that shape it.
+    """
     kept = settings_beside(folder)
     for name, kind, _ in sections_of(RunConfig):
         section, before = getattr(config, name), kept.get(name)
@@ -111,7 +120,7 @@ def differences(config: RunConfig, folder: Path) -> str:
             return f"it was written {'without' if before is None else 'with'} --num-experts"
         for option in options_of(kind):
             mine, its = getattr(section, option.field), before.get(option.field)
-            if option.field in before and mine != its:
+            if option.field in before and mine != its and (among is None or option.field in among):
                 return f"{flag(option.flag)} {_shown(mine)}; it was written with {_shown(its)}"
     return ""
 

@@ -15,7 +15,7 @@ from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.critic import OPTIMIZER, load_critic, wanted_critic_state
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
-from megatron_rc.launch.training.checkpoints.fitting import differences, misfit
+from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
@@ -49,6 +49,8 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     if found is None:
         raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
     where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
+    other = differences(config, folder, FUNCTION)
+    agree(config, f"{where} is of another architecture than the policy ({other}): name another" if other else None)
     state = model_state(chunks)
     asked = {name: set(part) for name, part in state.items()}
     with _failing_together(where, folder, config):

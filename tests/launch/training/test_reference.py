@@ -122,6 +122,28 @@ def test_a_checkpoint_has_its_reference_policy_still(ranks, tmp_path, published)
     assert f"--ref-load {tmp_path} holds no checkpoint (latest_checkpointed_iteration.txt is missing)" in said[0]
 
 
+def refused(words):
+    try:
+        make_trainer(words)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--norm-epsilon=1e-3", "--norm-epsilon 0.001; it was written with 1e-05"),
+        ("--vocab-size=20", "--vocab-size 20"),
+    ],
+)
+def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_path, more, message):
+    words = flags(tmp_path, *KL)
+    ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
+    (said,) = ranks.run(refused, Layout(), [*words, more, f"--ref-load={tmp_path}/save"])
+    assert "checkpoint 0 is of another architecture than the policy (" + message in said
+
+
 def bytes_while_it_is_compared(words):
     """(bytes of all weights outside the pass, in it, the most that the exchange made, of the largest weight)."""
     from megatron_rc.launch.dry_run.live_bytes import LiveBytes
