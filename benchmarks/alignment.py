@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_rc import PlanInputs
 from megatron_rc.correction.checks.shift import find_lag, shift_sums
-from megatron_rc.correction.header_records import ShiftSums
 from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.correction.shards import collect_shards
 
@@ -37,7 +36,7 @@ def sample(generator: torch.Generator) -> Tensor:
 def verdict(train: Tensor, rollout: Tensor) -> int:
     """The lag that the test finds."""
     parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), AgreedCounts()).parts
-    return find_lag(ShiftSums(*shift_sums(parts).tolist()))
+    return find_lag(shift_sums(parts).tolist())
 
 
 if __name__ == "__main__":

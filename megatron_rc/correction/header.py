@@ -21,7 +21,7 @@ from megatron_rc.correction.header_records import BatchHeader, CriterionSums, So
 from megatron_rc.correction.histogram import Histogram
 from megatron_rc.loss.metrics import MAXIMA, SUMS
 
-_TABLES = ("by_length", "by_reward", "by_staleness", "mini_batches")
+_TABLES = ("by_length", "by_reward", "by_staleness", "mini_batches", "shift")
 Columns = dict[Source | str, Tensor]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from megatron_rc.correction.checks.shift import CELLS, ROWS
 from megatron_rc.correction.header import HeaderFields, field_names
 from megatron_rc.correction.header_records import (
     CriterionSums,
@@ -15,7 +16,6 @@ from megatron_rc.correction.header_records import (
     SequenceExtremes,
     SequenceTest,
     SharedWeights,
-    ShiftSums,
     Source,
     TokenExtremes,
     TokenTest,
@@ -58,14 +58,14 @@ def _header_fields(config: RolloutCorrectionConfig, num_mini_batches: int, max_s
         "weight_bins_until": (histograms, NUM_BINS),
         **vector(Source.TOKENS),
         "bins_until": (NUM_BINS,),
-        **vector(Source.SHIFT),
+        "shift": (ROWS, CELLS),
     }
     maxima = {**vector(Source.SEQUENCE_MAXIMA), **vector(Source.TOKEN_MAXIMA), **vector(Source.KEY)}
     return HeaderFields(records, criteria, sums, maxima)
 
 
 def _records(config: RolloutCorrectionConfig) -> dict[str, type[Any]]:
-    records: dict[str, type[Any]] = {"policy": PolicySums, "data": DataSums, "shift": ShiftSums}
+    records: dict[str, type[Any]] = {"policy": PolicySums, "data": DataSums}
     by_token = config.rollout_is == "token"
     if config.rollout_is is not None:
         records["weights"] = TokenWeights if by_token else SharedWeights

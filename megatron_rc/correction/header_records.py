@@ -17,7 +17,6 @@ class Source(Enum):
     FLAGS = "how many whole sequences are so"
     TOKENS = "a sum over single tokens"
     DATA = "a count of what cannot be right"
-    SHIFT = "a sum over neighbouring tokens"
     SEQUENCE_MAXIMA = "the largest of whole sequences"
     TOKEN_MAXIMA = "the largest of single tokens"
     KEY = "the largest key of a bad token"
@@ -193,17 +192,6 @@ class DataSums:
     first_bad_key: float = _smallest(Source.KEY)
 
 
-@dataclass(frozen=True)
-class ShiftSums:
-    """Distances between neighbouring tokens of both policies; see :mod:`megatron_rc.correction.checks.shift`."""
-
-    pairs: float = _from(Source.SHIFT)
-    straight: float = _from(Source.SHIFT)
-    late: float = _from(Source.SHIFT)
-    early: float = _from(Source.SHIFT)
-    straight_next: float = _from(Source.SHIFT)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchHeader:
     """A batch's vector on the host; a record that the config has no use for is None.
@@ -211,7 +199,6 @@ class BatchHeader:
     Attributes:
         policy: of the two policies.
         data: what cannot be right.
-        shift: how the two policies' tokens lie against each other.
         weights: with weights.
         masked: with the mode ``mask``.
         extremes: of bounded weights, where they were measured.
@@ -224,11 +211,12 @@ class BatchHeader:
         by_reward: likewise.
         by_staleness: [buckets][3], with the sum of log ρ.
         mini_batches: [mini-batches][4], tokens and sequences under m, then under m'.
+        shift: [5][cells], how the two policies' tokens lie against each other; see
+            :func:`megatron_rc.correction.checks.shift.shift_sums`.
     """
 
     policy: PolicySums
     data: DataSums
-    shift: ShiftSums
     weights: TokenWeights | SharedWeights | None = None
     masked: MaskedWeights | None = None
     extremes: TokenExtremes | SequenceExtremes | None = None
@@ -240,3 +228,4 @@ class BatchHeader:
     by_reward: list[list[float]]
     by_staleness: list[list[float]]
     mini_batches: list[list[float]]
+    shift: list[list[float]]

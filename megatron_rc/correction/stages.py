@@ -149,7 +149,7 @@ def add_up(tokens: AcceptedTokens) -> BatchSums:
     # Whole sequences are counted once: on the first CP rank.
     if not shards.is_first_cp_rank:
         sums = {column: torch.zeros_like(value) for column, value in sums.items()}
-    sums |= {Source.TOKENS: local.sums.batch, Source.SHIFT: shift_sums(shards.parts)}
+    sums |= {Source.TOKENS: local.sums.batch, "shift": shift_sums(shards.parts)}
     sums["bins_until"] = local.sums.bins.cumsum(0)
     sums["weighed"] = extremes.new_zeros(0)
     if config.may_weigh_nothing:

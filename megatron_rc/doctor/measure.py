@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.correction.checks.shift import measure_shift
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.sampled import Sampled
 
@@ -42,7 +43,6 @@ def facts_of_batch(sampled: Sampled) -> Facts:
     facts |= _library_metrics(sampled)
     rollout, old = sampled.rollout_log_probs.double(), sampled.old_log_probs.double()
     facts |= _token_facts(rollout[mask], old[mask])
-    facts |= _shift_facts(rollout, old, mask)
     facts |= _sequence_facts(rollout, old, mask)
     if sampled.policy_versions is not None:
         facts |= _version_facts(rollout[mask], old[mask], sampled.policy_versions[mask])
@@ -75,9 +75,12 @@ def _sampling_facts(sampled: Sampled) -> dict[str, float]:
 
 
 def _library_metrics(sampled: Sampled) -> dict[str, float]:
-    """The metrics of the correction with token weights that are measured, and the share that sequence weights leave."""
+    """The metrics of the correction with token weights that are measured, and the share that sequence weights leave.
+
+    With the distance between neighbours as a share of that between equals, which is small where one column is late.
+    """
     assert sampled.old_log_probs is not None
-    measured = {}
+    measured, found = {}, {}
     for level in ("token", "sequence"):
         config = RolloutCorrectionConfig(
             rollout_is=level,
@@ -86,16 +89,20 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
             bad_log_probs="reject_token",
             metric_prefix="",
         )
-        measured[level] = correct_rollouts(
+        result = correct_rollouts(
             sampled.old_log_probs.float(),
             sampled.rollout_log_probs.float(),
             sampled.response_mask,
             config,
             allow_zero_log_probs=True,
-        ).metrics()
+        )
+        measured[level] = result.metrics()
+    shift = measure_shift(result.on_host().shift)
+    if shift.is_enough:
+        found = {"shift_share": shift.share, "shift_lag": float(shift.lag)}
     # Nobody has chosen the bounds of these weights.
     kept = {name: value for name, value in measured["token"].items() if not name.startswith(_BOUNDED)}
-    return kept | {"sequence_eff_sample_size": measured["sequence"]["rollout_is_raw_eff_sample_size"]}
+    return kept | found | {"sequence_eff_sample_size": measured["sequence"]["rollout_is_raw_eff_sample_size"]}
 
 
 def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
@@ -135,30 +142,6 @@ def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
             share = max(float(left[side].sum() / whole) for side, whole in zip((up, ~up), wholes, strict=True))
             best = min(best, (share, sharper))
     return {"temperature_unexplained": best[0], "temperature_ratio": 1 / best[1]}
-
-
-def _shift_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, float]:
-    """The distance between neighbours, as a share of that between equals: small where one column is late.
-
-    A response that is there many times counts once: a few tokens in a row may well look shifted.
-    """
-    totals = torch.where(mask, rollout, 0.0).sum(dim=1).mul(1e3).round()
-    _, numbers = torch.unique(totals, return_inverse=True)
-    first = torch.full((len(totals),), len(totals)).scatter_reduce(0, numbers, torch.arange(len(totals)), "amin")
-    first = first[first < len(totals)]
-    rollout, old, mask = rollout[first], old[first], mask[first]
-    pairs = mask[:, 1:] & mask[:, :-1]
-    here, behind = slice(None, -1), slice(1, None)
-
-    def distance(of_old: slice, of_rollout: slice) -> float:
-        apart = (old[:, of_old] - rollout[:, of_rollout]).nan_to_num(0.0, 0.0, 0.0).abs().clamp(max=2.0)
-        return float(apart[pairs].sum())
-
-    straight = (distance(here, here) + distance(behind, behind)) / 2
-    if not straight or not pairs.any():
-        return {}
-    share, lag = min((distance(here, behind) / straight, 1.0), (distance(behind, here) / straight, -1.0))
-    return {"shift_pairs": float(pairs.sum()), "shift_share": share, "shift_lag": lag}
 
 
 def _noise(rollout: Tensor, old: Tensor) -> Tensor:

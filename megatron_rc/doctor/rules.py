@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+from megatron_rc.correction.checks.shift import MIN_PAIRS
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import Rule, Verdict
-from megatron_rc.doctor.signs import K3, MIN_PAIRS
+from megatron_rc.doctor.signs import K3
 
 _UNKNOWN = re.compile(r"\bnan%?")
 
@@ -33,9 +34,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "shift",
         "log-probs shifted by one position",
-        (("shift_pairs", "shift_share"),),
+        (("shift_share", "shift_lag"),),
         signs.is_shifted,
-        f"over at least {MIN_PAIRS} pairs, neighbours differ by less than half of what equal positions do",
+        f"over at least {MIN_PAIRS} pairs, of which those that look alike count once, neighbours differ by less than "
+        "half of what equal positions do",
         "the engine's log-prob of a token is {shift_share:.0%} as far from the trainer's of its neighbour (lag "
         "{shift_lag:+.0f}) as from that of the token itself",
         "align both to the label tokens: shift whole sequences before anything is cut",

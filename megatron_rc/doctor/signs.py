@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megatron_rc.correction.checks.shift import RATIO
 from megatron_rc.doctor.facts import Facts
 
-MIN_PAIRS = 512  # neighbouring tokens below which a shift is not judged
 MIN_TOKENS = 256  # tokens below which shares and means are not judged
 K3 = 2e-3  # nats: what is below is rounding to bfloat16
 # Limits of other measures of the distance, which count where k3 is not known.
@@ -35,7 +35,7 @@ def is_enough(facts: Facts) -> bool:
 
 def is_shifted(facts: Facts) -> bool:
     """Neighbours are closer than equals."""
-    return facts["shift_pairs"] >= MIN_PAIRS and facts["shift_share"] < 0.5
+    return facts["shift_share"] < RATIO
 
 
 def is_truncated(facts: Facts) -> bool:

@@ -106,6 +106,11 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
             found.append(own)
         else:
             bad += 1
+    if not found and not bad and {"input", "output"} <= names:
+        raise ValueError(
+            f"{path} has responses without log-probs, as in verl's rollout_data_dir: give the run's metrics (its file "
+            "logger's lines), or old_log_probs, rollout_log_probs and response_mask of a batch as lists or safetensors"
+        )
     if not found and not bad:
         shown = ", ".join(sorted(map(str, names))[:5]) or "none"
         raise ValueError(

@@ -1,13 +1,17 @@
 """Rollout log-probs that are one position off are refused, and honest ones are not."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from megatron_rc import PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.checks.shift import MIN_PAIRS, _window_places, find_lag, shift_sums
-from megatron_rc.correction.header_records import ShiftSums
+from megatron_rc.correction.checks.shift import (
+    MIN_CELLS,
+    MIN_PAIRS,
+    _window_places,
+    find_lag,
+    measure_shift,
+    shift_sums,
+)
 from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
 from megatron_rc.correction.shards import collect_shards
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
@@ -47,7 +51,7 @@ def test_every_pair_of_a_batch_that_is_not_large_is_compared():
     for shape in ((256, 64), (1, 2**14)):
         train, rollout, mask = make_batch(shape=shape, holes=0)
         (part,) = collect_shards(PlanInputs(train, rollout, mask), AgreedCounts()).parts
-        assert shift_sums([part])[0] == shape[0] * (shape[1] - 1)
+        assert shift_sums([part])[0].sum() == shape[0] * (shape[1] - 1)
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -69,13 +73,39 @@ def test_long_prompts_do_not_hide_a_shift():
         correct_rollouts(train, rollout.roll(1, dims=1), mask, CONFIG).check()
 
 
-@pytest.mark.parametrize(("lag", "name"), [(1, "late"), (-1, "early")])
-def test_less_than_half_of_the_straight_distance_is_a_lag(lag, name):
-    """The straight distance is the mean of both tokens of a pair."""
-    sums = ShiftSums(pairs=2000.0, straight=800.0, straight_next=1200.0, late=900.0, early=900.0)
-    assert find_lag(dataclasses.replace(sums, **{name: 499.0})) == lag
-    assert find_lag(dataclasses.replace(sums, **{name: 501.0})) == 0
-    assert find_lag(dataclasses.replace(sums, **{name: 499.0}, pairs=MIN_PAIRS - 1.0)) == 0
+def cells_of(crosswise, lag=1, cells=200, pairs=4.0, more=()):
+    """Sums of cells whose straight distance is 1 a pair on average."""
+    late, early = (crosswise, 3.0)[::lag]
+    return list(zip([0.0] * 5, *[[pairs * value for value in (1, 0.8, late, early, 1.2)]] * cells, *more, strict=True))
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+def test_less_than_half_of_the_straight_distance_is_a_lag(lag):
+    assert find_lag(cells_of(0.499, lag)) == lag
+    assert find_lag(cells_of(0.501, lag)) == 0
+    assert find_lag(cells_of(0.499, lag, cells=MIN_CELLS)) == lag
+    assert find_lag(cells_of(0.499, lag, cells=MIN_CELLS - 1, pairs=100.0)) == 0
+    assert find_lag(cells_of(0.499, lag, pairs=(MIN_PAIRS - 1) / 200)) == 0
+
+
+def test_pairs_that_look_alike_count_once():
+    """A cell of a thousand pairs weighs as much as any other one."""
+    sums = cells_of(1.5, more=[[1000.0, 1000.0, 0.0, 3000.0, 1000.0]])
+    assert sum(sums[2]) < 0.8 * sum(sums[1])
+    assert measure_shift(sums).share == pytest.approx(1.5 * 200 / 201)
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_the_same_few_answers_are_no_shift(lag, noise):
+    """Ten answers of nine tokens, which resemble shifted ones, 64 times each; the trainer rounds each copy anew."""
+    train, rollout, mask = (values.repeat(64, 1) for values in make_batch(shape=(10, 10), holes=0))
+    train = train * (1 + noise * torch.randn(train.shape, generator=torch.Generator().manual_seed(1)))
+    late = rollout.roll(lag, dims=1)
+    correct_rollouts(train, late, mask, CONFIG).check()
+    # In 64 micro-batches, as on 64 ranks.
+    parts = [list(tensor.chunk(64)) for tensor in (train, late, mask)]
+    correct_rollouts(*parts, CONFIG).check()
 
 
 @pytest.mark.parametrize("lag", [1, -1])
@@ -98,16 +128,15 @@ def test_shards_compare_true_neighbours_only(split):
     """The seams between chunks and rows are no pairs; the sums of shards add up to the same verdict."""
     train, rollout, mask = make_batch(shape=(24, 64), holes=0)
     for late in (rollout, rollout.roll(1, dims=1)):
-        total = torch.zeros(5, dtype=torch.float64)
+        total = torch.zeros(5, 256, dtype=torch.float64)
         for rank in range(4):
             layout = SequenceLayout.padded(24, 16, cp_rank=rank, cp_size=4, split=split)
             inputs = PlanInputs(layout.cut(train), layout.cut(late), layout.cut(mask), layout)
             parts = collect_shards(inputs, AgreedCounts()).parts
             total += shift_sums(parts)
         # Each rank: 24 rows of two runs of 8 tokens (one of 16 where contiguous).
-        sums = ShiftSums(*total.tolist())
-        assert sums.pairs == 4 * 24 * (14 if split == "zigzag" else 15)
-        assert find_lag(sums) == (late is not rollout)
+        assert total[0].sum() == 4 * 24 * (14 if split == "zigzag" else 15)
+        assert find_lag(total.tolist()) == (late is not rollout)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -179,7 +208,7 @@ def test_a_shift_is_seen_where_few_tokens_are_trained(shape, trained, packed):
         train, rollout, late, mask = (one.view(-1) for one in (train, rollout, late, mask))
     for given, lag in ((rollout, 0), (late, 1)):
         (part,) = collect_shards(PlanInputs(train, given, mask, layout), AgreedCounts()).parts
-        assert find_lag(ShiftSums(*shift_sums([part]).tolist())) == lag
+        assert find_lag(shift_sums([part]).tolist()) == lag
 
 
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3, 1.0, 3.0])

@@ -164,6 +164,10 @@ BAD = {
     "number.json": ("{}\n3\n", "expected JSON objects"),
     "nan.jsonl": ('{"step": 1, "rollout_corr/kl": NaN}\n' * 2, "all 2 rows have a number that is NaN"),
     "columns.csv": ("Step,loss\n1,0.5\n", "has no metric of the two policies (its names: Step, loss)"),
+    "verl.jsonl": (
+        '{"input": "1+1", "output": "2", "gts": "2", "score": 1.0, "step": 7}\n' * 2,
+        "has responses without log-probs, as in verl's rollout_data_dir",
+    ),
     "value.csv": ("Wall time,Step,Value\n1,2,3\n", "no metric of the two policies"),
     "two.csv": ("Step,a - rollout_corr/kl,b - rollout_corr/kl\n1,0,0\n", "both kl: export one run"),
     "names.csv": ("Step,rollout_corr/kl\n", "has no metric"),

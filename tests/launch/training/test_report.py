@@ -176,6 +176,20 @@ def test_the_doctor_speaks_where_the_metrics_are(tmp_path, capsys, more):
     assert capsys.readouterr().err.count("doctor after step 2: coarse rounding, or other weights (precision): ") == 1
 
 
+def what_a_run_says(words):
+    with mock.patch.object(Reporter, "say", autospec=True) as say:
+        assert run_training(words) is None
+    return [call.args[1] for call in say.call_args_list]
+
+
+def test_the_doctor_sees_the_rounding_of_a_real_engine(ranks, tmp_path):
+    """In a model whose weights are large enough for 8 bits to show."""
+    words = [*LIVE, "--rollout-dtype=fp8-e4m3", "--init-method-std=0.6", "--train-iters=2", "--doctor-interval=1"]
+    (said,) = ranks.run(what_a_run_says, Layout(), flags(tmp_path, *words))
+    (found,) = [words for words in said if words.startswith("doctor after")]
+    assert found.startswith("doctor after step 1: coarse rounding, or other weights (precision): ")
+
+
 def test_no_doctor_speaks_unless_asked(tmp_path, capsys):
     reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=2")), 0)
     reporter.step(1, {"rollout_corr/k3_kl": 0.1})
