@@ -61,7 +61,7 @@ def test_the_example_is_what_is_said():
 @pytest.mark.parametrize("document", ["docs/doctor.md", "README.md"])
 def test_the_commands_run_as_they_are_written(tmp_path, monkeypatch, capsys, document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    commands = re.findall(r"^python -m megatron_rc\.doctor (.*?)(?: +#.*)?$", text, flags=re.MULTILINE)
+    commands = re.findall(r"(?:^|`)python -m megatron_rc\.doctor ([^`\n]*?)(?:`| +#.*|$)", text, flags=re.MULTILINE)
     assert commands
     monkeypatch.chdir(tmp_path)
     for words in map(shlex.split, commands):
