@@ -61,8 +61,8 @@ class CheckpointSaves:
         error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that{self._older(step)}",)
 
     def _older(self, step: int) -> str:
-        """The last checkpoint before that of an error, in words, as all ranks know it."""
-        return f", the one before it is {self.saved}" if -1 < self.saved < step else ""
+        """The last checkpoint before that of an error, in words, as all ranks know it; a new run has none."""
+        return f", the one before it is {self.saved}" if 0 < self.saved < step else ""
 
     def on_the_way(self) -> None:
         """After a step: begin what is due, go on with what is under way."""
