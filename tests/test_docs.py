@@ -1,4 +1,4 @@
-"""The documents say what the code does: every metric is named in docs/metrics.md, and README's examples run."""
+"""The documents say what the code does: every metric is named in docs/metrics.md, and their examples run."""
 
 import ast
 import dataclasses
@@ -180,7 +180,8 @@ def test_modules_named_in_the_documents_exist(document):
 
 
 def test_the_tree_lists_every_folder():
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    tree = text.partition("\n### The tree\n\n```\n")[2].partition("\n```\n")[0]
     listed, above = set(), []
     for indent, name in re.findall(r"^( *)([a-z_]+)/ +\S", tree, flags=re.MULTILINE):
         above = [*above[: len(indent) // 2], name]
@@ -195,7 +196,12 @@ def test_the_tree_lists_every_folder():
     assert all((ROOT / path).is_dir() for path in listed)
 
 
-def examples(document=ROOT / "README.md"):
+def test_readme_leads_to_every_page():
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert set(linked) == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+
+
+def examples(document):
     return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -221,40 +227,45 @@ def test_examples_import_public_names_alone(block):
             assert {alias.name for alias in node.names} <= set(public)
 
 
-def run(index):
-    """What an example of README leaves behind; it stands by itself."""
+# How many examples the pages have that are run below.
+EXAMPLES = {"README.md": 1, "docs/library.md": 3, "docs/presets.md": 1}
+
+
+def run(document, index=0):
+    """What an example of a page leaves behind; it stands by itself."""
     namespace = {}
     torch.manual_seed(0)
-    exec(compile(examples()[index], f"README.md, example {index}", "exec"), namespace)
+    exec(compile(examples(ROOT / document)[index], f"{document}, example {index}", "exec"), namespace)
     return namespace
 
 
 def test_readme_corrects_a_batch(capsys):
-    found = run(0)
+    found = run("README.md")
     assert f"{PREFIX}kl" in capsys.readouterr().out
     assert found["loss"].isfinite()
     assert 0 < int(found["result"].mask.sum()) < int(found["response_mask"].sum())
 
 
-def test_readme_corrects_inside_megatron(monkeypatch):
+def test_the_library_page_corrects_on_shards(monkeypatch):
     monkeypatch.setattr(ParallelGroups, "from_megatron", classmethod(lambda cls: ParallelGroups()))
     logits, labels, mask = torch.randn(3, 8, 10), torch.randint(10, (3, 8)), torch.ones(3, 8, dtype=torch.bool)
     rollout = torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    result = run(1)["correct"](logits, labels, rollout, mask, RolloutCorrectionConfig.decoupled_token_is())
+    config = RolloutCorrectionConfig.decoupled_token_is()
+    result = run("docs/library.md")["correct"](logits, labels, rollout, mask, config)
     result.check()
     torch.testing.assert_close(result.weights, torch.ones(3, 8))
 
 
-def steps_of_readme(words):
-    """The trainer's two optimizer steps of one plan, README's, and the gradients by the formula, on this rank."""
+def steps_of_the_page(words):
+    """The trainer's two optimizer steps of one plan, the page's, and the gradients by the formula, on this rank."""
     trainer = make_trainer(words)
     correction, is_last = trainer.correction, trainer.groups.is_last_stage
     prepared = trainer.prepare(recorded_batch(0))
     cuts = prepared.batch.cuts
     own = [(trainer.accumulate(prepared, index), gradients(trainer))[1] for index in range(len(cuts))]
     pieces = [[prepared.batch.local.piece(cut) for cut in some] for some in cuts]
-    readme, flat = run(2), [piece for some in pieces for piece in some]
-    readme["set_up"](correction, trainer.chunks[0].config)
+    page, flat = run("docs/library.md", 1), [piece for some in pieces for piece in some]
+    page["set_up"](correction, trainer.chunks[0].config)
     ids = [torch.full((len(piece.advantages),), index) for index, some in enumerate(pieces) for piece in some]
     names = ("rollout_log_probs", "response_mask", "layout")
     old = None if correction.config.bypass_mode else [piece.train_log_probs for piece in flat]
@@ -263,11 +274,11 @@ def steps_of_readme(words):
         advantages=[piece.advantages for piece in flat],
         mini_batch_ids=ids,
     )
-    plan, made = readme["prepare"](correction, inputs if is_last else None, num_mini_batches=len(cuts))
+    plan, made = page["prepare"](correction, inputs if is_last else None, num_mini_batches=len(cuts))
     found, made = [], iter(made or [None] * len(flat))
     for index, some in enumerate(pieces):
         batches = [(piece.tokens, piece.positions, piece.labels, next(made)) for piece in some]
-        metrics = readme["step"](correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4)
+        metrics = page["step"](correction, plan, index, trainer.model, batches, seq_length=16, micro_batch_size=4)
         got = gradients(trainer)
         formula = by_the_formula(trainer, some) if trainer.groups.pp.size() == 1 else None
         found.append((metrics, own[index], got, formula))
@@ -298,10 +309,10 @@ def gradients(trainer):
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(pp=2, vpp=True)], ids=str)
 @pytest.mark.parametrize("mode", [[], ["--bypass-mode", "--loss-type=reinforce"]], ids=["decoupled", "bypass"])
-def test_readme_takes_the_trainers_steps(ranks, tmp_path, mode, layout):
-    # The whole vocabulary is real, and neither penalty is on: README's loss asks for neither.
+def test_the_library_page_takes_the_trainers_steps(ranks, tmp_path, mode, layout):
+    # The whole vocabulary is real, and neither penalty is on: the page's loss asks for neither.
     words = flags(tmp_path, "--vocab-size=16", "--grpo-kl-beta=0", "--global-batch-size=8", *layout.flags(), *mode)
-    everywhere = ranks.run(steps_of_readme, layout, words)
+    everywhere = ranks.run(steps_of_the_page, layout, words)
     assert {len(steps) for steps in everywhere} == {2}
     for metrics, known, got, wanted in (step for steps in everywhere for step in steps):
         assert metrics["loss/total"] != 0
@@ -314,13 +325,13 @@ def test_readme_takes_the_trainers_steps(ranks, tmp_path, mode, layout):
             assert (gradient - other).norm() < 1e-5 * size
 
 
-def test_readme_reads_another_programs_settings(capsys):
-    assert run(3)["config"].rollout_rs_threshold == "0.2_2.0"
+def test_the_presets_page_reads_another_programs_settings(capsys):
+    assert run("docs/presets.md")["config"].rollout_rs_threshold == "0.2_2.0"
     assert "[0.2, 2]" in capsys.readouterr().out
 
 
-def test_readme_carries_the_sums_by_itself():
-    found = run(4)
+def test_the_library_page_carries_the_sums_by_itself():
+    found = run("docs/library.md", 2)
     whole = correct_rollouts(
         found["old"], found["rollout"], found["mask"], found["config"], sequence_ids=torch.arange(4)
     )
@@ -333,7 +344,7 @@ def test_readme_carries_the_sums_by_itself():
 
 
 def test_every_example_is_run():
-    assert len(examples()) == 5
+    assert {name: len(examples(ROOT / name)) for name in EXAMPLES} == EXAMPLES
 
 
 def test_the_records_page_runs(tmp_path, monkeypatch):

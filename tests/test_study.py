@@ -388,7 +388,7 @@ def test_what_readme_and_the_page_say_in_words():
     coarse = rounded(("rounding", "uncorrected"), ("rounding", "token_tis"), ("rounding", "geo_rs_token_tis"))
     warm, none = rounded(("temperature", "uncorrected"), ("none", "uncorrected"))
     assert f"a reward of {old[0]} without correction and {old[1]} with token-level truncated" in readme
-    assert f"three values to {coarse[0]} and {coarse[1]}; without mismatch to {none}." in readme
+    assert f"three values (left) to {coarse[0]} and {coarse[1]}; without mismatch to {none}." in readme
     assert f"{coarse[1]} and {coarse[2]} against {coarse[0]}, {old[1]} and {old[2]} against {old[0]}." in page
     assert f"Without correction training ends at {warm}, and all four" in page
     reference = results.reference_of(committed())

@@ -74,8 +74,8 @@ def command(*words):
     return found[found.index("megatron_rc.launch") + 3 :]
 
 
-def commands_of_readme():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def commands_of_the_page():
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```sh\n(python examples.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     made, trained = (shlex.split(line, comments=True) for line in block.splitlines())
     return made[1:], [word.replace("DIR", "smollm2") for word in trained[5:]]
@@ -87,12 +87,12 @@ def run(monkeypatch, *words):
     runpy.run_path(words[0], run_name="__main__")
 
 
-@pytest.mark.parametrize("place", ["make", "readme"])
+@pytest.mark.parametrize("place", ["make", "page"])
 def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys, place):
-    """What the Makefile and README start, from a folder with the example, the sums and a tiny model."""
+    """What the Makefile and docs/launching.md start, from a folder with the example, the sums and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    written, words = commands_of_readme()
+    written, words = commands_of_the_page()
     run(monkeypatch, *written)
     if place == "make":
         words = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")

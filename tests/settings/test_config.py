@@ -184,7 +184,7 @@ def test_fields_that_are_no_mapping_are_refused(fields, dialect):
 
 
 def test_weights_are_on_where_only_a_criterion_is_given():
-    """As README says of the default."""
+    """As docs/presets.md says of the default."""
     assert RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0).rollout_is == "sequence"
 
 

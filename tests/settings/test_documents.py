@@ -1,4 +1,4 @@
-"""What README and docs/presets.md say in tables: every row is run as it is written."""
+"""What docs/presets.md says in tables: every row is run as it is written."""
 
 import re
 
@@ -47,10 +47,10 @@ def test_names_that_changed_their_numbers_are_those_of_the_table():
     assert sorted(changed) == sorted(name for name in PRESETS if preset(name, "2025-11") != preset(name))
 
 
-def test_readme_names_presets_and_criteria_that_there_are():
-    named = [name for cells in rows("README.md", "paper | config | equation") for name in quoted(cells[1])]
+def test_the_short_tables_name_presets_and_criteria_that_there_are():
+    named = [name for cells in rows("docs/presets.md", "paper | config | equation") for name in quoted(cells[1])]
     assert set(named) <= set(PRESETS)
-    named = [name for cells in rows("README.md", "criterion | rejects | if") for name in quoted(cells[0])]
+    named = [name for cells in rows("docs/presets.md", "criterion | rejects | if") for name in quoted(cells[0])]
     assert sorted(named) == sorted(CRITERIA)
 
 

@@ -16,7 +16,7 @@ WEIGHTS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 FILE = {**WEIGHTS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
 
 
-# README's rows about the correction: the config of each, and what its description must say.
+# docs/launching.md's rows about the correction: the config of each, and what its description must say.
 ROWS = {
     "--rollout-correction-preset disabled": (preset("disabled"), "the weights are measured, not applied"),
     "--rollout-correction-preset bypass_ppo_clip": (preset("bypass_ppo_clip"), "no importance weights"),
@@ -37,14 +37,15 @@ def checked(tmp_path, *words):
     return run_config(["--config=count_up", f"--runs-dir={tmp_path}", *words], 4)
 
 
-def test_the_rows_are_readmes():
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| try | flags |")[2].partition("\n\n")[0]
+def test_the_rows_are_the_launching_pages():
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    table = text.partition("| try | flags |")[2].partition("\n\n")[0]
     about = re.findall(r"`(--(?:rollout-correction|rollout-is|rollout-rs|bypass|proximal)[^`]*)`", table)
     assert sorted(about) == sorted(ROWS)
 
 
 @pytest.mark.parametrize("words", ROWS)
-def test_a_row_of_readme_means_what_it_says(tmp_path, words):
+def test_a_row_of_the_launching_page_means_what_it_says(tmp_path, words):
     config, fact = ROWS[words]
     found = checked(tmp_path, *words.split()).correction
     assert found == config

@@ -246,8 +246,8 @@ def test_a_launch_files_template_is_dropped_for_single_characters(tmp_path, file
     assert len(template_line(caplog)) == 1
 
 
-def test_the_readmes_command_works(tmp_path, monkeypatch):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_launching_pages_command_works(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^python .*--prompt-data(?:.*\\\n)+.*$", text, flags=re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     for name in ("train", "test"):

@@ -59,7 +59,7 @@ MEGATRON = {
     "async-save verify-integrity profile record-memory-history log-timers-to-tensorboard",
     (None, True): "check-for-nan-in-loss-and-grad",
 }
-# README says so, with the reason.
+# docs/launching.md says so, with the reason.
 DIFFERENT = {
     "attention-dropout": 0.0,
     "hidden-dropout": 0.0,
@@ -112,7 +112,7 @@ def test_every_flag_is_megatrons_or_ours():
     assert ours == set(OURS)
 
 
-def test_the_readme_names_what_is_different():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_launching_page_names_what_is_different():
+    text = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
     (sentence,) = [part for part in text.split("\n\n") if part.startswith("Flags have Megatron-LM's names")]
     assert [name for name in DIFFERENT if name.replace("hidden-", "").replace("attention-", "") not in sentence] == []

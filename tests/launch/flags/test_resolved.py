@@ -17,7 +17,7 @@ from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.presets import PRESETS
 from tests.launch.flags.test_flags import SMALL
-from tests.launch.flags.test_readme_rows import ROWS
+from tests.launch.flags.test_rows_to_try import ROWS
 from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 

@@ -1,4 +1,4 @@
-"""README's table of things to try: each row works as it is written, on the launch file that it is written for."""
+"""docs/launching.md's table of things to try: each row works as it is written, on the launch file it is written for."""
 
 import re
 
@@ -9,7 +9,8 @@ from tests.launch.training.test_loop import rows, run_training
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 
-TABLE = (ROOT / "README.md").read_text(encoding="utf-8").partition("| try | flags |")[2].partition("\n\n")[0]
+PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("| try | flags |")[2].partition("\n\n")[0]
 ROWS = dict(re.findall(r"^\| (.+) \| `(--.+)` \|$", TABLE, flags=re.MULTILINE))
 # One small step of the launch file on one process.
 SMALL = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel", "--cpu"]
