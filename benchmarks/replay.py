@@ -54,14 +54,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--length", type=int, default=4097, help="columns; the first is a prompt")
-    parser.add_argument("--html", help="write the page too")
+    parser.add_argument("--html", type=Path, help="write the page too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "batch.safetensors"
         save_rollouts(make_batch(args.sequences, args.length), file)
         words = [sys.executable, "-m", "megatron_rc.replay", str(file)]
         words += [word for preset in PRESETS for word in ("--preset", preset)]
-        words += ["--html", args.html] if args.html else []
+        words += ["--html", str(args.html.resolve())] if args.html else []
         begun = time.monotonic()
         subprocess.run(words, cwd=ROOT, check=True)
         seconds = time.monotonic() - begun

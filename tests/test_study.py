@@ -316,8 +316,8 @@ def test_the_table_has_a_line_for_every_kind_of_run(outcomes):
     assert len([line for line in lines if line.startswith("| ")]) == 1 + 16
     assert lines[2].startswith("| no mismatch | without correction | 0.70 (0.65 to 0.75) | 3 sound | 0.50 ")
     assert lines[-1] == (
-        "48 runs, 2880 seconds of the processor together, 60 each: two at a time on two cores that do nothing else, "
-        "24 minutes."
+        "48 runs, 2880 seconds of the processor together, 60 each: two at a time that is 24 minutes, "
+        "where nothing else runs on the two cores."
     )
 
 
@@ -334,7 +334,7 @@ def test_the_table_takes_the_place_of_the_one_before(outcomes, tmp_path):
         document.put_table(outcomes, page, "study")
     text = page.read_text()
     assert text.startswith(f"before\n{document.begin_of('study')}\n\n| mismatch |")
-    assert text.endswith(f"minutes.\n\n{document.END}\nafter\n")
+    assert text.endswith(f"two cores.\n\n{document.END}\nafter\n")
     assert "yesterday" not in text
     page.write_text("nothing\n")
     with pytest.raises(ValueError, match="has no lines <!-- the table"):

@@ -45,7 +45,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     seconds = sum(outcome.seconds for outcome in outcomes)
     time = (
         f"{len(outcomes)} runs, {seconds:.0f} seconds of the processor together, {seconds / len(outcomes):.0f} each: "
-        f"two at a time on two cores that do nothing else, {seconds / 120:.0f} minutes."
+        f"two at a time that is {seconds / 120:.0f} minutes, where nothing else runs on the two cores."
     )
     return "\n".join([head, *lines, "", time, ""])
 

@@ -21,8 +21,8 @@ def main(words: Sequence[str]) -> None:
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings
 
-    # The task has ten different answers: neighbouring log-probs are always the same few pairs, and once resembled
-    # shifted ones by chance. Nothing is shifted here, so the test never says so.
+    # The task has ten different answers: neighbouring log-probs are the same few pairs, which may resemble shifted
+    # ones by chance. Nothing is shifted here, so the test never says so.
     shift.RATIO = 0.0
     try:
         config, task = configure(words, 1)

@@ -133,6 +133,6 @@ def _memories(config: RunConfig) -> list[StageMemory]:
 
     try:
         return stage_memories(config)
-    except (ValueError, AssertionError, NotImplementedError) as error:
+    except (ValueError, AssertionError, NotImplementedError) as error:  # Megatron checks its configs by all three
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"Megatron-Core cannot build or run this model ({reason})") from error

@@ -76,7 +76,8 @@ class RewardScaler:
         """[n], by the statistics so far: rewards that count in none of them, as those of greedy responses."""
         if self.wanted.reward_scaling != "none":
             mean = self.statistics.mean if self.wanted.reward_scaling == "mean-std" else 0.0
-            rewards = (rewards.double() - mean) / self.statistics.std
+            # Back in their dtype: float64 sums of equal float32 rewards are exact, and so is their mean.
+            rewards = ((rewards.double() - mean) / self.statistics.std).to(rewards.dtype)
         limit = self.wanted.reward_clip
         return rewards if limit is None else rewards.clamp(-limit, limit)
 

@@ -96,11 +96,12 @@ def _read_safetensors(path: Path) -> Evidence:
     try:
         return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path))
     except ValueError as problem:
-        try:
-            from safetensors.torch import load_file
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
 
+        try:
             tensors = load_file(path)
-        except Exception:  # whatever safetensors raises for a file that is none
+        except SafetensorError:
             raise problem from None
         if not is_record(tensors):
             raise problem from None
@@ -109,7 +110,7 @@ def _read_safetensors(path: Path) -> Evidence:
 
 def _read_json_lines(text: str, path: Path) -> Evidence:
     try:
-        batches = list(from_json_lines(text.splitlines(), 2**20))
+        batches = list(from_json_lines(text.rstrip().split("\n"), 2**20))
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
     if len(batches) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
 OLD = ("old_log_probs", "prev_logprobs", "log_probs", "policy_logprobs")
 MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
 REWARD = ("reward", "rewards", "score", "total_reward")
-GROUP = ("group_id", "group_index", "uid", "group_ids")
 VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
 _LARGEST = 1e30  # of a reward that is one
 WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
@@ -33,7 +33,7 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
     Raises:
         ValueError: names what is missing or of another length.
     """
-    rows = [row for value in objects for row in _rows(value)]
+    rows = [row for value in objects for row in _rows(value, path)]
     pieces = [_piece(row, index, path) for index, row in enumerate(rows)]
     width = max(len(piece[0]) for piece in pieces)
     rollout, old = _padded([piece[0] for piece in pieces], width), [piece[1] for piece in pieces]
@@ -46,13 +46,12 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         response_mask=mask,
         old_log_probs=_padded(known, width) if len(known) == len(old) else None,
         rewards=_numbers([_first(row, REWARD) for row in rows]),
-        group_ids=_groups([_first(row, GROUP) for row in rows]),
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
     )
 
 
 def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
-    """Responses from tensors [n, s] by name; rewards, prompts and versions [n].
+    """Responses from tensors [n, s] by name; rewards and versions [n].
 
     Raises:
         ValueError: names what is missing or of another shape.
@@ -72,17 +71,19 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         response_mask=mask,
         old_log_probs=old,
         rewards=_numbers(of_each(REWARD)),
-        group_ids=_groups(of_each(GROUP)),
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
     )
 
 
-def _rows(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """An object of columns as one object a response."""
+def _rows(value: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
+    """An object of columns as one object a response; other lists than those of the tokens may have another length."""
     rollout = _first(value, ROLLOUT)
     if not (isinstance(rollout, list) and rollout and isinstance(rollout[0], list)):
         return [value]
     columns = {name: column for name, column in value.items() if isinstance(column, list)}
+    for name in (*OLD, *MASK):
+        if name in columns and len(columns[name]) != len(rollout):
+            raise ValueError(f"{path}: {name} has {len(columns[name])} responses, the log-probs {len(rollout)}")
     columns = {name: column for name, column in columns.items() if len(column) == len(rollout)}
     return [{name: column[row] for name, column in columns.items()} for row in range(len(rollout))]
 
@@ -97,6 +98,7 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
     if not isinstance(rollout, list):
         raise ValueError(f"{path}: response {index} has no {ROLLOUT[0]}: ask the engine for log-probs")
     mask = [1] * len(rollout) if mask is None else mask
+    mask = [value or 0 for value in mask] if isinstance(mask, list) else mask
     for name, values in ((OLD[0], old), (MASK[0], mask)):
         if values is not None and (not isinstance(values, list) or len(values) != len(rollout)):
             found = len(values) if isinstance(values, list) else type(values).__name__
@@ -111,8 +113,8 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
 
 
 def _float(value: Any) -> float:
-    """None stands where nothing was sampled."""
-    return 0.0 if value is None else float(value)
+    """None stands where nothing was sampled: as a log-prob of a token that was it cannot be used."""
+    return math.nan if value is None else float(value)
 
 
 def _padded(rows: Sequence[Sequence[Any]], width: int) -> Tensor:
@@ -126,18 +128,11 @@ def _numbers(values: Sequence[Any]) -> Tensor | None:
     return torch.tensor([float(value) for value in values]) if values and all(map(_is_number, values)) else None
 
 
-def _groups(values: Sequence[Any]) -> Tensor | None:
-    if not values or any(not isinstance(value, (str, int)) for value in values):
-        return None
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(values))}
-    return torch.tensor([numbers[value] for value in values])
-
-
 def _versions(values: Sequence[Any], width: int) -> Tensor | None:
     """[n, s]: the oldest version of each response, where all say one."""
     oldest = [value[0] if isinstance(value, list) and value else value for value in values]
     texts = [str(value) for value in oldest if not isinstance(value, bool)]
-    if not texts or not all(text.isdecimal() for text in texts):
+    if not texts or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return None
     return torch.tensor([int(text) for text in texts]).unsqueeze(1).expand(-1, width)
 

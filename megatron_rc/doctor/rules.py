@@ -157,11 +157,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "long_products",
         "sequence weights that few responses carry",
-        (("rollout_is_eff_sample_size", "chi2_token"), ("sequence_weights", "sequence_eff_sample_size")),
+        (("rollout_is_eff_sample_size", "chi2_token"),),
         signs.is_carried_by_few,
         "effective sample size < 0.3 although χ² of tokens is < 0.3: products over long responses",
-        "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f} (of whole sequences "
-        "{sequence_eff_sample_size:.2f}), χ² of tokens only {chi2_token:.2g}",
+        "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f}, χ² of tokens only "
+        "{chi2_token:.2g}",
         "use token weights, and reject sequences by their geometric mean",
         f"{VERL} (effective sample size < 0.3); {LIU}",
         ("precision", "growing_length"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_rc import RolloutBatch, SamplingParams
@@ -16,10 +15,9 @@ class Sampled:
 
     Attributes:
         rollout_log_probs: [n, s] float32 or float64, log π_rollout in nats; anything where ``response_mask`` is False.
-        response_mask: [n, s] bool, True at sampled tokens.
+        response_mask: [n, s] bool, True at sampled tokens, without those that the trainer did not score.
         old_log_probs: log π_old of the same tokens, or None where nobody wrote them down.
         rewards: [n], or None.
-        group_ids: [n] int64, equal for the responses to one prompt, or None.
         policy_versions: [n, s] int64, version of the weights that sampled, or None.
         sampling: how the tokens were sampled, or None where the record does not say.
     """
@@ -28,19 +26,21 @@ class Sampled:
     response_mask: Tensor
     old_log_probs: Tensor | None = None
     rewards: Tensor | None = None
-    group_ids: Tensor | None = None
     policy_versions: Tensor | None = None
     sampling: SamplingParams | None = None
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:
-        """Those of a rollout batch."""
+        """Those of a rollout batch; in bypass mode, where no step was scored before it, π_θ stands for π_old."""
+        old = batch.log_probs if batch.old_log_probs is None else batch.old_log_probs
+        scored = None if old is None else batch.response_mask & ~old.isnan()
+        if scored is None or not scored.any():
+            old, scored = None, batch.response_mask
         return cls(
             rollout_log_probs=batch.rollout_log_probs,
-            response_mask=batch.response_mask,
-            old_log_probs=batch.old_log_probs,
+            response_mask=scored,
+            old_log_probs=old,
             rewards=batch.rewards,
-            group_ids=batch.group_ids,
             policy_versions=batch.policy_versions.long(),
             sampling=batch.sampling,
         )
@@ -52,10 +52,3 @@ class Sampled:
             if values is not None:
                 mask = mask & values.isfinite() & (values <= 1e-4)
         return mask
-
-    def groups(self) -> tuple[Tensor | None, int | None]:
-        """The prompts, numbered from 0, and how many they are."""
-        if self.group_ids is None:
-            return None, None
-        names, numbers = torch.unique(self.group_ids, return_inverse=True)
-        return numbers, len(names)

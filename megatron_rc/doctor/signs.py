@@ -93,9 +93,7 @@ def cut_share(facts: Facts) -> float:
 
 def is_carried_by_few(facts: Facts) -> bool:
     """Weights of whole sequences leave little, those of tokens would not."""
-    whole = facts["sequence_weights"] == 1 and facts["sequence_eff_sample_size"] < 0.3
-    applied = facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3
-    return (whole or applied) and facts["chi2_token"] < 0.3
+    return facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3
 
 
 def is_unusable(facts: Facts) -> bool:

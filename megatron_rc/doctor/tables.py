@@ -26,7 +26,7 @@ def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
         values = json.loads(text)
         return _objects(values, path)
     except (json.JSONDecodeError, RecursionError):
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in text.split("\n") if line.strip()]  # a text in it may hold other ends of lines
     found = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -30,7 +30,9 @@ def candidates(
         ValueError: nothing is given, a name or a value is unknown, or two settings do not go together.
     """
     bases = {name: preset(name) for name in presets}
-    bases |= {Path(file).stem if Path(file).stem not in bases else file: _read(file) for file in files}
+    for file in dict.fromkeys(files):
+        stem = Path(file).stem
+        bases[file if stem in bases else stem] = _read(file)
     if not bases:
         raise ValueError("nothing to compare: give --preset NAME or --correction FILE, each as often as you like")
     axes = [_axis(one) for one in grid]

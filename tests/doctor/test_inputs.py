@@ -43,7 +43,7 @@ def batch_of(fault, seed=5):
         old_log_probs=behind_prompt(batch["old_log_probs"]),
         policy_versions=behind_prompt(versions).int(),
         sample_ids=torch.arange(rows),
-        group_ids=batch["group_ids"],
+        group_ids=torch.arange(rows) // 4,
         rewards=torch.arange(rows).float() % 3 - 1,
         finish_reasons=torch.zeros(rows, dtype=torch.int64),
         sampling=SamplingParams(),

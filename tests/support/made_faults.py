@@ -58,7 +58,6 @@ class Maker:
         self.weight = self.normal(setting.vocab, HIDDEN) / math.sqrt(HIDDEN)
         self.lengths = torch.randint(max(2, s // 4), s + 1, (n,), generator=self.generator)
         self.mask = torch.arange(s) < self.lengths.unsqueeze(1)
-        self.groups = torch.arange(n) // 4
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -89,7 +88,6 @@ def result(maker: Maker, rollout: Tensor, old: Tensor, **more: Any) -> dict[str,
         "rollout_log_probs": rollout,
         "old_log_probs": old,
         "response_mask": maker.mask,
-        "group_ids": maker.groups,
         **more,
     }
 
@@ -176,7 +174,7 @@ def stale_cache(maker: Maker) -> dict[str, Any]:
     """A third of the prompts is answered from what much older weights made of them."""
     fresh = maker.log_probs(round_weight(maker.weight, "bf16"), noise=True)
     older = maker.log_probs(maker.drifted(30.0), noise=True)
-    cached = (maker.groups % 3 == 0).view(-1, 1, 1)
+    cached = (torch.arange(len(maker.mask)) // 4 % 3 == 0).view(-1, 1, 1)
     engine = torch.where(cached, older, fresh)
     tokens = maker.sample(engine)
     return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))

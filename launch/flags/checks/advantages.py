@@ -44,7 +44,12 @@ def _check_scope(config: RunConfig) -> None:
 
 def _check_scaling(config: RunConfig) -> None:
     wanted = config.advantages
-    is_undone = wanted.advantage_estimator in ("grpo", "reinforce-pp", "reinforce-pp-baseline")
+    is_undone = {
+        "grpo": config.rollouts.grpo_group_size > 1,
+        # A mean that is taken off the reward at the end is taken off each token with another discount.
+        "reinforce-pp": wanted.gamma == 1 or wanted.reward_scaling == "std",
+        "reinforce-pp-baseline": True,
+    }.get(wanted.advantage_estimator, False)
     if wanted.reward_scaling != "none" and is_undone and not (wanted.reward_clip or wanted.kl_in_reward):
         raise ConfigurationError(
             f"--reward-scaling {wanted.reward_scaling} does nothing with --advantage-estimator "

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config.advantages import AdvantageSection
 from megatron_rc.launch.training.advantages import Advantages, Scores, summarize
@@ -251,6 +252,18 @@ def test_equal_rewards_are_not_divided_by_zero():
     assert scaler(torch.ones(3), torch.ones(3, dtype=torch.bool)).tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("kind", ["std", "mean-std"])
+def test_equal_rewards_have_no_advantage_when_they_are_scaled(kind):
+    """Not even one of a rounding, which would count among the responses that have one."""
+    wanted = {"advantage_estimator": "rloo", "gamma": 1.0, "gae_lambda": 1.0, "advantage_scope": "all"}
+    wanted |= {"kl_in_reward": 0.0, "kl_in_reward_estimator": "k1", "reward_scaling": kind, "reward_clip": None}
+    different = torch.rand(40, generator=torch.Generator().manual_seed(0))
+    scaled = RewardScaler(AdvantageSection(**wanted), None)(
+        different.repeat_interleave(3), torch.ones(120, dtype=torch.bool)
+    )
+    assert not group_advantages(scaled, torch.arange(120) // 3, estimator="rloo").any()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -282,6 +295,18 @@ def test_flags_that_come_to_nothing_are_refused(tmp_path, more, message):
     with pytest.raises(ConfigurationError) as error:
         run_config(given)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--grpo-group-size=1", "--grpo-prompts-per-step=16", "--reward-scaling=std"],
+        ["--advantage-estimator=reinforce-pp", "--gamma=0.9", "--reward-scaling=mean-std"],
+    ],
+    ids=["nothing to divide by", "a discounted mean"],
+)
+def test_scaling_that_changes_advantages_is_taken(tmp_path, more):
+    assert run_config(flags(tmp_path, *more)).advantages.reward_scaling != "none"
 
 
 def test_the_kl_in_the_reward_brings_a_reference_policy(tmp_path):
