@@ -48,8 +48,11 @@ def versions() -> dict[str, str]:
 def repositories() -> list[Repository]:
     """The checkout that this package runs from, and that of the working directory, where they are checkouts."""
     folders = (Path(megatron_rc.__file__).parent, Path.cwd())
-    found = {repository.folder: repository for repository in map(_repository, folders) if repository is not None}
-    return list(found.values())
+    commits = dict(found for found in map(_commit, folders) if found is not None)
+    return [
+        Repository(top, commit, bool(_git(top, "status", "--porcelain", "--untracked-files=no")))
+        for top, commit in commits.items()
+    ]
 
 
 def environment() -> dict[str, Any]:
@@ -66,14 +69,13 @@ def environment_lines() -> list[str]:
     return lines
 
 
-def _repository(folder: Path) -> Repository | None:
-    top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
-    if not top or not commit:
-        return None
-    return Repository(top, commit, bool(_git(folder, "status", "--porcelain", "--untracked-files=no")))
+def _commit(folder: Path) -> tuple[str, str] | None:
+    """The checkout that a folder is in, and its commit."""
+    top, _, commit = (_git(folder, "rev-parse", "--show-toplevel", "HEAD") or "").rpartition("\n")
+    return (top, commit) if top else None
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: str | Path, *words: str) -> str | None:
     """What git says; None where there is no git, or no repository that it would read."""
     quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     command = ["git", "-C", str(folder), *words]

@@ -20,10 +20,11 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens
-from megatron_rc.launch.training.model import build_chunks, build_optimizer, unwrap, wrap_chunks
+from megatron_rc.launch.training.model import build_chunks
 from megatron_rc.launch.training.offload import Offload, tensors_of_model, tensors_of_optimizer
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.training.step_checks import StepChecks
+from megatron_rc.launch.training.trained_model import TrainedModel
 from megatron_rc.launch.weights.load import load_weights
 from megatron_rc.loss.aggregation import denominator, loss_sum
 from megatron_rc.loss.values import SUMS, derive_value_metrics, value_loss
@@ -47,7 +48,7 @@ class PreparedValues:
     counted: list[list[float]]
 
 
-class Critic:
+class Critic(TrainedModel):
     """Values of states: a GPTModel of the policy's shape with a scalar head, cut over the ranks as the policy is.
 
     With ``--critic-offload`` its tensors are empty outside :meth:`here`.
@@ -56,21 +57,15 @@ class Critic:
         config: of the run; ``config.critic`` is there.
         groups: of this rank.
         passes: of the policy, whose timers count the critic's too.
-
-    Attributes:
-        model: this rank's chunks under Megatron's DDP.
-        optimizer: Megatron's, of these.
-        scheduler: of the critic's learning rate; counts the critic's steps.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, passes: ModelPasses) -> None:
-        self.config, self.groups, self.passes = config, groups, passes
+        self.config, self.groups = config, groups
         transformer = build_transformer_config(config)
         transformer.finalize_model_grads_func = finalize_model_grads
-        self.model = wrap_chunks(config, build_chunks(config, transformer, is_critic=True))
-        self.optimizer, self.scheduler = build_optimizer(_as_of_the_critic(config), self.model, passes.timers.megatron)
+        super().__init__(_as_of_the_critic(config), passes, build_chunks(config, transformer, is_critic=True))
         self.checks = StepChecks(config, "the critic's", "--critic-lr")
-        self._gathers_late, self._sums = False, list[Tensor]()
+        self._sums = list[Tensor]()
         self._offloads: list[Offload] = []
         if self.settings.critic_offload:
             model, optimizer = self.model, self.optimizer
@@ -94,19 +89,6 @@ class Critic:
         if self.config.critic is None:
             raise ValueError("this run has no critic")
         return self.config.critic
-
-    @property
-    def chunks(self) -> list[torch.nn.Module]:
-        """This rank's GPTModels, unwrapped, with whole weights: all data-parallel ranks ask for them together."""
-        self.gather_weights()
-        return [unwrap(chunk) for chunk in self.model]
-
-    def gather_weights(self) -> None:
-        """With --overlap-param-gather the shares of a step's weights come together in the next training pass alone."""
-        if self._gathers_late:
-            for chunk in self.model:
-                chunk.start_param_sync(force_sync=True)
-        self._gathers_late = False
 
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
         """Take the layers of ``--critic-load-hf``, or else those of the policy; the head stays as it was drawn.
@@ -196,9 +178,7 @@ class Critic:
             total_tokens=batch.total_tokens[mini_batch],
         )
         with self.here(with_optimizer=False):
-            for chunk in self.model:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self.clear_gradients()
             self.passes.run(self.model, batch, cuts, partial(self._loss, scale))
             metrics = self._metrics()
             self._check(step, metrics["loss/critic"])
@@ -206,14 +186,10 @@ class Critic:
 
     def step(self) -> dict[str, float]:
         """One optimizer step with the gradients that are there; with ``--fp16`` none where they are out of range."""
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        with self.here(), self.passes.timers.optimizer():
-            is_made, norm, _ = self.optimizer.step()
-        if not is_made:
-            return {"critic/lr": learning_rate}
-        self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
-        self.scheduler.step(increment=1)
-        return {"critic/lr": learning_rate, "critic/grad_norm": float(norm)}
+        learning_rate = self.learning_rate
+        with self.here():
+            norm = self.optimizer_step()
+        return {"critic/lr": learning_rate} | ({} if norm is None else {"critic/grad_norm": norm})
 
     def _planned(self, local: LocalTokens, mini_batch_ids: Tensor, counted: Tensor) -> tuple[LocalTokens, Tensor]:
         """The local tokens with the critic's mask, weights and n_i; and what they count for each mini-batch."""

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch import phases
-from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
-from megatron_rc.launch.training.checkpoints.load import load_checkpoint, read_weights
+from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.save import CheckpointWriter
 from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
-from megatron_rc.launch.training.model import (
-    build_chunks,
-    build_optimizer,
-    unwrap,
-    wrap_chunks,
-)
+from megatron_rc.launch.training.model import build_chunks
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.training.rewards import RewardScaler
+from megatron_rc.launch.training.starting_weights import reference_reader, start_from
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
-from megatron_rc.launch.weights.converter import load_model
+from megatron_rc.launch.training.trained_model import TrainedModel
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.schedule import masked_loss, wrap_finalize
@@ -65,7 +58,7 @@ class PreparedBatch:
     values: PreparedValues | None = None
 
 
-class Trainer:
+class Trainer(TrainedModel):
     """The policy on this rank: model chunks, optimizer, reference, correction.
 
     Args:
@@ -83,20 +76,19 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
-        self.config, self.groups, self._gathers_late = config, groups, False
-        self.passes = ModelPasses(config, groups)
+        self.config, self.groups = config, groups
         transformer = build_transformer_config(config)
         chunks = build_chunks(config, transformer)
         if config.checkpoints.load_hf:
-            self._start_from(config.checkpoints.load_hf, "--load-hf", chunks)
-        self.model = wrap_chunks(config, chunks)
-        self.optimizer, self.scheduler = build_optimizer(config, self.model, self.passes.timers.megatron)
+            start_from(config.checkpoints.load_hf, "--load-hf", config, groups, chunks)
+        super().__init__(config, ModelPasses(config, groups), chunks)
         self.checks, self.writer = StepChecks(config), CheckpointWriter(config)
         # Megatron asks for it before it changes a weight.
         norm, self.optimizer.get_grad_norm = self.optimizer.get_grad_norm, self._checked_gradient_norm
         self._gradient_norm = norm
         # Of the initial policy.
-        self.reference = Reference(config, self.chunks, self._reads_reference()) if config.needs_reference else None
+        reader = reference_reader(config, groups)
+        self.reference = Reference(config, self.chunks, reader) if config.needs_reference else None
         self.sampling_weights = SamplingWeights(config, self.chunks)
         self.correction = RolloutCorrection(
             config.correction,
@@ -120,15 +112,9 @@ class Trainer:
                 if self.critic is not None and config.checkpoints.finetune:
                     self.critic.start_from(chunks)
 
-    @property
-    def chunks(self) -> list[torch.nn.Module]:
-        """This rank's GPTModels, unwrapped, with whole weights: all data-parallel ranks ask for them together."""
-        self._gather_weights()
-        return [unwrap(chunk) for chunk in self.model]
-
     def save(self) -> None:
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
-        self._gather_weights()
+        self.gather_weights()
         # What goes on in the background has copies of its own.
         with self._critic_here():
             if self.critic is not None:
@@ -149,7 +135,7 @@ class Trainer:
 
         ``temperature``: of the distribution; default: the one that rollouts are sampled at.
         """
-        self._gather_weights()
+        self.gather_weights()
         return self.passes.score(self.model, batch, temperature)
 
     def prepare(self, batch: RolloutBatch, baselines: Tensor | None = None) -> PreparedBatch:
@@ -230,7 +216,7 @@ class Trainer:
     def _update_policy(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float]:
         if self.config.critic is not None and self.iteration < self.config.critic.num_critic_only_steps:
             self.iteration, self.kept_log_probs = self.iteration + 1, []
-            return {"lr": self._learning_rate()} | self._left_out_metrics()
+            return {"lr": self.learning_rate} | self._left_out_metrics()
         is_first = self._steps == self._scored_at
         metrics = self.accumulate(prepared, mini_batch)
         if metrics is None:
@@ -238,24 +224,20 @@ class Trainer:
         if is_first and not self.config.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
-        learning_rate = self._learning_rate()
-        with self.passes.timers.optimizer():
-            is_made, grad_norm, _ = self.optimizer.step()
+        learning_rate, grad_norm = self.learning_rate, self.optimizer_step()
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
-        if not is_made:
+        if grad_norm is None:
             return metrics | self.skip()
-        self._gathers_late = bool(self.model[0].ddp_config.overlap_param_gather)
-        self.scheduler.step(increment=1)
         self.iteration += 1
-        return metrics | {"grad_norm": float(grad_norm), "lr": learning_rate} | self._left_out_metrics()
+        return metrics | {"grad_norm": grad_norm, "lr": learning_rate} | self._left_out_metrics()
 
     def skip(self, *, is_bad: bool = False) -> dict[str, float]:
         """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""
         self.iteration += 1
         self.left_out.steps += 1
         self.left_out.bad += is_bad
-        return {"lr": self._learning_rate()} | self._left_out_metrics()
+        return {"lr": self.learning_rate} | self._left_out_metrics()
 
     def accumulate(self, prepared: PreparedBatch, mini_batch: int) -> dict[str, float] | None:
         """The gradients of one mini-batch, finished, in the model's gradient buffers; no optimizer step.
@@ -270,9 +252,7 @@ class Trainer:
         self.kept_log_probs = []
         if prepared.plan.skips(mini_batch):
             return None
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.clear_gradients()
         cuts = prepared.batch.cuts[mini_batch]
         scale = prepared.plan.loss_scale(
             mini_batch,
@@ -301,18 +281,8 @@ class Trainer:
         """Number of steps that changed the weights."""
         return self.iteration - self.left_out.steps
 
-    def _gather_weights(self) -> None:
-        """With --overlap-param-gather the shares of a step's weights come together in the next training pass alone."""
-        if self._gathers_late:
-            for chunk in self.model:
-                chunk.start_param_sync(force_sync=True)
-        self._gathers_late = False
-
     def _left_out_metrics(self) -> dict[str, float]:
         return {"skipped_steps": float(self.left_out.steps), "bad_steps": float(self.left_out.bad)}
-
-    def _learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
     def _checked_gradient_norm(self) -> float:
         norm = float(self._gradient_norm())
@@ -327,23 +297,6 @@ class Trainer:
         self.reference.refresh(chunks, self.iteration)
         with self.reference.in_place_of(chunks):
             return self.passes.score(self.model, batch)
-
-    def _reads_reference(self) -> Callable[[Sequence[GPTModel]], None] | None:
-        """What puts the weights of a directory of the reference's own into chunks."""
-        reference = self.config.reference
-        if reference.ref_load:
-            return partial(read_weights, reference.ref_load, self.config, "--ref-load")
-        if reference.ref_load_hf:
-            return partial(self._start_from, reference.ref_load_hf, "--ref-load-hf")
-        return None
-
-    def _start_from(self, folder: str, name: str, chunks: Sequence[GPTModel]) -> None:
-        error = None
-        try:
-            load_model(chunks, self.config, self.groups, folder)
-        except ValueError as problem:
-            error = f"{name}: {problem}"
-        agree(self.config, error)
 
     def _plan_inputs(self, batch: RolloutBatch, cut: LocalBatch, old: Tensor | None) -> LocalTokens:
         """The local tokens with what the plan alone looks at."""

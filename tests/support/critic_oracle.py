@@ -86,13 +86,7 @@ def update(
                 held.append(float(now[row, t].detach()))
         counted = [int(divides[row].sum()) for row in rows]
         sequences = sum(length > 0 for length in counted)
-        divisor = {
-            "token-mean": sum(counted),
-            "token-sum": objective.scale,
-            "seq-mean-token-sum": sequences,
-            "seq-mean-token-mean": sequences,
-            "seq-mean-token-sum-norm": sequences * objective.scale,
-        }[objective.aggregation]
+        divisor = training_oracle.divides(objective.aggregation, sum(counted), sequences, objective.scale)
         loss = total / divisor
         expected.loss.append(loss.item())
         expected.size.append(size / divisor)

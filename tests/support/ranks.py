@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore
+
+from megatron_rc.launch.training import picture
 
 COLLECTIVE_SECONDS = 60
 VICTIM_SECONDS = 3
@@ -166,7 +169,9 @@ def _serve(connection: Connection) -> None:
     logging.disable(logging.WARNING)
     joined = None
     _share_device()
-    with cpu_backend(), contextlib.suppress(EOFError):
+    # Half the time of a run of a few steps; see `drawing`.
+    without = mock.patch.object(picture, "draw_run", return_value=None)
+    with cpu_backend(), without, contextlib.suppress(EOFError):
         while True:
             function, args, layout, rank, meeting = connection.recv()
             try:
@@ -177,6 +182,14 @@ def _serve(connection: Connection) -> None:
             except BaseException:
                 connection.send((False, traceback.format_exc(), time.time()))
     os._exit(0)  # at once: nothing is worth closing its connections for
+
+
+_DRAW = picture.draw_run
+
+
+def drawing() -> contextlib.AbstractContextManager[Any]:
+    """Inside, on a rank of the pool, a run draws its picture at its end, as it does everywhere else."""
+    return mock.patch.object(picture, "draw_run", _DRAW)
 
 
 def _share_device() -> None:

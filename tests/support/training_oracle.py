@@ -281,18 +281,9 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
     for index, one in enumerate(found):
         rows = [row for row, mini in enumerate(data.mini_batch_ids.tolist()) if mini == index]
         total, size, policy = add_up(objective, data, rows, log_probs, behind, before, entropy, expected)
-        tokens, sequences = (
-            one.denominators[index][2:]
-            if objective.settings.denominator == "accepted"
-            else (one.denominators[index][:2])
-        )
-        divisor = {
-            "token-mean": tokens,
-            "token-sum": objective.scale,
-            "seq-mean-token-sum": sequences,
-            "seq-mean-token-mean": sequences,
-            "seq-mean-token-sum-norm": sequences * objective.scale,
-        }[objective.aggregation]
+        counts = one.denominators[index]
+        tokens, sequences = counts[2:] if objective.settings.denominator == "accepted" else counts[:2]
+        divisor = divides(objective.aggregation, tokens, sequences, objective.scale)
         loss = total / divisor
         expected.loss.append(loss.item())
         expected.size.append(size / divisor)
@@ -300,6 +291,17 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
         gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
         expected.gradients.append(dict(zip(parameters, gradients, strict=True)))
     return expected
+
+
+def divides(aggregation: str, tokens: float, sequences: float, scale: float) -> float:
+    """What the sum of a mini-batch's terms is divided by."""
+    return {
+        "token-mean": tokens,
+        "token-sum": scale,
+        "seq-mean-token-sum": sequences,
+        "seq-mean-token-mean": sequences,
+        "seq-mean-token-sum-norm": sequences * scale,
+    }[aggregation]
 
 
 def add_up(

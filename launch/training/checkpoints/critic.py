@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
-from megatron_rc.launch.training.checkpoints.state import Trained, load_model, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
+from megatron_rc.launch.training.trained_model import TrainedModel
 
 NAME = "critic"
 OPTIMIZER, SCHEDULE = f"{NAME}_optimizer", f"{NAME}_opt_param_scheduler"
@@ -14,7 +15,7 @@ OPTIMIZER, SCHEDULE = f"{NAME}_optimizer", f"{NAME}_opt_param_scheduler"
 _FLAGS = {name: f"critic_{name}" for name in ("lr", "min_lr", "lr_warmup_iters", "lr_decay_style")}
 
 
-def critic_state(critic: Trained, *, with_optimizer: bool) -> dict[str, Any]:
+def critic_state(critic: TrainedModel, *, with_optimizer: bool) -> dict[str, Any]:
     """What is written of it."""
     state = model_state(critic.model, NAME)
     if with_optimizer:
@@ -23,7 +24,7 @@ def critic_state(critic: Trained, *, with_optimizer: bool) -> dict[str, Any]:
     return state
 
 
-def wanted_critic_state(critic: Trained, *, with_optimizer: bool) -> dict[str, Any]:
+def wanted_critic_state(critic: TrainedModel, *, with_optimizer: bool) -> dict[str, Any]:
     """What is asked of a checkpoint that has one."""
     state = model_state(critic.model, NAME)
     if with_optimizer:
@@ -32,7 +33,7 @@ def wanted_critic_state(critic: Trained, *, with_optimizer: bool) -> dict[str, A
 
 
 def load_critic(
-    where: str, config: RunConfig, critic: Trained, loaded: dict[str, Any], iteration: int, *, with_optimizer: bool
+    where: str, config: RunConfig, critic: TrainedModel, loaded: dict[str, Any], iteration: int, *, with_optimizer: bool
 ) -> None:
     """Take what was read.
 

@@ -20,11 +20,12 @@ from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_f
 from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
-from megatron_rc.launch.training.checkpoints.state import Trained, load_model, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
 from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.model import unwrap
 from megatron_rc.launch.training.rewards import RewardScaler
+from megatron_rc.launch.training.trained_model import TrainedModel
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (
@@ -70,7 +71,7 @@ def load_checkpoint(
     reference: Reference | None,
     sampling: SamplingWeights,
     rewards: RewardScaler,
-    critic: Trained | None,
+    critic: TrainedModel | None,
     left_out: LeftOut,
 ) -> int:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.

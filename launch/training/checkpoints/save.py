@@ -21,9 +21,10 @@ from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failu
 from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
-from megatron_rc.launch.training.checkpoints.state import Trained, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
 from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.rewards import RewardScaler
+from megatron_rc.launch.training.trained_model import TrainedModel
 
 _log = logging.getLogger("megatron_rc")
 
@@ -56,7 +57,7 @@ class CheckpointWriter:
         reference: Reference | None,
         sampling: SamplingWeights,
         rewards: RewardScaler,
-        critic: Trained | None,
+        critic: TrainedModel | None,
         left_out: LeftOut,
     ) -> None:
         """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.

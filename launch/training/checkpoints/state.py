@@ -5,29 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_rc.launch.training.model import unwrap
-
-
-class Trained(Protocol):
-    """A model with its optimizer and its schedule, as a critic is one."""
-
-    @property
-    def model(self) -> list[Any]:
-        """This rank's chunks."""
-
-    @property
-    def optimizer(self) -> Any:
-        """Megatron's, of the chunks."""
-
-    @property
-    def scheduler(self) -> Any:
-        """Of the learning rate."""
 
 
 def model_state(model: Sequence[Any], name: str = "model") -> dict[str, Any]:

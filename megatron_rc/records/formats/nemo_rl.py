@@ -11,6 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rc.records.formats.rows import (
     as_int32,
+    cut_off,
+    finish_reasons,
     numbered,
     sampled_log_probs,
     scored_log_probs,
@@ -18,9 +20,8 @@ from megatron_rc.records.formats.rows import (
     spans,
     tensor_of,
 )
-from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams
 
-_STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 # The training batch's names first, then those of the rollout's batch and of the JSON lines that NeMo-RL logs.
 _NAMES = {
     "input_ids": ("input_ids", "token_ids"),
@@ -108,7 +109,7 @@ def to_nemo_rl(batch: RolloutBatch, *, pad_token_id: int) -> dict[str, Tensor]:
         "token_mask": shifted(batch.response_mask.long(), start, keep, 0),
         "sample_mask": batch.response_mask.any(dim=1).float(),
         "total_reward": batch.rewards.clone(),
-        "truncated": batch.finish_reasons == _LENGTH,
+        "truncated": cut_off(batch),
         "prompt_ids_for_adv": prompts.clone(),
     }
     if batch.routed_experts is not None:
@@ -130,8 +131,8 @@ def _own_names(batch: Mapping[str, Any]) -> dict[str, Any]:
 def _finish_reasons(fields: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """[n]: NeMo-RL knows whether the limit was reached; where it does not say, every response has stopped."""
     if fields.get("truncated") is None:
-        return tokens.new_full((len(tokens),), _STOP, dtype=torch.int64)
-    return torch.where(tensor_of(fields, "truncated", (len(tokens),)) != 0, _LENGTH, _STOP)
+        return finish_reasons(tokens.new_zeros(len(tokens), dtype=torch.bool))
+    return finish_reasons(tensor_of(fields, "truncated", (len(tokens),)) != 0)
 
 
 def _experts(fields: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor | None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
+
+_STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 
 
 def one_sequence(
@@ -173,6 +175,16 @@ def tensor_of(
     if integers and (value.is_floating_point() or value.is_complex()) and value.numel():
         raise ValueError(f"{name} is {value.dtype}: expected integers")
     return value
+
+
+def finish_reasons(is_cut_off: Tensor) -> Tensor:
+    """[n]: of programs that only know whether the limit was reached; every other response has stopped."""
+    return torch.where(is_cut_off, _LENGTH, _STOP)
+
+
+def cut_off(batch: RolloutBatch) -> Tensor:
+    """[n], bool: the other way round."""
+    return batch.finish_reasons == _LENGTH
 
 
 def describe(shape: Sequence[int | None]) -> str:

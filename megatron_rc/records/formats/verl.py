@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rc.records.formats.rows import (
     as_int32,
+    finish_reasons,
     numbered,
     sampled_log_probs,
     scored_log_probs,
@@ -19,9 +20,8 @@ from megatron_rc.records.formats.rows import (
     version_of,
     versions_of,
 )
-from megatron_rc.records.rollout import FINISH_REASONS, NO_EXPERT, RolloutBatch, SamplingParams
+from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams
 
-_STOP, _LENGTH = FINISH_REASONS.index("stop"), FINISH_REASONS.index("length")
 _SCORES = ("token_level_scores", "rm_scores")
 
 
@@ -77,7 +77,7 @@ def from_verl(
         sample_ids=torch.arange(len(tokens), device=tokens.device),
         group_ids=torch.tensor(numbered(_of_each(non_tensors, "uid", len(tokens))), device=tokens.device).long(),
         rewards=_scores(tensors, responses),
-        finish_reasons=torch.where(attention[:, width:].all(dim=1), _LENGTH, _STOP),
+        finish_reasons=finish_reasons(attention[:, width:].all(dim=1)),
         sampling=sampling,
         routed_experts=experts,
         old_log_probs=old,

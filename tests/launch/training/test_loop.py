@@ -19,7 +19,7 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
-from tests.support.ranks import Layout
+from tests.support.ranks import Layout, drawing
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, save_initial
 
 # One small step an iteration, from rollouts of a real engine.
@@ -154,10 +154,15 @@ def test_a_full_disk_under_the_metrics_is_one_error_on_all_ranks(ranks, tmp_path
     }
 
 
+def run_with_picture(words):
+    with drawing():
+        return run_training(words)
+
+
 def test_a_run_that_fails_leaves_its_picture(ranks, tmp_path):
     """A learning rate that makes the loss something that is no number."""
     words = flags(tmp_path, *LIVE, "--lr=1e38", "--clip-grad=0", "--optimizer=sgd", "--train-iters=9")
-    (message,) = ranks.run(run_training, Layout(), words)
+    (message,) = ranks.run(run_with_picture, Layout(), words)
     assert message is not None
     assert 1 <= len(rows(tmp_path)) < 9
     assert (tmp_path / "run" / "summary.png").read_bytes().startswith(b"\x89PNG")

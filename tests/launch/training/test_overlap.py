@@ -27,7 +27,7 @@ def steps_and_weights(words):
 def forgetful(words):
     """The same without gathering the weights that a step has left in shares."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_gather_weights", lambda self: None)
+        patch.setattr(Trainer, "gather_weights", lambda self: None)
         return steps_and_weights(words)
 
 

@@ -1,0 +1,48 @@
+"""The weights that a policy and its reference start from, where the flags name a directory or a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rc.launch.distributed import agree
+from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.training.checkpoints.load import read_weights
+from megatron_rc.launch.weights.converter import load_model
+from megatron_rc.parallel import ParallelGroups
+
+
+def start_from(
+    folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GPTModel]
+) -> None:
+    """Overwrite the weights of these chunks by those of a Hugging Face directory.
+
+    Args:
+        folder: the directory.
+        flag: the flag that names it.
+        config: of the run.
+        groups: of this rank.
+        chunks: this rank's GPTModels.
+
+    Raises:
+        AgreedError: on every rank, if the directory does not hold such a model.
+    """
+    error = None
+    try:
+        load_model(chunks, config, groups, folder)
+    except ValueError as problem:
+        error = f"{flag}: {problem}"
+    agree(config, error)
+
+
+def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[GPTModel]], None] | None:
+    """What puts the weights of ``--ref-load`` or ``--ref-load-hf`` into chunks; None: neither is given."""
+    reference = config.reference
+    if reference.ref_load:
+        return partial(read_weights, reference.ref_load, config, "--ref-load")
+    if reference.ref_load_hf:
+        return partial(start_from, reference.ref_load_hf, "--ref-load-hf", config, groups)
+    return None
