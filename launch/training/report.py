@@ -1,4 +1,4 @@
-"""What the user sees: a progress bar, metrics.jsonl, TensorBoard, and at the end a table and a picture."""
+"""What the user sees: a line a step, metrics.jsonl, TensorBoard, and at the end a table and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
-from megatron_rc.launch.training.shown import AVERAGED, bar_words, table, usual_names
+from megatron_rc.launch.training.shown import AVERAGED, table, usual_names
 
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
@@ -97,7 +97,7 @@ class Reporter:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Report one optimizer step."""
         self._write(step, metrics, is_logged=step % self.logging.log_interval == 0)
-        self.progress.step(bar_words(usual_names(metrics, self.prefix)))
+        self.progress.step(usual_names(metrics, self.prefix))
         words = self.doctor.step(step, metrics) if self.doctor is not None else None
         if words is not None:
             self.say(words)

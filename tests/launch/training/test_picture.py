@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_rc.launch.training.picture import draw_run, figure_of, reward_limits
-from megatron_rc.launch.training.shown import bar_words, usual_names
+from megatron_rc.launch.training.shown import line, usual_names
 
 PREFIX = "rollout_corr/"
 
@@ -139,4 +139,5 @@ def test_the_reward_axis_fits_the_data(values, limits):
 )
 def test_metrics_under_another_prefix_are_shown(prefix, kl):
     row = {"reward/mean": 0.5, kl: 0.25, f"{prefix}rollout_is_eff_sample_size": 0.75}
-    assert bar_words(usual_names(row, prefix)) == "reward 0.5  kl 0.25  ess 0.75"
+    words = line(1, 2, usual_names(row, prefix), seconds=1.0, left=1.0, columns=100)
+    assert words.split()[:5] == ["1/2", "0.5", "0.25", "0.750", "-"]

@@ -11,6 +11,7 @@ import termios
 
 import pytest
 
+from megatron_rc.launch.training.shown import COLUMNS, MACHINE, header, line, narrow
 from tests.support.paths import ROOT
 
 SAID = """
@@ -19,7 +20,7 @@ from megatron_rc.launch.training import progress
 progress._QUIET_SECONDS = float(sys.argv[1])
 shown = progress.Progress(6, 2)
 for step in range(3, 7):
-    shown.step(f"reward 0.{step}  kl 0.01")
+    shown.step({"reward/mean": step / 10, "rollout_corr/kl": 0.01, "grad_norm": 0.5})
     time.sleep(0.11)
     if step == 4:
         shown.say("held out: 50.0% right")
@@ -53,11 +54,12 @@ def in_a_terminal(rows, columns, term="xterm"):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 0), (2, 80), (24, 80)])
-def test_a_terminal_shows_a_bar(rows, columns):
+def test_a_terminal_shows_lines_and_a_bar(rows, columns):
     """(0, 0) is what a terminal says under `script`, in containers and in some CI systems."""
     shown = in_a_terminal(rows, columns)
     assert "6/6 [" in shown
-    assert "reward 0.6" in shown
+    assert re.search(r"\r *step +reward +kl +ess ", shown)
+    assert re.search(r"\r +6/6 +0.6 +0.01 +- ", shown)
     assert "more hidden" not in shown
     assert re.search(r"\rheld out: 50.0% right\r\n", shown)
     assert shown.endswith("finished\r\n")
@@ -67,17 +69,20 @@ def test_a_terminal_shows_a_bar(rows, columns):
 def test_a_narrow_terminal_wraps_nothing(columns):
     shown = in_a_terminal(24, columns)
     assert "100%" in shown
-    bars = [line for line in re.split(r"[\r\n]+", shown) if "%|" in line]
+    lines = re.split(r"[\r\n]+", shown)
+    bars = [line for line in lines if "%|" in line]
     assert bars
-    assert all(len(bar) < columns for bar in bars)
+    assert all(len(line) < columns for line in lines if "held out" not in line)
+    assert " 6/6       0.6" in lines
 
 
 def test_a_dumb_terminal_gets_lines():
     lines = in_a_terminal(24, 80, term="dumb").split("\r\n")
-    assert lines == [
-        "step 3/6  reward 0.3  kl 0.01",
+    assert [re.sub(" +", " ", line)[:22] for line in lines] == [
+        "step reward kl ess rej",
+        " 3/6 0.3 0.01 - - 0.5 ",
         "held out: 50.0% right",
-        "step 6/6  reward 0.6  kl 0.01",
+        " 6/6 0.6 0.01 - - 0.5 ",
         "finished",
         "",
     ]
@@ -87,9 +92,8 @@ def test_a_dumb_terminal_gets_lines():
 def test_a_pipe_gets_lines_now_and_then_and_the_last_step(seconds, steps):
     done = subprocess.run([*COMMAND, seconds], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout == ""
-    assert [
-        int(step) for step in re.findall(r"^step (\d)/6  reward 0.\d  kl 0.01$", done.stderr, re.MULTILINE)
-    ] == steps
+    assert [int(step) for step in re.findall(r"^ (\d)/6 +0.\d +0.01 .*\d$", done.stderr, re.MULTILINE)] == steps
+    assert done.stderr.count(" reward ") == 1
     assert "\r" not in done.stderr
 
 
@@ -103,3 +107,60 @@ def test_a_pipe_that_nobody_reads_any_more_ends_nothing(outlasts):
     done = subprocess.run(command, stderr=theirs, env=ENVIRONMENT, check=False)
     os.close(theirs)
     assert (done.returncode == 0) == outlasts
+
+
+METRICS = [column.metric for column in (*COLUMNS, *MACHINE)]
+LARGEST = {column.metric: 1.0 if column.digits else -1.2345e-100 for column in COLUMNS}
+LARGEST |= {column.metric: 1.7976931348623157e308 for column in MACHINE}
+
+
+@pytest.mark.parametrize("columns", [79, 99, 100, 300])
+@pytest.mark.parametrize(
+    ("metrics", "seconds", "left"),
+    [
+        (LARGEST, 1.2345e123, 1e300),
+        (dict.fromkeys(METRICS, float("nan")), 0.01, 86400 * 999 + 3600 * 23),
+        (dict.fromkeys(METRICS, float("-inf")), 1e-7, 359999),
+        (dict.fromkeys(METRICS, 0.999), 999.7, 0.2),
+        ({}, 12.0, 61.0),
+    ],
+)
+def test_no_number_makes_a_line_wider(metrics, seconds, left, columns):
+    """A line ends where its header does, so that each number stands below its title."""
+    total = 1_000_000
+    titles = header(total, columns)
+    words = line(total, total, metrics, seconds=seconds, left=left, columns=columns)
+    assert len(words) == len(titles) <= min(columns, 100)
+    if columns >= 99:
+        assert titles.endswith("    left")
+    for column in COLUMNS:
+        end = titles.index(f" {column.title}") + 1 + len(column.title)
+        cell = words[end - column.width : end]
+        assert words[end : end + 2].strip() == ""
+        assert cell.strip()
+        assert " " not in cell.strip()
+
+
+@pytest.mark.parametrize(
+    ("value", "width", "shown"),
+    [
+        (0.0662, 8, "  0.0662"),
+        (-0.00001234, 8, "-1.23e-5"),
+        (-0.00001234, 7, "-1.2e-5"),
+        (4860.4, 6, "  4860"),
+        (999.7, 6, "  1000"),
+        (1234567.0, 6, "1.23e6"),
+        (1e22, 6, "  1e22"),
+        (0.0, 6, "     0"),
+    ],
+)
+def test_a_number_has_the_digits_that_fit(value, width, shown):
+    assert narrow(value, width) == shown
+
+
+@pytest.mark.parametrize(
+    ("left", "shown"), [(59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (360000, "4d 4h"), (1e12, "9999999d")]
+)
+def test_what_is_left_is_told_in_hours_and_days(left, shown):
+    words = line(1, 2, {}, seconds=1.0, left=left, columns=100)
+    assert words.endswith(f" {shown}")
