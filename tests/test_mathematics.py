@@ -1,0 +1,366 @@
+"""What docs/mathematics.md states of weights, bounds and objectives, on a policy whose responses can all be listed.
+
+Every expectation is a finite sum (``tests/support/enumerated.py``), so "unbiased" means equal to 1e-12 and a bound is
+compared with the number that it bounds. Weights, masks, losses and metrics are the library's.
+"""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_rc import (
+    RolloutCorrectionConfig,
+    aggregate_loss,
+    correct_rollouts,
+    group_advantages,
+    policy_loss,
+)
+from tests.support.enumerated import enumerated
+from tests.support.paths import ROOT
+
+SCORE = math.sqrt(2)  # no gradient of a softmax's log-probability by its logits is longer
+UNTRUNCATED = 1e8
+PAGE = (ROOT / "docs" / "mathematics.md").read_text(encoding="utf-8")
+LENGTHS = (1, 2, 3, 4)
+
+
+def corrected(toy, **fields):
+    """The library's verdict on all responses at once."""
+    config = RolloutCorrectionConfig(**{"rollout_is": None, **fields})
+    result = correct_rollouts(toy.train.detach(), toy.rollout, toy.mask, config)
+    result.check()
+    return result
+
+
+def weights_of(toy, level, threshold=UNTRUNCATED, **fields):
+    return corrected(toy, rollout_is=level, rollout_is_threshold=threshold, **fields).weights
+
+
+def metrics_of(toy, **fields):
+    return {name.partition("/")[2]: value for name, value in corrected(toy, **fields).metrics().items()}
+
+
+def estimate(toy, weights=None, *, old=None, advantages=None, algorithm="reinforce", **settings):
+    """E_μ of the gradient that the library's loss has, turned upwards: what ascends the reward."""
+    old = toy.train.detach() if old is None else old
+    advantages = toy.rewards if advantages is None else advantages
+    loss = policy_loss(toy.train, old, advantages, toy.mask, algorithm=algorithm, weights=weights, **settings)
+    return -toy.gradient(loss.per_token.sum(1).mean())
+
+
+def bias(toy, weights=None):
+    return float((estimate(toy, weights) - toy.wanted()).norm())
+
+
+def token_distance(toy):
+    """The largest TV of the two policies after any prefix."""
+    own = toy.logits.detach().softmax(1)
+    engine = toy.engine
+    return float((own - engine).abs().sum(1).max() / 2)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_weights_of_sequences_have_no_bias(length):
+    toy = enumerated(length)
+    assert bias(toy) > 0.05
+    torch.testing.assert_close(estimate(toy, weights_of(toy, "sequence")), toy.wanted(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_without_weights_the_bias_grows_with_the_distance_and_the_length_squared(length):
+    for distance in (0.1, 0.3, 1.0):
+        toy = enumerated(length, distance=distance)
+        assert bias(toy) <= 2 * SCORE * length * toy.distance()
+        assert toy.distance() <= length * token_distance(toy) + 1e-12
+    near, far = (bias(enumerated(length, distance=distance)) for distance in (0.01, 0.02))
+    assert far == pytest.approx(2 * near, rel=0.05)
+    assert bias(enumerated(length, distance=0)) < 1e-12
+
+
+def test_weights_of_tokens_are_exact_for_one_token_alone():
+    toy = enumerated(1)
+    torch.testing.assert_close(estimate(toy, weights_of(toy, "token")), toy.wanted(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_weights_of_tokens_leave_a_bias_of_the_other_tokens(length):
+    for distance in (0.1, 0.3, 1.0):
+        toy = enumerated(length, distance=distance)
+        found = bias(toy, weights_of(toy, "token"))
+        assert 1e-4 < found <= 2 * SCORE * length * (length - 1) * token_distance(toy)
+    # The estimate is the gradient of the rewards of policies that follow π at one token, and μ at the others.
+    one_token = (toy.train - toy.rollout).exp() * toy.rewards.unsqueeze(1)
+    torch.testing.assert_close(
+        estimate(toy, weights_of(toy, "token")), toy.gradient(one_token.sum(1).mean()), rtol=0, atol=1e-12
+    )
+
+
+SHOWN = [None, ("token",), ("geometric",), ("sequence", 2.0), ("sequence",)]
+
+
+def row_of_the_page(length):
+    """Means over ten policies: the bias by the length of the wanted gradient, and E_μ[w²], with each of ``SHOWN``."""
+    biases, moments = torch.zeros(2, len(SHOWN), dtype=torch.float64)
+    for seed in range(10):
+        toy = enumerated(length, distance=0.3, seed=seed)
+        weights = [None if choice is None else weights_of(toy, *choice) for choice in SHOWN]
+        biases += torch.tensor([bias(toy, given) for given in weights]) / toy.wanted().norm()
+        moments += torch.tensor([1.0 if given is None else float(given.square().mean()) for given in weights])
+    cells = [f"{value:.2f}, {moment:.2f}" for value, moment in zip(biases / 10, moments / 10, strict=True)]
+    return f"| {length} | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_page_has_the_biases_and_second_moments(length):
+    assert row_of_the_page(length) in PAGE
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_baseline_shifts_nothing_with_weights(level):
+    toy = enumerated(3)
+    weights, shifted = weights_of(toy, level), toy.rewards + 5
+    torch.testing.assert_close(estimate(toy, weights, advantages=shifted), estimate(toy, weights), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("level", [None, "geometric"])
+def test_a_baseline_shifts_the_gradient_otherwise(level):
+    toy = enumerated(3)
+    weights = None if level is None else weights_of(toy, level)
+    assert (estimate(toy, weights, advantages=toy.rewards + 5) - estimate(toy, weights)).norm() > 0.1
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_geometric_weights_are_below_one_in_the_mean_and_in_the_mean_square(length):
+    weights = weights_of(enumerated(length), "geometric")[:, 0]
+    assert weights.mean() < 1
+    assert weights.square().mean() < 1
+    assert bias(enumerated(length), weights_of(enumerated(length), "geometric")) > 0.05
+
+
+def test_geometric_weights_of_long_responses_tend_to_the_divergence():
+    spread = {}
+    for length in (1, 2, 4):
+        toy = enumerated(length, by_prefix=False)
+        log_weights = weights_of(toy, "geometric")[:, 0].log()
+        assert -log_weights.mean() == pytest.approx(metrics_of(toy)["kl"], abs=1e-12)
+        spread[length] = float(log_weights.var(unbiased=False))
+    assert spread[2] == pytest.approx(spread[1] / 2)
+    assert spread[4] == pytest.approx(spread[1] / 4)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_second_moment_of_sequence_weights_grows_exponentially(length):
+    toy = enumerated(length, by_prefix=False)
+    one = metrics_of(enumerated(1, by_prefix=False))["chi2_token"]
+    assert one > 0.1
+    found = metrics_of(toy)
+    assert found["chi2_seq"] == pytest.approx((1 + one) ** length - 1)
+    assert found["chi2_token"] == pytest.approx(one)
+    assert weights_of(toy, "sequence")[:, 0].square().mean() == pytest.approx((1 + one) ** length)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_with_prefixes_the_second_moment_lies_between_the_powers(length):
+    toy = enumerated(length)
+    own, engine = toy.logits.detach().softmax(1), toy.engine
+    moments = (own.square() / engine).sum(1)  # 1 + χ² after each prefix
+    found = metrics_of(toy)
+    assert moments.min() ** length - 1e-9 <= 1 + found["chi2_seq"] <= moments.max() ** length + 1e-9
+    assert 1 + found["chi2_token"] <= moments.max() + 1e-9
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_effective_sample_size_is_one_over_one_plus_chi_squared(level):
+    found = metrics_of(enumerated(3), rollout_is=level, rollout_is_threshold=UNTRUNCATED)
+    chi2 = found["chi2_token" if level == "token" else "chi2_seq"]
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(1 / (1 + chi2))
+
+
+@pytest.mark.parametrize("upper", [1.2, 2.0, 4.0])
+def test_truncation_trades_a_bounded_bias_for_a_bounded_second_moment(upper):
+    toy = enumerated(4)
+    raw = toy.ratio
+    weights = weights_of(toy, "sequence", upper)[:, 0]
+    lost = float((raw - weights).mean())
+    assert 0 < lost == pytest.approx(float((raw - upper).clamp(min=0).mean()))
+    assert abs(float(((weights - raw) * toy.rewards).mean())) <= lost
+    assert bias(toy, weights_of(toy, "sequence", upper)) <= 4 * SCORE * lost
+    outside = float((raw * (raw > upper)).mean())  # P_π(ρ > u)
+    assert lost <= outside <= float(raw.square().mean()) / upper
+    assert weights.mean() <= 1
+    assert weights.square().mean() <= upper
+
+
+def test_masked_weights_lose_the_whole_probability_outside():
+    toy = enumerated(4)
+    raw = toy.ratio
+    masked = weights_of(toy, "sequence", "0.5_2.0")[:, 0]
+    outside = float((raw * ((raw < 0.5) | (raw > 2))).mean())  # P_π(ρ outside of [0.5, 2])
+    assert float((raw - masked).mean()) == pytest.approx(outside)
+    assert bias(toy, masked.unsqueeze(1).expand(-1, 4).contiguous()) <= 4 * SCORE * outside
+    assert outside > float((raw - raw.clamp(max=2)).mean())  # more than truncation at the same bound
+    assert masked.square().mean() <= 2
+
+
+def test_the_divergence_metrics_are_the_divergences():
+    toy = enumerated(3)
+    found = metrics_of(toy)
+    log_ratio = toy.log_ratio.sum(1)
+    divergence = -float(log_ratio.mean())  # KL(μ‖π) of whole responses
+    assert 3 * found["kl"] == pytest.approx(divergence)
+    assert found["k3_kl"] == pytest.approx(found["kl"])
+    assert found["chi2_seq"] == pytest.approx(float((2 * log_ratio).exp().mean()) - 1)
+    other = float((log_ratio.exp() * log_ratio).mean())  # KL(π‖μ)
+    assert 2 * toy.distance() ** 2 <= divergence
+    assert 2 * toy.distance() ** 2 <= other <= math.log1p(found["chi2_seq"])
+    assert 2 * toy.distance() <= math.sqrt(found["chi2_seq"])
+
+
+def test_k2_is_off_by_the_third_order():
+    errors = []
+    for distance in (0.02, 0.04):
+        toy = enumerated(2, distance=distance, seed=1)
+        errors.append(float((toy.log_ratio.square() / 2).mean()) - metrics_of(toy)["kl"])
+    assert errors[1] == pytest.approx(8 * errors[0], rel=0.1)
+
+
+def accepted(toy, name, threshold):
+    """[n] bool: responses of which no token is rejected."""
+    mask = corrected(toy, rollout_rs=name, rollout_rs_threshold=threshold).mask.all(1)
+    assert 0.1 < mask.double().mean() < 0.99, name
+    return mask
+
+
+def test_a_bound_on_the_product_bounds_the_distance_of_what_is_left():
+    toy = enumerated(4, distance=0.5)
+    kept = accepted(toy, "seq_sum_k1", "0.5_2.0")
+    assert torch.equal(kept, (toy.ratio >= 0.5) & (toy.ratio <= 2))
+    rows = toy.first[kept[toy.first]]
+    own, engine = (log.sum(1).exp()[rows] for log in (toy.train.detach(), toy.rollout))
+    own, engine = own / own.sum(), engine / engine.sum()
+    assert ((own / engine) <= 2 / 0.5).all()
+    assert ((own / engine) >= 0.5 / 2).all()
+    assert (own - engine).abs().sum() / 2 <= 1 - 0.5 / 2
+
+
+def test_a_bound_on_tokens_leaves_products_to_the_power_of_the_length():
+    toy = enumerated(4, distance=0.5)
+    kept = accepted(toy, "token_k1", "0.5_2.0")
+    assert (toy.log_ratio[kept].abs() <= math.log(2)).all()
+    assert toy.ratio[kept].max() > 2
+    assert toy.ratio[kept].max() <= 2**4
+
+
+def test_a_bound_on_the_geometric_mean_lets_single_tokens_cancel():
+    toy = enumerated(4, distance=0.5)
+    kept = accepted(toy, "seq_mean_k1", "0.8_1.25")
+    assert (toy.log_ratio[kept].mean(1).abs() <= math.log(1.25)).all()
+    assert toy.log_ratio[kept].abs().max() > math.log(1.5)
+
+
+@pytest.mark.parametrize("divergence", ["k2", "k3"])
+def test_means_that_cannot_cancel_bound_the_geometric_mean_too(divergence):
+    toy = enumerated(4, distance=0.5)
+    kept = accepted(toy, f"seq_mean_{divergence}", 0.1)
+    log_ratio = toy.log_ratio[kept]
+    values = log_ratio.square() / 2 if divergence == "k2" else log_ratio.expm1() - log_ratio
+    assert (values.mean(1) <= 0.1).all()
+    if divergence == "k2":
+        assert (log_ratio.mean(1).abs() <= math.sqrt(2 * 0.1)).all()
+    else:
+        assert (log_ratio.mean(1).expm1() - log_ratio.mean(1) <= 0.1).all()  # Jensen: k3 is convex in log ρ
+
+
+def test_a_bound_on_the_largest_bounds_every_token():
+    toy = enumerated(4, distance=0.5)
+    kept = accepted(toy, "seq_max_k2", 0.5)
+    assert (toy.log_ratio[kept].abs() <= 1).all()
+    assert toy.log_ratio[~kept].abs().amax(1).min() > 1
+
+
+def test_normalised_weights_have_mean_one_and_undo_a_batch_of_one():
+    toy = enumerated(1)
+    truncated = weights_of(toy, "sequence", 1.2, rollout_is_batch_normalize=True)
+    assert truncated[:, 0].mean() == pytest.approx(1)
+    assert metrics_of(toy, rollout_is="sequence", rollout_is_threshold=1.2)["rollout_is_mean"] < 0.99
+    wanted = float((toy.ratio * toy.rewards).mean())
+    errors = {}
+    for size in (1, 2, 3, 4):
+        # Every batch of so many responses: its weights are normalised by their own mean.
+        batches = Counter(tuple(sorted(rows)) for rows in itertools.product(range(4), repeat=size))
+        total = sum(times * self_normalised(toy, list(rows)) for rows, times in batches.items())
+        errors[size] = total / 4**size - wanted
+    assert errors[1] == pytest.approx(float(toy.rewards.mean()) - wanted)
+    assert abs(errors[1]) > abs(errors[2]) > abs(errors[3]) > abs(errors[4]) > 0
+    assert 4 * errors[4] == pytest.approx(3 * errors[3], rel=0.2)
+
+
+def self_normalised(toy, rows):
+    config = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_threshold=UNTRUNCATED, rollout_is_batch_normalize=True
+    )
+    weights = correct_rollouts(toy.train.detach()[rows], toy.rollout[rows], toy.mask[rows], config).weights
+    return float((weights[:, 0] * toy.rewards[rows]).mean())
+
+
+@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
+def test_at_the_old_policy_all_objectives_are_one(algorithm):
+    toy = enumerated(3)
+    weights = weights_of(toy, "token", 2.0)
+    torch.testing.assert_close(estimate(toy, weights, algorithm=algorithm), estimate(toy, weights), rtol=0, atol=1e-12)
+
+
+def ratio_in_bypass(toy, algorithm):
+    """The weights that REINFORCE needs to have this objective's gradient, where π_rollout stands for π_old."""
+    ratio, positive = toy.log_ratio.exp(), toy.rewards.unsqueeze(1) > 0
+    if algorithm == "cispo":
+        return ratio.clamp(0.8, 1.2)
+    if algorithm == "gspo":
+        ratio = toy.log_ratio.mean(1, keepdim=True).exp().expand_as(ratio)
+    return ratio * torch.where(positive, ratio <= 1.2, ratio >= 0.8)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
+def test_bypass_objectives_are_reinforce_with_bounded_weights(algorithm):
+    toy = enumerated(3)
+    found = estimate(toy, old=toy.rollout, algorithm=algorithm)
+    weights = ratio_in_bypass(toy, algorithm)
+    assert (weights != toy.log_ratio.exp()).any()
+    torch.testing.assert_close(found, estimate(toy, weights), rtol=0, atol=1e-12)
+
+
+def test_without_clipping_two_and_three_policies_have_one_gradient():
+    toy = enumerated(3)
+    old = enumerated(3, distance=0.4).train.detach()
+    wide = {"algorithm": "ppo_clip", "clip_low": 1.0, "clip_high": 1e9}
+    three = estimate(toy, (old - toy.rollout).exp(), old=old, **wide)
+    torch.testing.assert_close(three, estimate(toy, old=toy.rollout, **wide), rtol=0, atol=1e-12)
+
+
+def test_denominators_change_the_scale_by_the_share_that_is_accepted():
+    toy = enumerated(3)
+    mask = corrected(toy, rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0").mask
+    loss = policy_loss(toy.train, toy.rollout, toy.rewards, toy.mask, algorithm="reinforce").per_token
+    accepted_only = toy.gradient(aggregate_loss(loss, mask, "token-mean"))
+    original = toy.gradient(aggregate_loss(loss, mask, "token-mean", denominator_mask=toy.mask))
+    share = float(mask.double().mean())
+    assert 0.1 < share < 0.9
+    torch.testing.assert_close(original, accepted_only * share, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("estimator", "scale"), [("rloo", lambda size: 1.0), ("grpo-no-std", lambda size: 1 - 1 / size)]
+)
+def test_leave_one_out_is_unbiased_and_the_whole_mean_shrinks_the_gradient(size, estimator, scale):
+    toy = enumerated(1, distance=0)  # the engine is the trainer
+    rows = torch.tensor(list(itertools.product(range(4), repeat=size)))  # every group of so many responses
+    rewards = toy.rewards[rows].flatten()
+    advantages = group_advantages(rewards, torch.arange(len(rows)).repeat_interleave(size), estimator=estimator)
+    chosen = toy.train[rows.flatten(), 0]
+    found = toy.gradient((advantages * chosen).mean())
+    scale = 1 if estimator == "rloo" else 1 - 1 / size
+    torch.testing.assert_close(found, scale * toy.wanted(), rtol=0, atol=1e-12)
