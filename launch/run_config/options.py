@@ -10,6 +10,7 @@ A field without ``option`` has no flag of its own: ``flags/resolve.py`` works it
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -56,8 +57,13 @@ def option(help: str, **how: Any) -> Any:
     return dataclasses.field(metadata={_KEY: Option(help=help, **how)})
 
 
-def options_of(section: type) -> list[Option]:
+def options_of(section: type) -> tuple[Option, ...]:
     """The flags of a section, complete, in the order of its fields."""
+    return _read_options(section)
+
+
+@functools.cache
+def _read_options(section: type) -> tuple[Option, ...]:
     hints = get_type_hints(section)
     found = []
     for field in dataclasses.fields(section):
@@ -68,7 +74,7 @@ def options_of(section: type) -> list[Option]:
                     declared, field=field.name, flag=declared.flag or field.name, **_kind_of(hints[field.name])
                 )
             )
-    return found
+    return tuple(found)
 
 
 def values_of(section: Any) -> dict[str, Any]:

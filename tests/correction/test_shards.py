@@ -87,8 +87,14 @@ def correct_shards(batches, split, form):
 
 
 FORMS = ("padded", "contiguous", "packed", "lists")
-# Without CP there is one way to cut.
-LAYOUTS_AND_FORMS = [(layout, form) for layout in LAYOUTS for form in FORMS if layout.cp > 1 or form != "contiguous"]
+# Every form where both are split, and two of them where one is; without CP there is one way to cut.
+LAYOUTS_AND_FORMS = [
+    *((Layout(cp=2, dp=2), form) for form in FORMS),
+    *((Layout(cp=4), form) for form in ("padded", "packed")),
+    *((Layout(cp=2), form) for form in ("contiguous", "lists")),
+    *((Layout(dp=2), form) for form in ("packed", "lists")),
+    (Layout(dp=4), "padded"),
+]
 
 
 @pytest.mark.parametrize(("layout", "form"), LAYOUTS_AND_FORMS, ids=lambda value: str(value))

@@ -67,7 +67,7 @@ class Case:
 def make_cases() -> list[Case]:
     """Every layout; the rest is dealt out."""
     return [
-        Case(layout, index % len(OBJECTIVES), index % 3 != 1, index // 2 % 2 == 1, (2, 4, 8)[index % 3])
+        Case(layout, index % len(OBJECTIVES), index % 3 != 1, index // 2 % 2 == 1, (4, 8)[index // 4 % 2])
         for index, layout in enumerate(LAYOUTS)
     ]
 

@@ -179,7 +179,7 @@ def make_cases() -> list[Case]:
                 variant=(row + column) % len(OBJECTIVES[mode]),
                 packed=(row + column) % 2 == 1,
                 per_token_loss=(row // 2 + (column > 0)) % 2 == 1,
-                size=(2, 4, 8)[(row + column) % 3],
+                size=(4, 8)[(row // 4 + (column == 2)) % 2],
             )
         )
     return cases

@@ -14,6 +14,8 @@ from tests.support.recorded_training import GPT2, LLAMA, flags, save_initial, tr
 LAYOUTS = [Layout(pp=2, vpp=True), Layout(tp=2, pp=2, cp=2, sp=True)]
 SINGLE = Layout()
 BATCHES = 2
+# Two micro-batches of a batch.
+CUT = ["--micro-batch-size=8"]
 SAME = ("rollout_corr/kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_rs_masked_fraction")
 
 
@@ -29,7 +31,7 @@ def start(ranks, tmp_path_factory):
 
     def steps(*more: str, model: str = "llama", layout: Layout = SINGLE):
         shape = {"llama": LLAMA, "gpt2": GPT2, "untied": LLAMA}[model]
-        words = flags(folder, f"--load={folder}/{model}", "--finetune", *more, *layout.flags(), model=shape)
+        words = flags(folder, f"--load={folder}/{model}", "--finetune", *CUT, *more, *layout.flags(), model=shape)
         key = (model, more, layout)
         if layout == SINGLE and key in known:
             return known[key]
@@ -80,7 +82,6 @@ def test_micro_batches_change_nothing(start):
 def test_gpt2_with_penalties_takes_the_same_steps(start, layout):
     more = [
         "--optimizer=sgd",
-        "--micro-batch-size=8",
         "--grpo-kl-beta=0.1",
         "--grpo-entropy-term-weight=0.05",
         "--ppo-dual-clip=1.01",
@@ -105,7 +106,7 @@ def test_log_probs_without_logits_take_the_same_steps(start, layout, packed):
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True)], ids=str)
 def test_log_probs_without_logits_from_an_untied_layer(start, layout):
     """With a reference policy and an entropy bonus, whose gradients flow through the same function."""
-    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05", "--micro-batch-size=8"]
+    more = ["--optimizer=sgd", "--grpo-kl-beta=0.1", "--grpo-entropy-term-weight=0.05"]
     more += ["--untie-embeddings-and-output-weights"]
     got = start(*more, "--fused-linear-log-probs", model="untied", layout=layout)
     assert_same(got, start(*more, model="untied"), [1e-5] * 4)

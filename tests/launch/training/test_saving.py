@@ -24,7 +24,7 @@ from tests.launch.training.test_loop import rows, run_training, without_times
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LENGTH, SEQUENCES, flags, make_trainer, recorded_batch, save_initial
 
-SMALL = ["--num-layers=2", "--lr=1e-3"]
+SMALL = ["--num-layers=2", "--lr=1e-3", "--micro-batch-size=8"]
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def test_older_checkpoints_go_but_for_every_mth(ranks, tmp_path):
 # The learning rate
 
 
-GOING_ON = ["--num-layers=2", "--lr-decay-style=linear", "--lr-decay-iters=10", "--min-lr=1e-4"]
+GOING_ON = ["--num-layers=2", "--micro-batch-size=8", "--lr-decay-style=linear", "--lr-decay-iters=10", "--min-lr=1e-4"]
 
 
 @pytest.fixture(scope="module")
