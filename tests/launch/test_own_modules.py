@@ -1,4 +1,4 @@
-"""docs/tasks.md: its modules and its commands, as they are written."""
+"""docs/tasks.md: its module and its commands, as they are written, with the examples that they name."""
 
 import os
 import re
@@ -28,10 +28,11 @@ SMALL = """--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the modules; the tables of the library are as before afterwards."""
+    """A folder with the module and the examples; the tables of the library are as before afterwards."""
     before = [(table, dict(table)) for table in (OBJECTIVES, CRITERIA)]
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path
     for table, entries in before:
         table.clear()
@@ -52,7 +53,7 @@ def in_folder(folder, do, *arguments):
 
 
 def test_the_page_is_read():
-    assert list(MODULES) == ["my_rewards.py", "my_task.py", "my_objects.py"]
+    assert list(MODULES) == ["my_task.py"]
     assert len(COMMANDS) == 3
     assert all(words[:5] == ["python", "-m", "megatron_rc.launch", "--nproc-per-node", "4"] for words in COMMANDS)
     assert len(MODULES["my_task.py"].strip().splitlines()) < 30
@@ -74,16 +75,12 @@ def test_the_examples_train(ranks, folder):
     assert (first["reward/errors"], second["reward/errors"]) == (0, 0)
 
 
-def test_the_reward_gives_what_the_page_says(folder):
+def test_the_task_gives_what_the_page_says(folder):
     sys.path.insert(0, str(folder))
     try:
-        from my_rewards import last_number
         from my_task import Reverse
     finally:
         sys.path.remove(str(folder))
-    call = {"prompt": "2 + 2 = ?", "label": 4, "record": {}}
-    assert last_number(response="It is 4", **call) == {"reward": 1.0, "right": 1.0, "short": 1.0}
-    assert last_number(response="4, or 5" + " perhaps" * 9, **call) == {"reward": 0.0, "right": 0.0, "short": 0.0}
     task = Reverse(1)
     trained, kept = ({one.prompt for one in task.problems(0, 300, held_out=held_out)} for held_out in (False, True))
     assert not trained & kept

@@ -1,0 +1,20 @@
+"""A reward of one's own: ``--reward python:examples.custom_reward:last_number``.
+
+It is called once for each response, in a process of its own with a time limit. docs/tasks.md says what it may give.
+"""
+
+import re
+
+
+def last_number(*, prompt: str, response: str, label: object, record: dict[str, object]) -> dict[str, float]:
+    """Nine tenths for the right number at the end, one tenth for a short answer; ``reward`` is what is trained on.
+
+    Args:
+        prompt: the text that was asked.
+        response: the text of the answer, without its end.
+        label: of the problem.
+        record: the line of the file that the prompt came from; empty for other tasks.
+    """
+    numbers = re.findall(r"-?\d+", response)
+    right, short = float(numbers[-1:] == [str(label)]), float(len(response) < 40)
+    return {"reward": 0.9 * right + 0.1 * short, "right": right, "short": short}

@@ -1,0 +1,113 @@
+"""What ``own_loop.py`` trains, and on what: a tiny GPT, and rollouts of digits that count up. You have your own."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megatron_rc import group_advantages
+
+DIGITS, LENGTH, ROWS = 8, 16, 64
+GIVEN = ("rollout_log_probs", "response_mask", "advantages")
+PROMPTS = torch.arange(ROWS) // 8
+# The engine: how likely digit j follows digit i. It takes no new weights.
+ENGINE = torch.randn(DIGITS, DIGITS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+ENGINE = (ENGINE / 2).softmax(1)
+
+
+def sample(batch: int) -> dict[str, torch.Tensor]:
+    """A rollout batch, [ROWS, LENGTH] each, the same on every rank: 8 responses to each of 8 prompts of one digit.
+
+    ``tokens`` are the model's input, and ``labels`` the tokens shifted left by one. All else is about the labels:
+    what was GIVEN to the correction (``response_mask`` is True where the label was sampled), and which are ``right``.
+    """
+    dice = torch.Generator().manual_seed(batch)
+    tokens = PROMPTS.unsqueeze(1)
+    for _ in range(LENGTH):
+        tokens = torch.cat([tokens, torch.multinomial(ENGINE[tokens[:, -1]], 1, generator=dice)], 1)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    mask = torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH + 1, (ROWS, 1), generator=dice)
+    right = mask & (labels == (inputs + 1) % DIGITS)
+    advantages = group_advantages(right.sum(1) / mask.sum(1), PROMPTS).float().unsqueeze(1).expand(mask.shape)
+    found = {"tokens": inputs, "labels": labels, "response_mask": mask, "right": right, "advantages": advantages}
+    return found | {"rollout_log_probs": ENGINE.log()[inputs, labels].float()}
+
+
+def share_of_right(local: list[dict[str, torch.Tensor]], log_probs: list[torch.Tensor], group: Any) -> float:
+    """The mean probability that the policy gives to the right digits of these micro-batches, over all their ranks."""
+    chosen = [values[data["right"]].double().exp() for data, values in zip(local, log_probs, strict=True)]
+    sums = torch.stack([values.new_tensor([values.sum(), len(values)]) for values in chosen]).sum(0)
+    dist.all_reduce(sums, group=group)
+    return float(sums[0] / sums[1])
+
+
+def show(batch: int, metrics: dict[str, float]) -> None:
+    """Print a line, on the last rank, which is of the last pipeline stage."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        names = ("right", "rollout_corr/kl", "rollout_corr/rollout_is_mean", "loss/total", "grad_norm")
+        sys.stdout.write(f"batch {batch}  " + "  ".join(f"{name} {metrics[name]:.4f}" for name in names) + "\n")
+
+
+def draw(weight: torch.Tensor) -> None:
+    """Initial weights that follow from the shape alone, so that every layout begins with the same ones."""
+    torch.nn.init.normal_(weight, std=0.05, generator=torch.Generator().manual_seed(weight.numel()))
+
+
+def settings(tp: int, pp: int, cp: int) -> TransformerConfig:
+    """Two layers, in float32, split as the arguments say."""
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=torch.cuda.is_available(),
+        use_cpu_initialization=True,
+        init_method=draw,
+        output_layer_init_method=draw,
+    )
+
+
+def layers(config: TransformerConfig) -> Any:
+    """Transformer Engine's on a GPU; without one Megatron's own, with a norm and an attention that know CP."""
+    if torch.cuda.is_available():
+        return get_gpt_layer_with_transformer_engine_spec()
+    from megatron_rc.launch.training.local_layers import LocalAttention, LocalNorm
+
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
+    spec.submodules.self_attention.submodules.core_attention = LocalAttention
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=LocalNorm)
+
+
+@contextlib.contextmanager
+def megatron(tp: int, pp: int, cp: int) -> Iterator[None]:
+    """Megatron's process groups among the processes that torchrun started; without a GPU on CPUs."""
+    with contextlib.ExitStack() as stack:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        else:
+            from megatron_rc.launch.training.cpu import cpu_backend
+
+            stack.enter_context(cpu_backend())
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        yield
+        dist.destroy_process_group()

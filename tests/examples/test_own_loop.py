@@ -1,0 +1,88 @@
+"""The loop of one's own gives the same numbers in every layout, and those of the formula."""
+
+import ast
+import sys
+
+import pytest
+import torch
+
+from tests.support.paths import ROOT
+from tests.support.ranks import Layout
+
+EXAMPLES = ROOT / "examples"
+
+
+def loop_of(layout):
+    """The example on this rank of the pool, where process groups are there already."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    import next_digit
+    import own_loop
+
+    return own_loop, next_digit, own_loop.Loop(layout.tp, layout.pp, layout.cp)
+
+
+def learn(layout, batches):
+    """Metrics of each batch on this rank."""
+    _, digits, loop = loop_of(layout)
+    return [loop.learn(digits.sample(number)) for number in range(batches)]
+
+
+def by_hand(layout):
+    """(the example's metrics of one step on a whole batch, the same in float64 by the formula)."""
+    example, digits, loop = loop_of(layout)
+    example.STEPS, before = 1, example.STEPS
+    batch = digits.sample(0)
+    positions = torch.arange(digits.LENGTH)
+    logits = loop.model(batch["tokens"], positions, None).double()
+    new = logits.log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
+    mask, log_ratio = batch["response_mask"], new.detach() - batch["rollout_log_probs"].double()
+    weights = log_ratio.exp().clamp(max=2)
+    loss = -(weights * batch["advantages"] * new)[mask].sum() / mask.sum()
+    gradients = torch.autograd.grad(loss, list(loop.model.parameters()))
+    expected = {
+        "loss/total": -float((weights * batch["advantages"])[mask].mean()),
+        "grad_norm": float(torch.cat([gradient.flatten() for gradient in gradients]).norm()),
+        "rollout_corr/kl": -float(log_ratio[mask].mean()),
+        "rollout_corr/rollout_is_mean": float(weights[mask].mean()),
+        "right": float(new.exp()[batch["right"]].mean()),
+    }
+    try:
+        return loop.learn(batch), expected
+    finally:
+        example.STEPS = before
+
+
+def test_one_step_is_that_of_the_formula(ranks):
+    ((found, expected),) = ranks.run(by_hand, Layout(), Layout())
+    assert expected["rollout_corr/kl"] > 0.1
+    assert expected["grad_norm"] > 0.1
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    return ranks.run(learn, Layout(), Layout(), 3)[0]
+
+
+def test_the_policy_learns(alone):
+    assert alone[-1]["right"] > 1.2 * alone[0]["right"]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=str)
+def test_every_layout_gives_the_same_numbers(ranks, alone, layout):
+    everywhere = ranks.run(learn, layout, layout, 3)
+    for rank, batches in enumerate(everywhere):
+        knows_right = rank >= layout.world - layout.world // layout.pp
+        for found, wanted in zip(batches, alone, strict=True):
+            assert ("right" in found) == knows_right
+            assert found == pytest.approx({name: wanted[name] for name in found}, rel=2e-4, abs=1e-6)
+            assert len(found) >= len(wanted) - 1
+
+
+def test_the_loop_needs_nothing_of_the_launcher():
+    text = (EXAMPLES / "own_loop.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {getattr(node, "module", None) or node.names[0].name for node in imported}
+    assert {name for name in names if name.startswith("megatron_rc")} == {"megatron_rc", "megatron_rc.parallel"}

@@ -1,0 +1,34 @@
+"""examples/README.md names every example with a command; what takes long is run as written by tests/long."""
+
+import re
+import shlex
+
+import pytest
+
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.loss.objectives import OBJECTIVES
+from megatron_rc.settings.criteria import CRITERIA
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
+ROWS = re.findall(r"^\|(.*)\|(.*)\| `(.*)` \| (\d+) \|$", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
+COMMANDS = [command for _, _, command, _ in ROWS]
+
+
+def test_every_example_is_in_the_table():
+    named = {name for files, *_ in ROWS for name in re.findall(r"\]\((\w+\.py)\)", files)}
+    assert named == {path.name for path in EXAMPLES.glob("*.py")}
+    assert {"torchrun", "python", "make"} == {command.split()[0] for command in COMMANDS}
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if "megatron_rc.launch" in one])
+def test_commands_of_the_launcher_are_runs(command, tmp_path):
+    before = [(table, dict(table)) for table in (OBJECTIVES, CRITERIA)]
+    words = shlex.split(command)
+    try:
+        config, _ = configure(["--cpu", f"--runs-dir={tmp_path}", *words[words.index("--config") :]], 4)
+    finally:
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+    assert config.launch.run_name == "count_up"
