@@ -118,7 +118,8 @@ def test_the_oldest_names_are_those_of_the_first_table():
     assert len(with_mark) == 15
 
 
-DOCUMENTS = (*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")), *(ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+DOCUMENTS = (*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md"))
 FOLDERS = ("megatron_rc", *LINKED, "tests", "docs", "benchmarks", "examples")
 
 
