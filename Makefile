@@ -33,7 +33,7 @@ SMOLLM2 = $(SMOLLM2_VENV)/smollm2
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
-	coverage fuzz lint study study-entropy study-hard study-smollm2 format clean
+	coverage fuzz lint docs docs-links study study-entropy study-hard study-smollm2 format clean
 
 run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
@@ -127,6 +127,17 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy -p megatron_rc
 
+SPHINX = $(VENV)/bin/python -m sphinx -c docs -n -W --keep-going --quiet
+
+# The site, in build/docs: docs/, the API from docstrings, the flags from the parser. A warning is an error.
+docs: $(VENV)/.docs
+	$(SPHINX) . build/docs
+	@echo "== open build/docs/index.html"
+
+# Whether every address outside of this project answers; needs a network.
+docs-links: $(VENV)/.docs
+	$(SPHINX) -b linkcheck . build/docs-links
+
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -144,6 +155,10 @@ $(INSTALLED): setup.py constraints.txt
 	$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@echo "== everything else"
 	$(PIP) install -c constraints.txt -e ".[launch,test,dev]"
+	@touch $@
+
+$(VENV)/.docs: $(INSTALLED)
+	$(PIP) install -c constraints.txt -e ".[docs]"
 	@touch $@
 
 # What comes along for images and for kernels is the CUDA build, beside which vLLM's import fails on a CPU.

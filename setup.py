@@ -84,6 +84,7 @@ setup(
             "triton; platform_system == 'Linux'",
         ],
         "coverage": ["coverage"],
+        "docs": ["furo", "myst-parser", "sphinx", "sphinx-mathjax-offline", "sphinxcontrib-mermaid"],
         "dev": ["mypy", "ruff", "types-PyYAML"],
     },
 )

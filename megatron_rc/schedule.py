@@ -47,7 +47,8 @@ def masked_loss(
         scale: the factors of this step, from ``plan.loss_scale()``.
 
     Returns:
-        See :func:`schedule_return`; the log holds ``loss``, the local part of the numerator.
+        What Megatron's ``loss_func`` returns: (loss, num_tokens, log); the log holds ``loss``, the local part of the
+        numerator.
 
     Collectives: in bypass mode and with ``proximal_interpolation`` those of ``in_loss``; outside bypass mode ``gspo``
     makes one SUM of [2, n] over ``cp``.

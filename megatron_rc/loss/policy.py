@@ -27,7 +27,7 @@ class PolicyLossConfig:
             in bypass mode what the correction's ``loss_type`` names.
         clip_low: the ratio is clipped below 1 - this.
         clip_high: the ratio is clipped above 1 + this.
-        dual_clip: c > 1: the loss of a token with A < 0 is at most c·|A|; None: no such cap.
+        dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: no such cap.
         aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
         loss_scale_factor: what ``token-sum`` and ``seq-mean-token-sum-norm`` divide by; needed there, and only there.

@@ -69,7 +69,7 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         Args:
             fields: the names and values, as the dialect spells them.
             dialect: whose they are: ``megatron_rc``, ``verl``, ``verl-2025-11``, ``verl-2025-10``, ``slime`` or
-                ``nemo-rl``; :mod:`megatron_rc.settings.dialects` says how each is read. What a foreign program
+                ``nemo-rl``; ``megatron_rc.settings.dialects`` says how each is read. What a foreign program
                 would have ignored is dropped, and ``notes`` (also logged) say so.
 
         Raises:

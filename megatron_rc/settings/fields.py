@@ -28,7 +28,7 @@ class CorrectionFields:
         rollout_is_apply: False: the weights are measured with their level, mode and bounds, and applied to nothing.
         rollout_is_batch_normalize: divide the bounded weights by their mean over the global batch.
         rollout_is_batch_normalize_scope: that mean runs over ``all`` valid tokens or the ``accepted`` ones.
-        rollout_rs: rejection criteria, a comma list of names from :mod:`megatron_rc.settings.criteria`; all must
+        rollout_rs: rejection criteria, a comma list of names from ``megatron_rc.settings.criteria``; all must
             accept.
         rollout_rs_threshold: one bound for all criteria or a comma list with one for each that takes one. k1:
             ``"lo_hi"`` bounds ρ, one number u means [1/u, u]; the others: one upper bound; ``opsm``: δ >= 0.
@@ -43,11 +43,11 @@ class CorrectionFields:
             and the token (``reject_token``) or its sequence (``reject_sequence``) is rejected.
         metric_prefix: in front of every metric's name. ``mismatch/`` gives the names of the oldest dashboards.
         proximal_interpolation: decoupled, without the forward-only pass: log π_old lies between log π_rollout and log
-            π_θ, by the distance of their versions (:mod:`megatron_rc.correction.proximal`); the correction is
+            π_θ, by the distance of their versions (``megatron_rc.correction.proximal``); the correction is
             computed inside the loss, one mini-batch at a time. Exact in the first update after a rollout, and needs
             the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.
-        loss_type: the objective in bypass mode, one of :mod:`megatron_rc.loss.objectives`: ``ppo_clip``, ``gspo`` or
+        loss_type: the objective in bypass mode, one of ``megatron_rc.loss.objectives``: ``ppo_clip``, ``gspo`` or
             ``cispo`` (the ratio is the correction: weights are measured, not applied), or ``reinforce``.
         notes: what a foreign configuration was translated into, and what of it was dropped; no part of the config.
 

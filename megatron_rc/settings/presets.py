@@ -183,9 +183,10 @@ class Presets:
         """Reject whole sequences that leave the trust region on average (mean k3) or at any token (max k2); no weights.
 
         For long horizons, where a single token's divergence decides whether the surrogate can be trusted. The paper's
-        theory bounds the exact divergence; of single samples it takes k3 for the mean, which is unbiased, and |log ρ|
-        for the maximum, which is symmetric (k2 is half its square). Choose the bounds for your own mismatch: the
-        defaults are verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2.
+        theory bounds the exact divergence; of single samples it takes k3 for the mean, which is unbiased, and
+        ``|log ρ|`` for the maximum, which is symmetric (k2 is half its square). Choose the bounds for your own
+        mismatch: the defaults are verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of
+        seq_max_k2.
 
         Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
         """

@@ -1,0 +1,195 @@
+"""What a reader follows: links, anchors and commands of the documents, and the pages that are made from code."""
+
+import functools
+import importlib.util
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megatron_rc
+from docs import pages
+from megatron_rc import parallel
+from megatron_rc.launch.flags.launch_file import words_of_file
+from megatron_rc.launch.flags.parser import build_parser, long_options
+from megatron_rc.launch.flags.torchrun import torchrun_parser
+from tests.support.paths import ROOT
+
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+
+
+@functools.cache
+def text_of(path: Path):
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(path, *languages):
+    return [block for _, language, block in FENCE.findall(text_of(path)) if language in languages]
+
+
+@functools.cache
+def anchors(path: Path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(path)), flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if not number else f"{slug}-{number}" for slug, last in found.items() for number in range(last + 1)}
+
+
+def broken_links(path, text):
+    """Links into the checkout that lead nowhere: no such file, or no such heading."""
+    for link in re.findall(r"(?<!`)\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        target, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue
+        page = (path.parent / target) if target else path
+        if not page.exists() or (anchor and anchor not in anchors(page.resolve())):
+            yield link
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_lead_somewhere(path):
+    assert not list(broken_links(path, text_of(path)))
+
+
+@pytest.mark.parametrize("link", ["[a](nowhere.md)", "[a](design.md#nowhere)", "[a](#nowhere)", "![a](nowhere.png)"])
+def test_broken_links_are_found(link):
+    assert list(broken_links(ROOT / "docs" / "index.md", link))
+
+
+def test_links_with_an_anchor_are_taken():
+    text = "[a](design.md#words-and-symbols), [b](#start), [c](https://example.org/x#y)"
+    assert not list(broken_links(ROOT / "docs" / "index.md", text))
+
+
+def test_the_front_page_leads_to_every_page():
+    """The site's table of contents is made from it; a page that is in none is an error of the build."""
+    index = ROOT / "docs" / "index.md"
+    listed = re.findall(r"^ *.+ <(.+)>$", pages.completed("docs/index", text_of(index)), flags=re.MULTILINE)
+    found = [(index.parent / f"{name}.md").resolve() for name in listed]
+    assert len(found) == len(set(found))
+    assert set(found) == set(DOCUMENTS) - {index}
+
+
+def test_the_page_of_the_api_has_every_public_name():
+    listed = re.findall(r"^- `(\S+)`$", text_of(ROOT / "docs" / "api.md"), flags=re.MULTILINE)
+    assert len(listed) == len(set(listed)) == len(pages.api_names())
+    assert {f"megatron_rc.{name}" for name in megatron_rc.__all__} <= set(listed)
+    assert {f"megatron_rc.parallel.{name}" for name in parallel.__all__} <= set(listed)
+    made = pages.completed("docs/api", text_of(ROOT / "docs" / "api.md"))
+    assert ".. autofunction:: megatron_rc.correct_rollouts\n" in made
+    assert ".. autoclass:: megatron_rc.RolloutCorrectionConfig\n" in made
+    assert made.count(".. auto") == len(listed)
+
+
+@functools.cache
+def made(name):
+    return pages.completed(f"docs/{name}", text_of(ROOT / "docs" / f"{name}.md"))
+
+
+def test_the_page_of_flags_has_every_flag():
+    known = {*long_options(build_parser()), *long_options(torchrun_parser())} - {"", "help"}
+    listed = re.findall(r"^````\{option\} (.+)$", made("flags"), flags=re.MULTILINE)
+    names = {name for line in listed for name in re.findall(r"--([\w-]+)", line)}
+    assert {name for name in known if "_" not in name} == names
+    assert len(known) > 400
+    assert "````{option} --lr LR\n" in made("flags")
+    assert "megatron\\_rc" not in "".join(blocks(ROOT / "docs" / "flags.md", "text"))
+    for command in pages.COMMANDS:
+        assert f"python -m megatron_rc.{command}" in made("flags")
+
+
+def test_the_page_of_launch_files_has_every_file():
+    files = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
+    assert re.findall(r"^## (\w+)$", made("launch_files"), flags=re.MULTILINE) == [path.stem for path in files]
+    assert all(text_of(path) in made("launch_files") for path in files)
+    assert "<!-- made by" not in made("launch_files") + made("flags")
+
+
+COMMANDS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "sh", "bash")]
+# Commands that are no project's of ours.
+FOREIGN = {".", "apt-get", "cd", "export", "git", "pip", "sbatch", "vllm", "open", "tensorboard", "cp", "ls", "python3"}
+
+
+def commands(block):
+    """The words of each command of a block, without variables in front of it."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        for is_end, part in itertools.groupby(words, lambda word: word in ("&&", "|", ";", "&")):
+            command = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, part))
+            if command and not is_end:
+                yield command[: command.index(">")] if ">" in command else command
+
+
+@functools.cache
+def helped(module):
+    return pages.help_of(module)
+
+
+def wrong(words):
+    """What of a command does not exist: a target, a module, a file, a flag; None where all does."""
+    command, *rest = words
+    if command == "make":
+        targets = re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
+        return [word for word in rest if "=" not in word and word not in targets]
+    if command == "torchrun" or rest[:2] in (["-m", "megatron_rc.launch"], ["-m", "megatron_rc.launch.check_engine"]):
+        _, left = torchrun_parser().parse_known_args(rest if command == "torchrun" else rest[2:])
+        left = [word for word in left if word != "launch/train_ppo.py"]
+        return build_parser().parse_known_args(left)[1]
+    if command.startswith("python") and rest[:1] == ["-m"]:
+        if importlib.util.find_spec(rest[1]) is None:
+            return [rest[1]]
+        known = helped(rest[1]) if rest[1].removeprefix("megatron_rc.") in pages.COMMANDS else " ".join(rest)
+        known += helped("megatron_rc.replay") if rest[1] == "megatron_rc.launch.replay" else ""
+        return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in known]
+    if command.startswith("python") or "/" in command:
+        file = rest[0] if command.startswith("python") else command
+        return [] if (ROOT / file).exists() or file.startswith(".venv") else [file]
+    return [] if command in FOREIGN or command.startswith("--") else [command]
+
+
+@pytest.mark.parametrize(("name", "block"), COMMANDS, ids=[name for name, _ in COMMANDS])
+def test_commands_exist(name, block):
+    assert not [(words, wrong(words)) for words in commands(block) if wrong(words)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make nothing",
+        "python -m megatron_rc.nothing",
+        "python -m megatron_rc.doctor x --nothing",
+        "python -m megatron_rc.launch --nproc-per-node 2 --learning-rate 1",
+        "python examples/nothing.py",
+        "launch/nothing.sh x",
+        "nothing --at all",
+    ],
+)
+def test_commands_that_do_not_exist_are_found(line):
+    assert [words for words in commands(f"A=1 {line}  # why\n") if wrong(words)]
+
+
+SETTINGS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "yaml")]
+# The first line of a block that is another program's: a comment with its name.
+ELSEWHERE = re.compile(r"# (verl|slime|NeMo-RL|OpenRLHF|GitHub)\b")
+
+
+@pytest.mark.parametrize(("name", "block"), SETTINGS, ids=[name for name, _ in SETTINGS])
+def test_launch_files_of_the_documents_are_read(name, block, tmp_path):
+    assert isinstance(yaml.safe_load(block), dict)
+    if not ELSEWHERE.match(block):
+        path = tmp_path / "page.yaml"
+        path.write_text(block, encoding="utf-8")
+        parser = build_parser()
+        parser.parse_args(words_of_file(parser, str(path)))
