@@ -1,0 +1,283 @@
+"""The launch scripts of other programs' examples: each corrects as the original's settings do.
+
+The scripts run as they are, with a stand-in for the program that they start; its flags are then checked as ranks check
+them. Dry runs of all of them are in ``tests/long/test_launch_scripts.py``.
+"""
+
+import functools
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_rc import RolloutCorrectionConfig
+from megatron_rc.launch.errors import missing_packages_noted
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "examples" / "launch"
+OCTOBER = "verl-2025-10"
+
+
+@dataclass(frozen=True)
+class Original:
+    """What another program's script says.
+
+    Attributes:
+        dialect: whose settings they are.
+        settings: those of the correction, as the original spells them.
+        shape: of the model, as its ``config.json`` has it.
+        layout: TP, CP and DP of ours; ``ranks`` are their product.
+        batch: prompts and responses to each, and sequences of an optimizer step.
+    """
+
+    dialect: str
+    settings: dict[str, Any]
+    batch: tuple[int, int, int]
+    shape: str = "qwen2.5-7b"
+    layout: tuple[int, int, int] = (4, 1, 2)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+VETO = {"rollout_is_veto_threshold": 1e-4}
+ORIGINALS = {
+    "token_weights": Original(
+        OCTOBER,
+        {
+            "rollout_is": True,
+            "rollout_is_threshold": 2.0,
+            "rollout_is_level": "token",
+            "rollout_is_mode": "truncate",
+            **VETO,
+        },
+        (128, 1, 32),
+    ),
+    "sequence_weights": Original(
+        OCTOBER,
+        {
+            "rollout_is": True,
+            "rollout_is_threshold": 5.0,
+            "rollout_is_level": "sequence",
+            "rollout_is_mode": "truncate",
+            **VETO,
+        },
+        (128, 1, 32),
+    ),
+    "geometric_weights": Original(
+        OCTOBER,
+        {
+            "rollout_is": True,
+            "rollout_is_threshold": 1.0002,
+            "rollout_is_threshold_lower": 0.9998,
+            "rollout_is_level": "geometric",
+            "rollout_is_mode": "clip",
+            **VETO,
+        },
+        (128, 1, 32),
+    ),
+    "metrics_only": Original(
+        OCTOBER,
+        {
+            "rollout_is": False,
+            "rollout_is_threshold": 2.0,
+            "rollout_is_level": "token",
+            "rollout_is_mode": "truncate",
+        },
+        (128, 1, 32),
+    ),
+    "bypass": Original(
+        "verl",
+        {
+            "rollout_is": "sequence",
+            "rollout_is_threshold": 2.0,
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": None,
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+        },
+        (128, 4, 128),
+    ),
+    "bypass_rejection": Original(
+        "verl",
+        {
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_is_batch_normalize": False,
+            "rollout_rs": "token_k1,seq_max_k2",
+            "rollout_rs_threshold": "0.6_1.6,2.5",
+            "bypass_mode": True,
+            "loss_type": "ppo_clip",
+        },
+        (128, 4, 128),
+    ),
+    "slime_mis": Original(
+        "slime",
+        {
+            "use_tis": True,
+            "use_rs": True,
+            "tis_level": "token",
+            "rs_level": "token",
+            "tis_mode": "truncate",
+            "tis_lower_bound": 0.5,
+            "tis_upper_bound": 2.0,
+            "rs_lower_bound": None,
+            "rs_upper_bound": None,
+            "rs_veto_threshold": 1.0e-4,
+            "tis_batch_normalize": True,
+        },
+        (32, 8, 256),
+        shape="qwen3-4b",
+        layout=(2, 2, 2),
+    ),
+    "multi_node": Original(
+        "verl-2025-11",
+        {
+            "rollout_is": "sequence",
+            "rollout_is_threshold": 2.0,
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": "geometric",
+            "rollout_rs_threshold": 1.01,
+            "rollout_rs_threshold_lower": 0.99,
+            "rollout_token_veto_threshold": 1e-4,
+        },
+        (512, 16, 512),
+        shape="qwen2.5-32b",
+        layout=(8, 4, 4),
+        environment={"NODE_RANK": "3", "MASTER": "node-0"},
+    ),
+}
+_QWEN2 = {"vocab_size": 152064, "max_position_embeddings": 131072, "rope_theta": 1e6, "tie_word_embeddings": False}
+SHAPES = {
+    "qwen2.5-7b": {
+        **_QWEN2,
+        **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+        **{"num_attention_heads": 28, "num_key_value_heads": 4},
+    },
+    "qwen2.5-32b": {
+        **_QWEN2,
+        **{"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64},
+        **{"num_attention_heads": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    },
+    "qwen3-4b": {
+        **{"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True},
+        **{"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "head_dim": 128},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+}
+
+
+def publish(folder: Path, shape: str) -> None:
+    """What a user has: the directory of a model, here without weights, and prompts."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+    of = Qwen3Config if shape.startswith("qwen3") else Qwen2Config
+    of(**SHAPES[shape]).save_pretrained(folder / "model")
+    words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<end>": 2}, unk_token="<end>"))
+    template = "{{ messages[0]['content'] }}"
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", chat_template=template).save_pretrained(
+        folder / "model"
+    )
+    (folder / "train.jsonl").write_text('{"prompt": "one", "label": "two"}\n')
+
+
+def start(name, folder, *words, **environment):
+    """(exit code, the words that Python was started with, standard error), of a script beside a stand-in for Python."""
+    stand_in = folder / "python"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    script = [str(FOLDER / f"{name}.sh"), *words]
+    done = subprocess.run(script, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(torchrun's part, the run) of a script by its name."""
+
+    @functools.cache
+    def published(shape):
+        folder = tmp_path_factory.mktemp(shape)
+        publish(folder, shape)
+        return folder
+
+    @functools.cache
+    def make(name, *words):
+        original = ORIGINALS[name]
+        folder = published(original.shape)
+        paths = {"MODEL": str(folder / "model"), "TRAIN": str(folder / "train.jsonl")}
+        code, found, errors = start(name, folder, *words, **paths, **original.environment)
+        assert (code, errors) == (0, "")
+        assert found[:3] == ["1", "-m", "megatron_rc.launch"]
+        mine, flags = torchrun_parser().parse_known_args(found[3:])
+        with missing_packages_noted():
+            return mine, configure(flags, machines_of(mine).world_sizes()[-1], folders=False, elsewhere=True)[0]
+
+    return make
+
+
+def test_every_script_is_tried():
+    assert {path.stem for path in FOLDER.glob("*.sh")} == set(ORIGINALS)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_script_corrects_as_the_original_does(made, name):
+    original = ORIGINALS[name]
+    _, config = made(name)
+    assert config.correction == RolloutCorrectionConfig.from_dict(original.settings, dialect=original.dialect)
+    rollouts = config.rollouts
+    batch = (rollouts.grpo_prompts_per_step, rollouts.grpo_group_size, config.training.global_batch_size)
+    assert batch == original.batch
+    tp, cp, dp = original.layout
+    assert config.launch.world_size == tp * cp * dp
+    assert config.data_parallel_size == dp == len(config.engine.rollout_url.split(","))
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_script_names_every_setting_of_the_original(name):
+    text = (FOLDER / f"{name}.sh").read_text(encoding="utf-8")
+    comments = "\n".join(re.findall(r"# (.*)$", text, flags=re.MULTILINE))
+    for setting, value in ORIGINALS[name].settings.items():
+        said = re.search(rf"\b{setting}(?:=|: )([^\s:;]+?)(?=,? |,?$|:|;)", comments, flags=re.MULTILINE)
+        assert said, setting
+        assert _read(said[1]) == value, setting
+
+
+def _read(text):
+    """A value as the settings have it; lists of bounds are text."""
+    value = yaml.safe_load(text)
+    try:
+        return float(text) if isinstance(value, str) else value
+    except ValueError:
+        return text
+
+
+def test_flags_behind_a_script_have_the_last_word(made):
+    _, config = made("sequence_weights", "--rollout-is-threshold", "3", "--lr", "2e-6")
+    assert (config.correction.rollout_is_threshold, config.optimizer.lr) == (3.0, 2e-6)
+
+
+def test_machines(made):
+    mine, _ = made("multi_node")
+    assert (mine.nnodes, mine.nproc_per_node, mine.node_rank, mine.master_addr) == ("16", "8", 3, "node-0")
+
+
+@pytest.mark.parametrize("missing", ["MODEL", "TRAIN", "NODE_RANK", "MASTER"])
+def test_what_a_script_lacks_is_said(tmp_path, missing):
+    given = {"MODEL": "model", "TRAIN": "train.jsonl", "NODE_RANK": "0", "MASTER": "node-0"}
+    del given[missing]
+    code, words, errors = start("multi_node", tmp_path, **given)
+    assert (code != 0, words) == (True, [])
+    assert missing in errors
+
+
+def test_the_scripts_can_be_run():
+    for path in FOLDER.glob("*.sh"):
+        assert os.access(path, os.X_OK)
