@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import psutil
 import pytest
@@ -49,6 +50,15 @@ def until(condition):
     while not condition():
         assert time.monotonic() - begun < 10
         time.sleep(BEAT / 2)
+
+
+def test_a_look_at_ranks_that_are_known_is_one_request(make):
+    first, *_ = [make(rank) for rank in range(3)]
+    until(lambda: len(first.heard) == 3)
+    first.close()
+    first._store = mock.Mock(wraps=first._store)
+    first._look()
+    assert [call[0] for call in first._store.method_calls] == ["multi_get"]
 
 
 def broken_collective():
