@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import logging
+import math
 import re
 import statistics
 import sys
@@ -297,6 +298,40 @@ def table_of_bytes(formulas: dict[str, list[Formula]], name: str, layouts: Seque
     return "\n".join(rows)
 
 
+# For estimates: GPUs of a machine, and microseconds and GB/s that NCCL's own tuner takes for small messages (protocol
+# LL) over NVLink and over a network of 400 Gb/s: src/graph/tuning.cc of github.com/NVIDIA/nccl, commit 01afd20.
+GPUS = 8
+TREE_START, TREE_INSIDE, TREE_BETWEEN, TREE_SPEED = 4.4, 1.8 * 0.52, 5.0, 50 * 0.9 / 3.8 / 2
+RING_START, RING_BETWEEN, RING_SPEED = 3.6, 2.7, 50 / 4
+
+
+def microseconds(call: Call, layout: Layout) -> float:
+    """How long NCCL expects one collective to take: an all-reduce along a tree, a broadcast along a ring.
+
+    Ranks of a machine lie next to each other, in Megatron's order tp, cp, dp, pp. An estimate: nothing was sent.
+    """
+    size, apart = layout.size(call.group), layout.tp if call.group != "pp" else layout.tp * layout.cp * layout.dp
+    if call.kind == "BROADCAST":
+        return RING_START + size * RING_BETWEEN + call.payload / (1000 * RING_SPEED)
+    near = min(size, max(1, GPUS // apart))
+    machines = math.ceil(size / near)
+    steps = (near - 1) * TREE_INSIDE + math.floor(math.log2(machines)) * TREE_BETWEEN
+    return TREE_START + 2 * steps + call.payload / (1000 * TREE_SPEED)
+
+
+def table_of_times(formulas: dict[str, list[Formula]], layouts: Sequence[Layout]) -> str:
+    """Number of collectives for ``LARGE`` on the last stage, and how long they take by :func:`microseconds`."""
+    rows = ["| ranks | layout | " + " | ".join(f"{name} | estimate" for name in SHOWN) + " |"]
+    rows.append("|" + "---|" * (2 + 2 * len(SHOWN)))
+    for layout in layouts:
+        traces = [expected(formulas[name], LARGE, layout, True) for name in SHOWN]
+        cells = [
+            f"{len(calls)} | {sum(microseconds(call, layout) for call in calls) / 1000:.1f} ms" for calls in traces
+        ]
+        rows.append(f"| {layout.world} | {layout} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def say(text: str) -> None:
     """Print at once."""
     sys.stdout.write(text + "\n")
@@ -329,6 +364,7 @@ def main() -> None:
     check_large(formulas)
     for name in SHOWN:
         say(f"\nBytes a rank sends, {name}: {LARGE}\n\n" + table_of_bytes(formulas, name, layouts))
+    say("\nWhat NCCL's tuner would expect them to take\n\n" + table_of_times(formulas, layouts))
 
 
 if __name__ == "__main__":

@@ -165,6 +165,17 @@ def test_the_document_has_the_bytes_that_follow(document, name):
     assert table in document, "the tables of bytes: python benchmarks/scaling.py"
 
 
+def test_the_document_has_the_times_that_are_estimated(document):
+    table = scaling.table_of_times(scaling.read_formulas(document), LAYOUTS)
+    assert table in document, "the table of times: python benchmarks/scaling.py"
+    call = Call(PLAN, "SUM", "dp_cp", 0, 0)
+    # By hand: 256 machines with one rank of the group each, then 2048 with eight.
+    assert scaling.microseconds(call, scaling.Layout(8, 8, 8, 32)) == pytest.approx(4.4 + 2 * 8 * 5.0)
+    inside = 2 * 7 * 1.8 * 0.52
+    assert scaling.microseconds(call, LAYOUTS[-1]) == pytest.approx(4.4 + inside + 2 * 11 * 5.0)
+    assert scaling.microseconds(call._replace(kind="BROADCAST", group="pp"), LAYOUTS[-2]) == pytest.approx(25.2)
+
+
 def test_the_document_says_what_the_constants_are_made_of(document):
     text = " ".join(document.split())
     (every,) = re.findall(r"^\| all criteria.*", document, flags=re.MULTILINE)
@@ -173,7 +184,9 @@ def test_the_document_says_what_the_constants_are_made_of(document):
     assert f"{NUM_BINS} are the bins of the histogram of log ρ" in text
     assert f"{2 * LENGTH_BUCKETS} the breakdown by length" in text
     (constant,) = re.findall(r"^\| token IS \|.*?SUM dp_cp: (\d+)", document, flags=re.MULTILINE)
-    assert f"an all-reduce of {8 * int(constant) / 1000:.0f} kB" in text
+    (numbers,) = re.findall(r"^\| token IS \|.*?BROADCAST pp: (\d+)", document, flags=re.MULTILINE)
+    assert int(numbers) > int(constant)
+    assert f"a header of {8 * int(numbers) / 1000:.0f} kB" in text
 
 
 def test_no_collective_in_a_group_of_one(document):
