@@ -1,0 +1,84 @@
+"""docs/troubleshooting.md quotes sentences, metrics and flags that are there."""
+
+import functools
+import re
+
+import pytest
+
+from megatron_rc.launch.flags.parser import build_parser, long_options
+from megatron_rc.launch.flags.torchrun import torchrun_parser
+from megatron_rc.settings.config import preset
+from tests.support.paths import LINKED, ROOT
+
+TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+QUOTED = sorted({" ".join(text.split()) for text in re.findall(r'"([^"]+)"', TEXT)})
+
+
+@functools.cache
+def sources():
+    """The text of each source; strings over several lines are one, and what is filled in is …."""
+    found = []
+    for folder in ("megatron_rc", *LINKED):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+            found.append(re.sub(r"\{[^{}\n]*\}", "…", text))
+    return found
+
+
+def is_said(quoted):
+    """Whether a line of the sources has all pieces of it, in their order."""
+    pieces = [piece.strip() for piece in quoted.split("…")]
+    rest = [line for text in sources() if pieces[0] in text for line in text.splitlines() if pieces[0] in line]
+    return any(in_order(pieces, line) for line in rest)
+
+
+def in_order(pieces, text):
+    place = 0
+    for piece in pieces:
+        place = text.find(piece, place)
+        if place < 0:
+            return False
+        place += len(piece)
+    return True
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_the_program_says_so(quoted):
+    assert is_said(quoted)
+
+
+def test_what_nobody_says_is_found():
+    assert len(QUOTED) > 20
+    assert not is_said("checkpoint … is broken")
+    assert not is_said("the rollout log-probs are turned by")
+
+
+def test_every_sentence_of_the_table_is_met_again_or_explained():
+    """A row leads to an entry of this page, and no entry quotes a sentence that the table lacks."""
+    rows = re.findall(r'^\| "(.+)" \| \[(.+)\]\(#(.+)\) \|$', TEXT, flags=re.MULTILINE)
+    headings = re.findall(r"^### (.+)$", TEXT, flags=re.MULTILINE)
+    assert len(rows) > 15
+    assert {heading for _, heading, _ in rows} <= set(headings)
+    in_entries = set(re.findall(r'"([^"]+)"', TEXT[TEXT.index("## The two policies") :].replace("\n", " ")))
+    assert in_entries <= {sentence for sentence, *_ in rows}
+
+
+def test_flags_exist():
+    known = {*long_options(build_parser()), *long_options(torchrun_parser()), "grid", "html", "preset"}
+    assert set(re.findall(r"--([a-z][a-z0-9-]+)", TEXT)) <= known
+
+
+def test_metrics_exist():
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    prefixes = ("rollout_is_", "rollout_rs_", "log_ratio_", "chi2_", "policy/", "perf/", "reward/", "rollout/")
+    named = {name for name in re.findall(r"`([\w/<>]+)`", TEXT) if name.startswith(prefixes)}
+    assert len(named) > 20
+    for name in (re.sub(r"_p\d\d$", "_p<percent>", name) for name in named):
+        stem, _, last = name.rpartition("_")
+        shown = (f"`{name}`", f"`{name.partition('/')[2]}`")  # of a family only the first name has its prefix
+        assert any(text in metrics for text in shown) or re.search(rf"`{stem}_\w+`, `_{last}`", metrics), name
+
+
+def test_presets_exist():
+    for name in re.findall(r"`((?:decoupled|bypass|trust)_\w+)`", TEXT):
+        assert preset(name)
