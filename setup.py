@@ -44,7 +44,8 @@ setup(
         "megatron_rc": ["py.typed"],
         "megatron_rc.configs": ["**/*.yaml"],
         "megatron_rc.launch": ["*.sh"],
-        "megatron_rc.replay": ["page.html"],
+        "megatron_rc.launch.training.run_page": ["page.html"],
+        "megatron_rc.replay": ["drawing.js", "page.html", "style.css"],
     },
     install_requires=["torch>=2.6"],
     extras_require={

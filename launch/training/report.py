@@ -1,4 +1,4 @@
-"""What the user sees: a line a step, metrics.jsonl, TensorBoard, and at the end a table and a picture."""
+"""What the user sees: a line a step, metrics.jsonl, TensorBoard, and at the end a table, a page and a picture."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
+from megatron_rc.launch.training.run_page.page import PAGE, write_page
 from megatron_rc.launch.training.shown import AVERAGED, table, usual_names
 
 
@@ -71,7 +72,7 @@ class Reporter:
         iteration: optimizer steps that lie behind.
 
     Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, with a row an optimizer step and one an evaluation;
-    ``tensorboard/``; ``summary.png``. Weights & Biases gets the flags too.
+    ``tensorboard/``; ``report.html``; ``summary.png``. Weights & Biases gets the flags too.
 
     Attributes:
         error: why a file could not be written, once one could not: the run is to end on all ranks.
@@ -114,13 +115,19 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object = None, *_: object) -> None:
         """A run that failed leaves what it has."""
         if kind is not None:
-            self.close(f"failed after step {self.progress.done}", code=1)
+            self.close(f"failed after step {self.progress.done}", code=1, why=f": {error}" if error else "")
 
-    def close(self, note: str, code: int = 0) -> None:
-        """The table and the picture of the run, and where everything lies; ``code`` is 0 where all went well."""
+    def close(self, note: str, code: int = 0, why: str = "") -> None:
+        """The table, the page and the picture of the run, and where everything lies.
+
+        Args:
+            note: how it ended.
+            code: 0 where all went well.
+            why: what the page says of it besides.
+        """
         self.progress.close()
         self.metrics.close()
         try:
@@ -134,9 +141,10 @@ class Reporter:
         summary = summarize((usual_names(row, self.prefix) for row in rows), AVERAGED)
         if summary:
             self.say(f"\n{note} after {seconds:.0f} s\n\n{table(summary)}\n")
-            self.say(f"metrics {self.metrics.path}\npicture {self._picture()}")
+            page = self._page(f"{note}{why}, after {seconds:.0f} s")
+            self.say(f"metrics {self.metrics.path}\nreport {page}\npicture {self._picture()}")
         else:
-            self.say(note)
+            self.say(f"{note}\nreport {self._page(f'{note}{why}')}")
 
     def _write(self, step: int, metrics: dict[str, float], *, is_logged: bool = True) -> None:
         try:
@@ -162,6 +170,14 @@ class Reporter:
             return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder), config=known)
         except Exception as error:
             raise ValueError(_of_wandb(self.logging.wandb_project, error)) from error
+
+    def _page(self, ending: str) -> str:
+        """Write it; its path, or why there is none."""
+        try:
+            return str(write_page(self.folder, ending))
+        except Exception as error:  # what a run left may hold anything, and no page is worth another end of the run
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            return f"{self.folder / PAGE} could not be written ({why})"
 
     def _picture(self) -> str:
         """Draw it; its path, or why there is none."""

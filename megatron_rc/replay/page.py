@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -13,11 +12,11 @@ from torch import Tensor
 from megatron_rc.replay.affected import place
 from megatron_rc.replay.outcome import Outcome
 from megatron_rc.replay.report import as_dict
+from megatron_rc.replay.template import filled
 from megatron_rc.replay.tokens import Recorded
 
 POINTS, BAND_TOKENS, BAND_BINS = 3000, 200_000, 24
 MAX_SEQUENCES = 1500
-_PLACE = "@DATA@"  # in the page, where the JSON goes
 _LOWEST = -16.0  # log π_rollout: what is less probable stands at the edge
 
 
@@ -29,10 +28,8 @@ def as_page(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
         outcomes: of the corrections.
         sequences: how many of the most affected ones are listed for each.
     """
-    text = json.dumps(page_data(data, outcomes, sequences), separators=(",", ":"))
-    page = files("megatron_rc.replay").joinpath("page.html").read_text(encoding="utf-8")
-    # Nothing in a name may end the element that the JSON stands in.
-    return page.replace(_PLACE, text.replace("<", "\\u003c"))
+    template = files("megatron_rc.replay").joinpath("page.html").read_text(encoding="utf-8")
+    return filled(template, page_data(data, outcomes, sequences))
 
 
 def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:

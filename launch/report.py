@@ -1,0 +1,33 @@
+"""Write the HTML page of a run that is there: ``python -m megatron_rc.launch.report runs/NAME``.
+
+A run writes its page when it ends; this makes one of a run that was killed, that still goes on, or whose page is lost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.report_flags import parse_report
+from megatron_rc.launch.train_ppo import FAILURE, USAGE_ERROR
+from megatron_rc.launch.training.run_page.page import PAGE, write_page
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write it and say where; ends with 2 for a folder without metrics, 1 where it could not be written."""
+    try:
+        folder = parse_report(sys.argv[1:] if argv is None else argv)
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(USAGE_ERROR)
+    try:
+        path = write_page(folder)
+    except OSError as error:
+        sys.stderr.write(f"error: {folder / PAGE} could not be written ({error.strerror}): make room\n")
+        sys.exit(FAILURE)
+    sys.stdout.write(f"report {path}\n")
+
+
+if __name__ == "__main__":
+    main()

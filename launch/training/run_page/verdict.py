@@ -1,0 +1,80 @@
+"""How a run went, in a few numbers and in the doctor's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rc.doctor.inputs import read_evidence
+from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
+from megatron_rc.launch.training.run_page.series import Series
+from megatron_rc.launch.training.run_page.settings import Settings
+from megatron_rc.launch.training.shown import AVERAGED
+
+_RC = "rollout_corr/"
+_LAST = f"mean of the last {AVERAGED} steps"
+# Metric, label, how it is written, and what stands below it.
+_MEANS = (
+    (f"{_RC}kl", "KL, nats a token", "{:.3g}"),
+    (f"{_RC}rollout_is_eff_sample_size", "effective sample size", "{:.3f}"),
+    (f"{_RC}rollout_rs_masked_fraction", "rejected tokens", "{:.2%}"),
+    ("policy/entropy", "entropy, nats a token", "{:.3g}"),
+    ("perf/tokens_per_second", "tokens a second", "{:,.0f}"),
+)
+
+
+def tiles_of(series: Mapping[str, Series], steps: int, settings: Settings) -> list[dict[str, str]]:
+    """Steps, rewards and means of the last steps: ``label``, ``value`` and ``note`` of each."""
+    return [_tile(*words) for words in _words(series, steps, settings)]
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _words(series: Mapping[str, Series], steps: int, settings: Settings) -> Iterator[tuple[str, str, str]]:
+    total = settings.get("train-iters")
+    yield "optimizer steps", f"{steps} of {total}" if total else str(steps), _not_made(series)
+    rewards = series["reward/mean"].finite() if "reward/mean" in series else []
+    if rewards:
+        last = series["reward/mean"].mean_of_last(AVERAGED)
+        best = max(rewards, key=lambda pair: pair[1])
+        note = f"first step → {_LAST}; best {best[1]:.3g} at step {best[0]}"
+        yield "mean reward", f"{rewards[0][1]:.3g} → {last:.3g}", note
+    right = series["eval/exact_match"].finite() if "eval/exact_match" in series else []
+    if right:
+        note = f"first evaluation → last, after step {right[-1][0]}"
+        yield "right answers, held out", f"{right[0][1]:.1%} → {right[-1][1]:.1%}", note
+    for name, label, form in _MEANS:
+        mean = series[name].mean_of_last(AVERAGED) if name in series else None
+        if mean is not None:
+            yield label, form.format(mean), _LAST
+
+
+def _not_made(series: Mapping[str, Series]) -> str:
+    """How many steps changed no weight."""
+    found = series["skipped_steps"].finite() if "skipped_steps" in series else []
+    number = int(found[-1][1]) if found else 0
+    return f"{number} of them left out: they changed no weight" if number else ""
+
+
+def doctor_of(metrics: Path) -> dict[str, Any]:
+    """What the doctor says of the run: ``words``, ``is_wrong``, ``numbers``, ``verdicts`` and what to use instead."""
+    try:
+        report = examine(read_evidence(metrics))
+    except ValueError as problem:
+        return {"words": f"not known: {problem}", "is_wrong": False, "numbers": [], "verdicts": [], "proposal": ""}
+    facts = report.evidence.facts
+    nothing = "nothing wrong" if report.code == HEALTHY else "too few numbers to judge"
+    grade = next((f": {words}" for limit, words in GRADES if facts["k3_kl"] <= limit), "")
+    titles = ", ".join(verdict.rule.title for verdict in report.verdicts)
+    return {
+        "words": f"{titles or nothing}{grade}",
+        "is_wrong": report.code == WRONG,
+        "numbers": [[label, form.format(facts[name])] for name, label, form in SHOWN if name in facts],
+        "verdicts": [
+            {"title": one.rule.title, "words": one.words, "advice": one.rule.advice} for one in report.verdicts
+        ],
+        "proposal": f"{report.choice.flags()} ({report.choice.why})" if report.verdicts and report.choice else "",
+    }
