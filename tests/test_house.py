@@ -31,7 +31,7 @@ LAUNCH = (
     {"train_ppo"},
     {"dry_run"},
     {"__main__"},
-    {"check_engine", "export", "replay"},
+    {"check_engine", "export", "replay", "report"},
 )
 
 

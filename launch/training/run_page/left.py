@@ -1,4 +1,4 @@
-"""What else a run left: graded answers of its evaluations, checkpoints, records of its rollouts, and what went wrong."""
+"""What else a run left: graded answers, checkpoints, records of its rollouts, and what went wrong."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def _prompt(prompt: Any) -> str:
     """A text, or the messages of a conversation one below the other."""
     if not isinstance(prompt, list):
         return str(prompt)
-    return "\n".join(f"{one.get('role')}: {one.get('content')}" if isinstance(one, dict) else str(one) for one in prompt)
+    return "\n".join(
+        f"{one.get('role')}: {one.get('content')}" if isinstance(one, dict) else str(one) for one in prompt
+    )
 
 
 def _cut(text: str) -> str:

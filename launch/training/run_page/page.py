@@ -13,7 +13,7 @@ from megatron_rc.launch.training.metrics_file import METRICS_FILE, read_rows
 from megatron_rc.launch.training.run_page.left import answers_of, notes_of
 from megatron_rc.launch.training.run_page.panels import WANTED, histograms_of, panels_of
 from megatron_rc.launch.training.run_page.series import collect
-from megatron_rc.launch.training.run_page.settings import Settings, as_data, settings_of
+from megatron_rc.launch.training.run_page.settings import as_data, settings_of
 from megatron_rc.launch.training.run_page.verdict import doctor_of, tiles_of
 from megatron_rc.launch.training.shown import usual_names
 from megatron_rc.replay.template import filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str,
         For each ``edges`` (logarithms) and ``shares``, one fewer.
     """
     logs = [row.get(f"{_RC}log_ratio_p{percent}", math.nan) for percent in _PERCENTS]
-    shares = [(int(high) - int(low)) / 100 for low, high in zip(_PERCENTS, _PERCENTS[1:], strict=False)]
+    shares = [(int(high) - int(low)) / 100 for low, high in itertools.pairwise(_PERCENTS)]
     step = row.get("step")
     found = [_histogram(f"Ratios ρ of tokens, step {step}", "from the 1st to the 99th percentile", logs, shares)]
     if level is not None:

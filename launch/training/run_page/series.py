@@ -10,6 +10,7 @@ from typing import Any
 
 # Points that are drawn one by one; of more, so many stretches.
 MOST, STRETCHES = 600, 300
+_OF_STRETCHES = ("steps", "first", "last", "values", "low", "high")
 
 
 @dataclass
@@ -59,11 +60,11 @@ def drawn(series: Series) -> dict[str, Any]:
     number, found = len(series.steps), []
     for stretch in range(STRETCHES):
         part = slice(number * stretch // STRETCHES, number * (stretch + 1) // STRETCHES)
-        steps = series.steps[part]
-        held = [value for value in series.values[part] if math.isfinite(value)] or [math.nan]
+        steps, values = series.steps[part], [value for value in series.values[part] if math.isfinite(value)]
+        held = values or [math.nan]
         summary = (sum(held) / len(held), min(held), max(held))
         found.append(((steps[0] + steps[-1]) / 2, steps[0], steps[-1], *map(_rounded, summary)))
-    return dict(zip(("steps", "first", "last", "values", "low", "high"), map(list, zip(*found, strict=True)), strict=True))
+    return {name: [stretch[place] for stretch in found] for place, name in enumerate(_OF_STRETCHES)}
 
 
 def aligned(series: Mapping[str, Series], names: Sequence[str]) -> dict[str, Series]:

@@ -57,7 +57,8 @@ def settings_of(folder: Path) -> Settings:
         text, known = path.read_text(encoding="utf-8"), read_settings(folder)
     except (OSError, UnicodeDecodeError):
         return Settings()
-    lines, home = text.splitlines(), _AGAIN.search(text)
+    values, lines, home = _values(text), text.splitlines(), _AGAIN.search(text)
+    known = {**known, **{name: value for name, value in values.items() if isinstance(value, str)}}
     head = [line.removeprefix(_COMMENT) for line in lines[: lines.index("")]] if "" in lines else []
     given, section = [], ""
     for line in lines[len(head) :]:
@@ -66,17 +67,25 @@ def settings_of(folder: Path) -> Settings:
         name, colon, value = line.partition(": ")
         if colon and not line.startswith("#"):
             given.append((section, name, value))
-    return Settings(known, tuple(given), tuple(head[:-1]), Path(home[1] if home else "."), _correction(text))
+    return Settings(known, tuple(given), tuple(head[:-1]), Path(home[1] if home else "."), _correction(values))
 
 
-def _correction(text: str) -> tuple[str, ...]:
+def _values(text: str) -> dict[str, Any]:
+    """What was given, by flag."""
     import yaml
 
     try:
-        values = yaml.safe_load(text)
-        own = {name.replace("-", "_"): None if value == "none" else value for name, value in values.items()}
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _correction(values: Mapping[str, Any]) -> tuple[str, ...]:
+    own = {name.replace("-", "_"): None if value == "none" else value for name, value in values.items()}
+    try:
         config = RolloutCorrectionConfig.from_dict({name: own[name] for name in DEFAULTS if name in own})
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         return ()
     return tuple(line for line in config.describe().splitlines() if not line.startswith(("metrics are", "flags:")))
 
