@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training.run_page.page import page_data
 from tests.support.runs import SMALL, TWO, children, finish, launch, read, start, torchrun, wait_for
 
 
@@ -57,6 +58,10 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     assert errors.splitlines()[-1] == f"picture {tmp_path}/count_up/summary.png"
     saved = int((tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text())
     assert f"at step {saved}, saved to" in errors
+    assert f"report {folder}/report.html\n" in errors
+    assert page_data(folder)["ending"].startswith(
+        f"stopped by SIGINT at step {saved}, saved to {tmp_path}/save, after "
+    )
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
     rows = read(folder)
     assert [row["step"] for row in rows] == list(range(1, saved + 1))

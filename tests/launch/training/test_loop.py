@@ -17,6 +17,7 @@ from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.launch.training.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.support.ranks import Layout, drawing
@@ -159,13 +160,15 @@ def run_with_picture(words):
         return run_training(words)
 
 
-def test_a_run_that_fails_leaves_its_picture(ranks, tmp_path):
+def test_a_run_that_fails_leaves_its_picture_and_its_page(ranks, tmp_path):
     """A learning rate that makes the loss something that is no number."""
     words = flags(tmp_path, *LIVE, "--lr=1e38", "--clip-grad=0", "--optimizer=sgd", "--train-iters=9")
     (message,) = ranks.run(run_with_picture, Layout(), words)
     assert message is not None
     assert 1 <= len(rows(tmp_path)) < 9
     assert (tmp_path / "run" / "summary.png").read_bytes().startswith(b"\x89PNG")
+    ending = page_data(tmp_path / "run")["ending"]
+    assert ending.startswith(f"failed after step {len(rows(tmp_path))}: {message.partition(': ')[2]}, after ")
 
 
 def test_a_second_task_from_a_library_runs(ranks, tmp_path):

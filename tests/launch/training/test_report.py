@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rc.launch.training.report import Reporter
+from megatron_rc.launch.training.run_page.page import page_data
 from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
@@ -188,6 +189,23 @@ def test_the_doctor_sees_the_rounding_of_a_real_engine(ranks, tmp_path):
     (said,) = ranks.run(what_a_run_says, Layout(), flags(tmp_path, *words))
     (found,) = [words for words in said if words.startswith("doctor after")]
     assert found.startswith("doctor after step 1: coarse rounding, or other weights (precision): ")
+
+
+def test_a_page_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    """Whatever lies in the run's folder: the run ends as it would have."""
+    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=1")), 0)
+    reporter.step(1, METRICS)
+    (tmp_path / "run" / "eval" / "step-0000001.jsonl").mkdir(parents=True)
+    reporter.close("finished")
+    said = capsys.readouterr().err
+    assert f"report {tmp_path}/run/report.html could not be written (Is a directory)\npicture " in said
+
+
+def test_a_run_that_fails_before_its_first_step_has_a_page(tmp_path, capsys):
+    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=1")), 0)
+    reporter.__exit__(ValueError, ValueError("no <engine>"))
+    assert capsys.readouterr().err.endswith(f"failed after step 0\nreport {tmp_path}/run/report.html\n")
+    assert page_data(tmp_path / "run")["ending"] == "failed after step 0: no <engine>"
 
 
 def test_no_doctor_speaks_unless_asked(tmp_path, capsys):
