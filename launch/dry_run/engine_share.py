@@ -8,6 +8,7 @@ from megatron_rc.launch.dry_run.batches import batch_numbers
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import empty_model
+from megatron_rc.launch.weights.named_weights import named_weights
 
 # Of the whole device: vLLM's own default of gpu_memory_utilization.
 VLLM_FRACTION = 0.92
@@ -34,7 +35,11 @@ def _transformers_bytes(config: RunConfig) -> int:
     lower = not config.launch.on_cpu and config.engine.rollout_dtype != "fp32"
     itemsize = (torch.bfloat16 if lower else torch.float32).itemsize
     model = empty_model(family.hugging_face_config(config))
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(tensor.numel() for tensor in named_weights(model).values())
     tokens = batch_numbers(config)["sequences_of_a_replica"] * config.training.seq_length
-    cache = 2 * layers.num_layers * layers.num_query_groups * layers.kv_channels * tokens
+    of_token = 2 * layers.num_query_groups * layers.kv_channels
+    if config.latent is not None:
+        # transformers keeps the latent of keys and values, and the rotated part of a key.
+        of_token = config.latent.kv_lora_rank + config.latent.qk_pos_emb_head_dim
+    cache = layers.num_layers * of_token * tokens
     return int(itemsize * (weights + cache))

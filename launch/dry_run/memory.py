@@ -82,12 +82,12 @@ def stage_memories(config: RunConfig) -> list[StageMemory]:
     """What every stage holds; those between the first and the last are alike but for what is in flight."""
     local, found = on_this_machine(config), list[StageMemory]()
     last = config.parallel.pipeline_model_parallel_size - 1
-    measured: dict[int, list[_Chunk]] = {}
+    measured: dict[Any, list[_Chunk]] = {}
     with megatron_here():
         for stage in range(last + 1):
-            like = stage if stage in (0, last) else 1
+            like = (stage == 0, stage == last, _kinds_of_layers(config, stage))
             if like not in measured:
-                measured[like] = _measure_stage(config, local, like)
+                measured[like] = _measure_stage(config, local, stage)
             found.append(_stage_memory(config, stage, measured[like]))
     return found
 
@@ -138,7 +138,18 @@ def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chu
     return [one.plus(other, layers - _FEW_LAYERS) for one, other in zip(few, more, strict=True)]
 
 
+def _kinds_of_layers(config: RunConfig, stage: int) -> tuple[bool, ...]:
+    """Of each layer of a stage, by its chunks, whether it has experts."""
+    stages, chunks = config.layers_of_stages, config.parallel.virtual_pipeline_model_parallel_size or 1
+    turns = [stages[number % len(stages)] // chunks for number in range(len(stages) * chunks)]
+    starts = [sum(turns[:number]) for number in range(len(turns))]
+    own = range(stage, len(turns), len(stages))
+    return tuple(kind for turn in own for kind in config.layers_with_experts[starts[turn] :][: turns[turn]])
+
+
 def _layers_are_alike(config: RunConfig) -> bool:
+    if len(set(config.layers_with_experts)) > 1:
+        return False
     compute, given = config.compute, config.megatron.given
     if any(word in name for name in given for word in ("layer", "freq", "split")):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers
 from megatron_rc.launch.dry_run.places import expert_tp
@@ -47,7 +48,6 @@ def _megatrons_arguments(config: RunConfig) -> SimpleNamespace:
     absent = dict.fromkeys(("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_latent_size"))
     others = {
         "moe_shared_expert_intermediate_size": None,
-        "moe_layer_freq": 1,
         "mtp_num_layers": None,
         "multi_latent_attention": False,
         "group_query_attention": transformer.num_query_groups != transformer.num_attention_heads,
@@ -55,9 +55,12 @@ def _megatrons_arguments(config: RunConfig) -> SimpleNamespace:
         "world_size": config.launch.world_size,
         "data_parallel_size": config.data_parallel_size,
     }
-    experts = {}
+    experts: dict[str, Any] = {}
     if config.experts is not None:
         experts = values_of(config.experts) | {"num_experts": config.experts.num_moe_experts}
+    if config.latent is not None:
+        experts |= values_of(config.latent)
+    experts["moe_layer_freq"] = [int(kind) for kind in config.layers_with_experts] if config.experts else 1
     own = (config.parallel, transformer, config.compute, config.optimizer, config.model, config.training)
     values = {name: value for section in own for name, value in values_of(section).items()}
     split = {"expert_tensor_parallel_size": expert_tp(config)}

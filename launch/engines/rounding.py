@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.weights.checkpoint_names import is_expert
+from megatron_rc.launch.weights.named_weights import kept_buffers
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_MAX = 127
@@ -22,9 +23,12 @@ class Rounding:
 
     def __init__(self, model: torch.nn.Module, dtype: str) -> None:
         self.dtype, self._transposed = dtype, _linear_weights(model)
+        self._exact = set(kept_buffers(model))
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         """The weight of this name as it is computed with, in float32."""
+        if name in self._exact:  # the bias of experts, which engines keep in float32
+            return tensor.float()
         if self._transposed.get(name):
             return round_weight(tensor.t(), self.dtype, True).t()
         return round_weight(tensor, self.dtype, name in self._transposed or is_expert(name))

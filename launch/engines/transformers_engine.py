@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.engines.rounding import Rounding
 from megatron_rc.launch.weights.checkpoint_names import checked, checkpoint_tensors
+from megatron_rc.launch.weights.named_weights import kept_buffers
 from megatron_rc.records.rollout import SamplingParams
 
 
@@ -36,6 +37,8 @@ class TransformersEngine:
         compute = torch.bfloat16 if device.type == "cuda" and dtype != "fp32" else torch.float32
         self.model = AutoModelForCausalLM.from_config(config, dtype=compute, attn_implementation="sdpa")
         self.model = self.model.to(device).eval().requires_grad_(False)
+        for buffer in kept_buffers(self.model).values():
+            buffer.data = buffer.data.float()  # as a model is that is read from files
         self.eos, self.pad, self.device = eos_token_id, pad_token_id, device
         self.version = -1
         self._rounded = Rounding(self.model, dtype)

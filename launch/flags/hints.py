@@ -74,7 +74,7 @@ _LAUNCHERS = "it stands on the command line of `python -m megatron_rc.launch`, o
 _DEFAULT = "what it asks for is always so here: leave it out"
 _PRETRAINING = "it is of Megatron-LM's data for pretraining; prompts come from --task or --prompt-data: leave it out"
 _OTHER_LOOP = "it is of Megatron-LM's own training loop, which is not the one here: leave it out"
-_LATENT = "it is of multi-latent attention, and models here have none"
+_LATENT = "it changes how multi-latent attention is computed, not what: leave it out"
 # Names that no flag stands for.
 _OTHERWISE = {
     **dict.fromkeys(("n-gpus-per-node", "num-gpus-per-node", "actor-num-gpus-per-node"), "use --nproc-per-node"),
@@ -98,11 +98,7 @@ _OTHERWISE = {
         "enable-experimental data-parallel-random-init rl-persist-cuda-graphs".split(),
         _OTHER_LOOP,
     ),
-    **dict.fromkeys(
-        "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim "
-        "rotary-scaling-factor".split(),
-        _LATENT,
-    ),
+    **dict.fromkeys("cache-mla-latents mla-down-proj-fusion".split(), _LATENT),
     **dict.fromkeys(("distributed-backend", "device"), "GPUs are used where there are any, unless --cpu is given"),
     "rotary-percent": "no model family that is known turns a part of its rotary dimensions: leave it out",
     "split": "--eval-data names the prompts that are held out",

@@ -56,6 +56,10 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
     return [*words, *(word for found in nested.values() for word in found)]
 
 
+# What a directory has not that says nothing of it.
+_ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", "moe_router_group_topk")
+
+
 def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[str]:
     """The model of a Hugging Face directory as the flags it stands for.
 
@@ -73,8 +77,7 @@ def check_architecture_words(parser: argparse.ArgumentParser, args: argparse.Nam
         return
     wanted = vars(parser.parse_args(words))
     described = [word[2:].split("=")[0].removeprefix("no-").replace("-", "_") for word in words]
-    # A directory that says nothing of experts has none.
-    for name in [*described, "num_experts"]:
+    for name in [*described, *_ABSENT]:
         if getattr(args, name) != wanted[name]:
             raise ConfigurationError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} contradicts --load-hf {args.load_hf}, whose model "

@@ -25,6 +25,7 @@ _TITLES = {
     "launch": "launch",
     "parallel": "parallelism",
     "transformer": "layers",
+    "latent": "multi-latent attention",
     "experts": "mixture of experts",
     "compute": "precision and recomputation",
     "model": "model",
@@ -116,7 +117,7 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
         choices = _CHOICES.get(option.field, option.choices) or None
         kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
         kind |= {"nargs": "+"} if option.many else {}
-        group.add_argument(name, type=option.kind, choices=choices, default=default, help=help, **kind)
+        group.add_argument(name, type=option.read or option.kind, choices=choices, default=default, help=help, **kind)
     elif option.inverted or name.startswith("--no-"):
         group.add_argument(name, action="store_true", help=help)
     else:

@@ -25,7 +25,7 @@ from megatron_rc.launch.flags.resolve_samples import resolve_samples
 from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.critic import CriticSection
-from megatron_rc.launch.run_config.megatron import ExpertSection
+from megatron_rc.launch.run_config.megatron import ExpertSection, LatentSection
 from megatron_rc.launch.run_config.options import Section, options_of
 from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -55,17 +55,20 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     _resolve_layers(args)
     _resolve_stages(args)
     _resolve_experts(args)
+    _resolve_optional(args, LatentSection, "multi_latent_attention")
     _resolve_packing(args)
     args.given = {name: _single(args, name) for name in passed_through() if getattr(args, name) is not None}
     experts = None if args.num_experts is None else _section(ExpertSection, args)
+    latent = _section(LatentSection, args) if args.multi_latent_attention else None
     correction, loss = _resolve_correction(args, experts)
     has_critic = resolve_critic(args, correction)
     critic = _section(CriticSection, args) if has_critic else None
     check_idle(args, loss)
     task = resolve_task(args)
     kinds = {name: kind for name, kind, is_optional in sections_of(RunConfig) if not is_optional}
-    sections: dict[str, Any] = {name: _section(kind, args) for name, kind in kinds.items()}
-    return RunConfig(**sections, experts=experts, critic=critic, correction=correction, loss=loss), task
+    sections: dict[str, Any] = {"experts": experts, "latent": latent, "critic": critic}
+    sections |= {name: _section(kind, args) for name, kind in kinds.items()}
+    return RunConfig(**sections, correction=correction, loss=loss), task
 
 
 def _section(section: type[Section], args: argparse.Namespace) -> Section:
@@ -134,16 +137,20 @@ def _resolve_stages(args: argparse.Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
 
 
-def _resolve_experts(args: argparse.Namespace) -> None:
-    """Without experts none of their flags may be given; with them they have their defaults."""
-    for option in options_of(ExpertSection):
+def _resolve_optional(args: argparse.Namespace, section: type, switch: str) -> None:
+    """Without the flag that brings a section none of its others may be given; with it they have their defaults."""
+    is_there = bool(getattr(args, switch))
+    for option in options_of(section):
         value = getattr(args, option.flag)
-        if args.num_experts is None and value is not None:
-            raise ConfigurationError(
-                f"{flag(option.flag)} {value} does nothing without --num-experts: give both, or neither"
-            )
-        if args.num_experts is not None and value is None:
+        if not is_there and value is not None and option.flag != switch:
+            words = flag(option.flag) if value is True else f"{flag(option.flag)} {value}"
+            raise ConfigurationError(f"{words} does nothing without {flag(switch)}: give both, or neither")
+        if is_there and value is None:
             setattr(args, option.flag, option.default)
+
+
+def _resolve_experts(args: argparse.Namespace) -> None:
+    _resolve_optional(args, ExpertSection, "num_experts")
     if args.num_experts is not None:
         args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
 

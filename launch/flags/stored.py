@@ -17,7 +17,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Sections = Mapping[str, Mapping[str, Any] | None]
 # Whatever these say is another model; elsewhere a later version may have added what nobody here needs.
-_OF_THE_MODEL = ("transformer", "experts", "model")
+_OF_THE_MODEL = ("transformer", "latent", "experts", "model")
 
 
 def stored_config(sections: Sections, where: str) -> RunConfig:

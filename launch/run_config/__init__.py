@@ -18,9 +18,11 @@ from megatron_rc.launch.run_config.advantages import AdvantageSection
 from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection
 from megatron_rc.launch.run_config.guards import GuardSection
+from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 from megatron_rc.launch.run_config.megatron import (
     ComputeSection,
     ExpertSection,
+    LatentSection,
     MegatronSection,
     OptimizerSection,
     ParallelSection,
@@ -48,6 +50,7 @@ class RunConfig:
     """A run; ``flags.configure`` makes it, after all checks.
 
     Attributes:
+        latent: None: attention without latents.
         experts: None: a dense model.
         critic: None: advantages come from rewards alone.
         correction: of the rollouts.
@@ -58,6 +61,7 @@ class RunConfig:
     launch: LaunchSection
     parallel: ParallelSection
     transformer: TransformerSection
+    latent: LatentSection | None
     experts: ExpertSection | None
     compute: ComputeSection
     megatron: MegatronSection
@@ -99,6 +103,16 @@ class RunConfig:
         even //= max(stages - sum(layers is not None for layers in ends), 1)
         given = [ends[0], *[None] * (stages - 2), ends[1]] if stages > 1 else [None]
         return [even if layers is None else layers for layers in given]
+
+    @property
+    def layers_with_experts(self) -> list[bool]:
+        """Of each layer of the model, whether it has experts; a list that was given may have another length."""
+        if self.experts is None:
+            return [False] * self.transformer.num_layers
+        pattern = number_or_pattern(self.experts.moe_layer_freq)
+        if isinstance(pattern, int):
+            return [layer % pattern == 0 for layer in range(self.transformer.num_layers)]
+        return [bool(kind) for kind in pattern]
 
     @property
     def needs_reference(self) -> bool:

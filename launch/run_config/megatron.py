@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_rc.launch.run_config.layer_patterns import expert_layers
 from megatron_rc.launch.run_config.options import option
 
 
@@ -72,6 +73,31 @@ class TransformerSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSection:
+    """Multi-latent attention (MLA, of DeepSeek-V2): fields of ``MLATransformerConfig``.
+
+    Queries, keys and values come from narrow vectors (latents) of each token. Another model has no such section: its
+    flags are refused without ``--multi-latent-attention``. Defaults are those of Megatron-LM's parser.
+    """
+
+    multi_latent_attention: bool = option("queries, keys and values from narrow latents", default=False)
+    q_lora_rank: int | None = option("width of the queries' latent; default: none, they come directly", positive=True)
+    kv_lora_rank: int = option("width of the latent of keys and values", default=32, positive=True)
+    qk_head_dim: int = option("width of a head's query and key without position", default=128, positive=True)
+    qk_pos_emb_head_dim: int = option("further width, with rotary position", default=64, positive=True)
+    v_head_dim: int = option("width of a head's value", default=128, positive=True)
+    rope_type: Literal["rope", "yarn"] = option("rotary frequencies: plain, or stretched by YaRN", default="yarn")
+    rotary_scaling_factor: float = option("YaRN: by this much", default=1.0, positive=True)
+    original_max_position_embeddings: int = option("YaRN: length before that", default=4096, positive=True)
+    beta_fast: float = option(
+        "YaRN: turns over that length, above which none is stretched", default=32.0, positive=True
+    )
+    beta_slow: float = option("YaRN: turns below which all are", default=1.0, positive=True)
+    mscale: float = option("YaRN: scale of the rotated part", default=1.0, not_negative=True)
+    mscale_all_dim: float = option("YaRN: scale of all of a head", default=0.0, not_negative=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertSection:
     """A mixture of experts in the place of each MLP: fields of ``TransformerConfig``.
 
@@ -86,7 +112,32 @@ class ExpertSection:
     moe_router_pre_softmax: bool = option(
         "weigh a token's experts by their softmax over all experts, not over the chosen ones", default=False
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "none"] = option(
+    moe_layer_freq: str = option(
+        "layers with experts: 1, all; N, every N-th from the first on; [0]*3+[1]*58, those with a 1",
+        default="1",
+        read=expert_layers,
+        metavar="PATTERN",
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        "width of the experts that every token passes, all together; default: none", positive=True
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+        "what makes an expert's score of its logit", default="softmax"
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        "factor on the weights of a token's experts; default: none", positive=True
+    )
+    moe_router_num_groups: int | None = option("groups of equally many experts; default: none", positive=True)
+    moe_router_group_topk: int | None = option(
+        "groups from which a token's experts are chosen; default: all", positive=True
+    )
+    moe_router_enable_expert_bias: bool = option(
+        "add a bias of each expert to its score for the choice alone, with sigmoid", default=False
+    )
+    moe_router_bias_update_rate: float = option(
+        "must be 0: the bias would move outside of the optimizer", default=0.0, not_negative=True
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = option(
         "how tokens are spread over the experts", default="aux_loss"
     )
     moe_aux_loss_coeff: float = option("weight of that loss", default=0.0, not_negative=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 from megatron_rc.launch.run_config.options import values_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Megatron's config of the layers and of how they are split; its derived fields follow from the settings."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
     given = config.megatron.values_for(TransformerConfig)
@@ -43,8 +44,13 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "gradient_accumulation_fusion": not on_cpu and has_module("fused_weight_gradient_mlp_cuda"),
     }
     sections = values_of(config.parallel) | values_of(config.transformer) | values_of(config.compute)
-    experts = values_of(config.experts) if config.experts else {}
-    return TransformerConfig(**(sections | experts | own | given))
+    if config.experts:
+        pattern = {"moe_layer_freq": number_or_pattern(config.experts.moe_layer_freq)}
+        sections |= values_of(config.experts) | pattern
+    if config.latent:
+        sections |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
+        return MLATransformerConfig(**(sections | own | given))
+    return TransformerConfig(**(sections | own | given))
 
 
 def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:

@@ -7,13 +7,14 @@ of the launcher declare themselves is not among them.
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 
 # File below megatron/core, class; a base class first. The title is that of the group in --help.
 _CONFIGS = (
@@ -267,30 +268,3 @@ def _alternatives(node: ast.expr) -> list[ast.expr]:
     """The parts of ``A | B | None``."""
     is_union = isinstance(node, ast.BinOp)
     return [*_alternatives(node.left), *_alternatives(node.right)] if is_union else [node]  # type: ignore[attr-defined]
-
-
-def number_or_pattern(word: str) -> int | list[int]:
-    """A number, or what each layer has: ``[0,1,1]``, ``[0]*3+[1]*9``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    with contextlib.suppress(SyntaxError, ValueError):
-        value = _pattern(ast.parse(word, mode="eval").body)
-        if isinstance(value, int | list):
-            return value
-    raise ValueError(f"expected a number, or a list such as [0]*3+[1]*9, got {word!r}")
-
-
-def _pattern(node: ast.expr) -> Any:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _pattern(node.left), _pattern(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:
-            return left * right
-    if isinstance(node, ast.List):
-        return [_pattern(element) for element in node.elts]
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    raise ValueError(ast.unparse(node))

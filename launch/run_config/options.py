@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -32,6 +33,7 @@ class Option:
         positive: must be a finite number above 0 where it is given.
         not_negative: must be a finite number of at least 0 where it is given.
         metavar: stands for the value in ``--help``.
+        read: makes a value of a word, where its type would take words that mean nothing.
         field: name of the field.
         kind: type of one value.
         choices: all values, where there are few.
@@ -46,6 +48,7 @@ class Option:
     positive: bool = False
     not_negative: bool = False
     metavar: str | None = None
+    read: Callable[[str], Any] | None = None
     field: str = ""
     kind: type = str
     choices: tuple[str, ...] = ()

@@ -115,6 +115,7 @@ def _expert_replacements() -> Iterator[tuple[Any, str, Any]]:
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) for every CUDA function that megatron.core calls."""
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import multi_latent_attention
 
     rng = _device_rng()
     stream = _Stream()
@@ -134,6 +135,8 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, name, nothing
     for name in ("range_push", "range_pop"):
         yield torch.cuda.nvtx, name, nothing
+    # megatron-core 0.16 takes Transformer Engine to be there where only its own wrapper module is.
+    yield multi_latent_attention, "HAVE_TE", False
     yield megatron_random, "_get_cuda_rng_state", rng["get"]
     yield megatron_random, "_set_cuda_rng_state", rng["set"]
     yield from _expert_replacements()

@@ -22,7 +22,7 @@ def step_flops(config: RunConfig) -> float | None:
     if config.training.rl_use_sequence_packing:
         return None
     transformer, length = build_transformer_config(config), config.training.seq_length
-    layers = transformer.num_layers * _layer(transformer, length)
+    layers = sum(_layer(transformer, length, has_experts) for has_experts in config.layers_with_experts)
     token = 2 * length * transformer.hidden_size
     policy = layers + token * config.model.padded_vocab_size
     critic = layers + token if config.critic else 0
@@ -40,18 +40,33 @@ def device_peak(config: RunConfig) -> float | None:
     return next((peak * 1e12 for words, peak in _PEAKS.items() if words in name), None)
 
 
-def _layer(transformer: TransformerConfig, length: int) -> int:
-    """One layer, one sequence, the forward pass. A token looks at half of the others: attention is causal."""
+def _layer(transformer: TransformerConfig, length: int, has_experts: bool) -> int:
+    """One layer, one sequence, the forward pass."""
+    attention = _latent_attention if transformer.multi_latent_attention else _attention
+    return int(2 * length * (attention(transformer, length) + _feed_forward(transformer, has_experts)))
+
+
+def _attention(transformer: TransformerConfig, length: int) -> int:
+    """Products of one token, which looks at half of the others: queries by keys, and weights by values."""
     hidden, heads, width = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_channels
     queries, keys = heads * width, (transformer.num_query_groups or heads) * width
-    products = hidden * (queries + 2 * keys) + queries * hidden + length * queries
-    return int(2 * length * (products + _feed_forward(transformer)))
+    return int(hidden * (queries + 2 * keys) + queries * hidden + length * queries)
 
 
-def _feed_forward(transformer: TransformerConfig) -> int:
+def _latent_attention(transformer: TransformerConfig, length: int) -> int:
+    """The same where queries, keys and values come from latents."""
+    hidden, heads, latent = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_lora_rank
+    rotated, value = transformer.qk_pos_emb_head_dim, transformer.v_head_dim
+    queries, rank = heads * (transformer.qk_head_dim + rotated), transformer.q_lora_rank
+    products = hidden * queries if rank is None else (hidden + queries) * rank
+    products += hidden * (latent + rotated) + latent * heads * (transformer.qk_head_dim + value)
+    return int(products + heads * value * hidden + length * (queries + heads * value) // 2)
+
+
+def _feed_forward(transformer: TransformerConfig, has_experts: bool) -> int:
     """Products of one token."""
     hidden, matrices = transformer.hidden_size, 3 if transformer.gated_linear_unit else 2
-    if not transformer.num_moe_experts:
+    if not has_experts:
         return int(matrices * hidden * transformer.ffn_hidden_size)
     width = transformer.moe_router_topk * transformer.moe_ffn_hidden_size
     width += transformer.moe_shared_expert_intermediate_size or 0

@@ -17,6 +17,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from megatron_rc.parallel.groups import group_rank, group_size
@@ -66,6 +67,53 @@ class LocalNorm:
         return norm
 
 
+def use_local_layers(layer: Any, norm: Any, config: TransformerConfig) -> None:
+    """Put the modules of this file, and this norm, into Megatron's description of a local layer."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = LocalAttention
+    if config.multi_latent_attention:
+        layer.self_attention.module = LocalLatentAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.kv_layernorm = norm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+
+
+class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Multi-latent attention whose projections to the latents are whole on every TP rank, as Transformer Engine's are.
+
+    Megatron's local layer splits them, and gathers the rotated keys in a way whose backward leaves out the heads of
+    the other TP ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer without a bias from the residual stream, with the same weight on all TP ranks.
+
+    Under sequence parallelism every rank sees its own tokens, as with :class:`LocalNorm`.
+    """
+
+    def __init__(self, config: TransformerConfig, width: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.empty(width, config.hidden_size, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """The product ``[s, b, width]``, and the bias that Megatron's layers return beside it."""
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
 class LocalAttention(torch.nn.Module):
     """Causal scaled-dot-product attention over sequences that are cut in zigzag over the CP group, padded or packed.
 
@@ -103,7 +151,7 @@ class LocalAttention(torch.nn.Module):
         Args:
             query: [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d].
             key: [s/cp, b, groups/tp, d], packed [t/cp, groups/tp, d].
-            value: like ``key``.
+            value: like ``key``, of a width of its own with latents.
             attention_mask: ignored: the mask is causal, and padding stands on the right.
             packed_seq_params: which tokens these are, where they are packed.
 

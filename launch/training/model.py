@@ -11,20 +11,17 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_ddp_config, build_optimizer_config, has_module
 from megatron_rc.launch.training.value_head import ValueHead
+from megatron_rc.launch.weights.named_weights import kept_buffers
 
 
 def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic: bool = False) -> list[GPTModel]:
@@ -88,6 +85,10 @@ def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDa
     """The chunks under Megatron's DDP."""
     transformer = chunks[0].config
     modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.dtype.itemsize == 2 else chunks
+    for chunk in chunks:
+        for buffer in kept_buffers(chunk).values():
+            # The bias of experts: Megatron's router would make it so in its first pass, when weights are loaded.
+            buffer.data = buffer.data.float()
     ddp_config = build_ddp_config(config)
     model = [
         DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)
@@ -174,33 +175,25 @@ def _make_state(optimizer: Any) -> None:
 
 def _layer_spec(config: RunConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
     """Transformer Engine's layers, or Megatron's local ones with a norm and an attention that know SP and CP."""
-    if config.model.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=transformer.num_moe_experts,
-            moe_grouped_gemm=transformer.moe_grouped_gemm,
-            qk_layernorm=transformer.qk_layernorm,
-            qk_l2_norm=transformer.qk_l2_norm,
-            use_te_activation_func=transformer.use_te_activation_func,
-        )
-    from megatron_rc.launch.training.local_layers import LocalAttention, LocalNorm
+    has_engine = config.model.transformer_impl == "transformer_engine"
+    # The version of Megatron-Core says what else there is to hand over.
+    block = get_gpt_decoder_block_spec(
+        transformer,
+        use_transformer_engine=has_engine,
+        normalization=transformer.normalization,
+        qk_l2_norm=transformer.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    if has_engine:
+        return block
+    from megatron_rc.launch.training.local_layers import LocalNorm, use_local_layers
 
     norm: Any = LocalNorm
     if not config.launch.on_cpu and transformer.normalization == "LayerNorm" and has_module("apex.normalization"):
         from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
         norm = FusedLayerNorm
-    spec = get_gpt_layer_local_spec(
-        num_experts=transformer.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=transformer.qk_layernorm,
-        qk_l2_norm=transformer.qk_l2_norm,
-        normalization=transformer.normalization,
-    )
-    spec.submodules.input_layernorm = norm
-    spec.submodules.pre_mlp_layernorm = norm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = LocalAttention
-    if transformer.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    layers = get_num_layers_to_build(transformer, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
+    for spec in block.layer_specs:
+        use_local_layers(spec.submodules, norm, transformer)
+    block.layer_norm = norm
+    return block

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.launch.weights.named_weights import named_weights
+
 
 class Offload:
     """Some tensors, whose memory on the device is given back while they are away.
@@ -96,8 +98,8 @@ def exchanged(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modul
 @torch.no_grad()
 def _exchange(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> None:
     for chunk, other in zip(chunks, others, strict=True):
-        its = dict(other.named_parameters())
-        for name, weight in chunk.named_parameters():
+        its = named_weights(other)
+        for name, weight in named_weights(chunk).items():
             kept = weight.detach().clone()
             weight.copy_(its[name], non_blocking=True)
             _wait()

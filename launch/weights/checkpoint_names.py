@@ -13,17 +13,18 @@ from torch import Tensor
 
 from megatron_rc.launch.weights.families import FAMILIES
 from megatron_rc.launch.weights.family import ExpertNames
+from megatron_rc.launch.weights.named_weights import named_weights
 
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """Every parameter of a transformers model by its name in files; writing to a tensor writes to the model.
+    """Every weight of a transformers model by its name in files; writing to a tensor writes to the model.
 
     Tied parameters come once.
     """
     family = FAMILIES.get(model.config.model_type)
     names = None if family is None else family.expert_names
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model).items():
         tensors.update({name: parameter} if names is None else _of_experts(name, parameter, names))
     return tensors
 

@@ -104,6 +104,22 @@ class Always(Row):
 
 
 @dataclass(frozen=True)
+class Lacks(Row):
+    """A flag that no model of the family has: in a run it has its default, or does not apply."""
+
+    flag: str
+
+    def read(self, file: File) -> Flags:
+        """See :class:`Row`."""
+        default = flag_options()[self.flag][1].default
+        return {} if default is None else {self.flag: as_word(self.flag, self.flag, default)}
+
+    def fits(self, config: RunConfig) -> bool:
+        """See :class:`Row`."""
+        return config.value_of(self.flag) in (None, flag_options()[self.flag][1].default)
+
+
+@dataclass(frozen=True)
 class Follows(Row):
     """A flag that follows from the file, and what it then is in a run."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
+from megatron_rc.launch.weights.named_weights import named_weights
 from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
 
@@ -45,7 +46,7 @@ def export_weights(
         ValueError: at once: ``ep_group`` has another size than the flags say.
     """
     check_expert_group(config, ep_group)
-    parameters = [{name: parameter.detach() for name, parameter in chunk.named_parameters()} for chunk in chunks]
+    parameters = [named_weights(chunk) for chunk in chunks]
     units = units_of(config)
     check_complete(parameters, [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))])
     return _stream(parameters, units, config, groups, ep_group)
@@ -79,7 +80,7 @@ def _stream(
             if unit.stage == pp_rank and takes_part:
                 tensors = _whole_tensors(parameters[unit.chunk], unit, rule, config, groups.tp, ep_group)
             if groups.pp is not None and speaks and unit.stage != 0 and pp_rank in (0, unit.stage):
-                tensors = _to_first_stage(tensors, len(rule.hugging_face), unit.stage, config, groups.pp)
+                tensors = _to_first_stage(tensors, rule, unit.stage, config, groups.pp)
             names = iter(unit.names(rule))
             for tensor in tensors:
                 if speaks and pp_rank == 0:
@@ -131,9 +132,9 @@ def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _to_first_stage(
-    tensors: Iterator[Tensor], count: int, source: int, config: RunConfig, group: Group
+    tensors: Iterator[Tensor], rule: Rule, source: int, config: RunConfig, group: Group
 ) -> Iterator[Tensor]:
-    """Hand ``count`` tensors of one or two dimensions from stage ``source`` to the first stage, which gets them."""
+    """Hand the rule's tensors, of one or two dimensions, from stage ``source`` to the first stage, which gets them."""
     if group_rank(group) == source:
         for tensor in tensors:
             shape = torch.tensor([*tensor.shape, 0][:2], device=tensor.device)
@@ -141,12 +142,12 @@ def _to_first_stage(
             dist.send(tensor, dist.get_global_rank(group, 0), group=group)
             del tensor
         return
-    device = config.launch.device
-    for _ in range(count):
+    device, dtype = config.launch.device, torch.float32 if rule.is_float32 else config.dtype
+    for _ in rule.hugging_face:
         shape = torch.zeros(2, dtype=torch.int64, device=device)
         dist.recv(shape, dist.get_global_rank(group, source), group=group)
         size = [length for length in shape.tolist() if length]
-        received = torch.empty(size, dtype=config.dtype, device=device)
+        received = torch.empty(size, dtype=dtype, device=device)
         dist.recv(received, dist.get_global_rank(group, source), group=group)
         yield received
         del received

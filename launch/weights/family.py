@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,11 +25,15 @@ class Rule:
         megatron: its names: that of the local modules first, then Transformer Engine's where they differ.
         hugging_face: the tensors that it holds.
         conversion: between the two.
+        is_float32: it is so in whatever dtype the model computes.
+        holds: whether a run's model has the parameter; None: every one does.
     """
 
     megatron: tuple[str, ...]
     hugging_face: tuple[str, ...]
     conversion: Conversion
+    is_float32: bool = False
+    holds: Callable[[RunConfig], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class Family:
         config_class: name of its config in ``transformers``.
         fields: the entries of its ``config.json`` that are settings of a run, for reading and for writing.
         embedding: rules of the first stage.
-        layer: of every layer, without its experts.
+        layer: of every layer.
+        dense_layer: besides, of one without experts.
+        expert_layer: besides, of one with experts, without these.
         head: of the last stage.
         untied_head: of an output layer with weights of its own.
         expert: of every expert.
@@ -71,6 +78,8 @@ class Family:
     layer: tuple[Rule, ...]
     head: tuple[Rule, ...]
     untied_head: tuple[Rule, ...]
+    dense_layer: tuple[Rule, ...] = ()
+    expert_layer: tuple[Rule, ...] = ()
     expert: tuple[Rule, ...] = ()
     expert_names: ExpertNames | None = None
     in_bridge: bool = False

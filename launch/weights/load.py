@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.family import Rule
+from megatron_rc.launch.weights.named_weights import named_weights
 from megatron_rc.launch.weights.safetensors_files import INDEX, SINGLE
 from megatron_rc.launch.weights.units import Unit, check_complete, check_expert_group, find_parameter, units_of
 from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group_size
@@ -93,7 +94,7 @@ def load_weights(
             what is there: agree before going on. Or ``ep_group`` has another size than the flags say.
         RuntimeError: the model has a parameter that no rule names.
     """
-    parameters = [{name: parameter.data for name, parameter in chunk.named_parameters()} for chunk in chunks]
+    parameters = [named_weights(chunk) for chunk in chunks]
     check_expert_group(config, ep_group)
     units = units_of(config)
     own = [unit for unit in units if unit.is_on(group_rank(groups.pp), group_rank(ep_group))]

@@ -1,4 +1,4 @@
-"""Rotary embeddings as a ``config.json`` describes them: plain, or stretched as Llama 3.1's."""
+"""Rotary embeddings as a ``config.json`` describes them: plain, or stretched as Llama 3.1's or by YaRN."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureE
 
 # GPTModel's stretching has a factor of one's choice, and these numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What YaRN's numbers are called in files, their flags, and transformers' defaults.
+_YARN = {
+    "factor": "rotary-scaling-factor",
+    "original_max_position_embeddings": "original-max-position-embeddings",
+    "beta_fast": "beta-fast",
+    "beta_slow": "beta-slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale-all-dim",
+}
+_YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Rotary(Row):
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`."""
-        parameters = self._parameters(file)
+        parameters = _parameters(file, self.default_theta)
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
@@ -45,16 +55,6 @@ class Rotary(Row):
             flags["rope-scaling-factor"] = as_word("factor", "rope-scaling-factor", parameters.get("factor"))
         return flags
 
-    def _parameters(self, file: File) -> dict[str, Any]:
-        """Of either form, as the newer one has them."""
-        found: dict[str, Any] = {"rope_theta": file.get("rope_theta") or self.default_theta}
-        for name in ("rope_scaling", "rope_parameters"):
-            value = file.get(name) or {}
-            if not isinstance(value, dict):
-                raise UnknownFeatureError(f"{name} is {value!r}, not a table of numbers")
-            found |= value
-        return found
-
     def write(self, config: RunConfig) -> dict[str, Any]:
         """See :class:`Row`."""
         model = config.model
@@ -66,3 +66,57 @@ class Rotary(Row):
     def fits(self, config: RunConfig) -> bool:
         """See :class:`Row`."""
         return config.model.position_embedding_type == "rope"
+
+
+@dataclass(frozen=True)
+class LatentRotary(Row):
+    """The same of DeepSeek's latent attention: plain, or stretched by YaRN, whose scales are Megatron's too."""
+
+    def read(self, file: File) -> Flags:
+        """See :class:`Row`."""
+        parameters = _parameters(file, 10000.0)
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        flags = {
+            "position-embedding-type": "rope",
+            "use-rope-scaling": "false",
+            "rotary-base": as_word("rope_theta", "rotary-base", parameters["rope_theta"]),
+        }
+        if kind == "default":
+            return flags | {"rope-type": "rope"}
+        if kind != "yarn":
+            raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
+        if parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
+            raise UnknownFeatureError("yarn's rotary embeddings have an attention_factor, or no truncate")
+        values = _YARN_DEFAULTS | {"original_max_position_embeddings": file.get("max_position_embeddings")}
+        values |= {name: parameters[name] for name in _YARN if parameters.get(name) is not None}
+        if values["mscale_all_dim"] and "mscale" not in parameters:
+            raise UnknownFeatureError("yarn's rotary embeddings have mscale_all_dim without mscale")
+        if not values["mscale_all_dim"]:
+            values["mscale"] = 1.0  # transformers takes no other then
+        words = {flag: as_word(name, flag, values.get(name)) for name, flag in _YARN.items()}
+        return flags | words | {"rope-type": "yarn"}
+
+    def write(self, config: RunConfig) -> dict[str, Any]:
+        """See :class:`Row`."""
+        parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(config.model.rotary_base)}
+        if config.value_of("rope-type") == "yarn":
+            parameters |= {"rope_type": "yarn"} | {name: config.value_of(flag) for name, flag in _YARN.items()}
+        return {"rope_parameters": parameters}
+
+    def fits(self, config: RunConfig) -> bool:
+        """See :class:`Row`."""
+        latent = config.latent
+        if latent is None or config.model.position_embedding_type != "rope":
+            return False
+        return latent.mscale == 1 or (latent.mscale > 0 and latent.mscale_all_dim > 0)
+
+
+def _parameters(file: File, default_theta: float) -> dict[str, Any]:
+    """Of either form, as the newer one has them."""
+    found: dict[str, Any] = {"rope_theta": file.get("rope_theta") or default_theta}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = file.get(name) or {}
+        if not isinstance(value, dict):
+            raise UnknownFeatureError(f"{name} is {value!r}, not a table of numbers")
+        found |= value
+    return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families import find_family
-from megatron_rc.launch.weights.family import Rule, experts_of
+from megatron_rc.launch.weights.family import Family, Rule, experts_of
 from megatron_rc.parallel.groups import Group, group_size
 
 
@@ -56,17 +56,23 @@ def units_of(config: RunConfig) -> list[Unit]:
     for number in range(stages * chunks):
         chunk, stage = divmod(number, stages)
         for local in range(config.layers_of_stages[stage] // chunks):
-            whole = Unit(stage, chunk, f"decoder.layers.{local}.", layer, family.layer)
-            units += [whole, *_experts_of(whole, family.expert, config)]
+            units += _layer_units(Unit(stage, chunk, f"decoder.layers.{local}.", layer, family.layer), family, config)
             layer += 1
     head = family.head + (family.untied_head if config.model.untie_embeddings_and_output_weights else ())
     return [*units, Unit(stages - 1, chunks - 1, "", 0, head)]
 
 
+def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Unit]:
+    """A layer, and then its experts."""
+    has_experts = config.layers_with_experts[layer.layer]
+    rules = (*family.layer, *(family.expert_layer if has_experts else family.dense_layer))
+    yield replace(layer, rules=tuple(rule for rule in rules if rule.holds is None or rule.holds(config)))
+    if has_experts:
+        yield from _experts_of(layer, family.expert, config)
+
+
 def _experts_of(layer: Unit, rules: tuple[Rule, ...], config: RunConfig) -> Iterator[Unit]:
     """Megatron gives each expert-parallel rank experts that follow each other."""
-    if not rules:
-        return
     number = experts_of(config).num_moe_experts
     share = number // config.parallel.expert_model_parallel_size
     for expert in range(number):

@@ -20,6 +20,16 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SMALL_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 30}
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16, "tie_word_embeddings": False}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+DEEPSEEK = GATED | {
+    **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    **{"moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    **{"rope_parameters": YARN, "num_nextn_predict_layers": 0},
+}
+# As Moonlight: queries that come directly, frequencies that are not stretched, experts from all groups.
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": GATED["rope_parameters"]}
 MODELS = {
     "llama": transformers.LlamaConfig(**GATED, tie_word_embeddings=True),
     "llama-untied": transformers.LlamaConfig(**GATED, tie_word_embeddings=False, rms_norm_eps=1e-4),
@@ -38,6 +48,8 @@ MODELS = {
         **GATED, **EXPERTS, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False
     ),
     "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
+    "deepseek_v3": transformers.DeepseekV3Config(**DEEPSEEK),
+    "moonlight": transformers.DeepseekV3Config(**DEEPSEEK | MOONLIGHT),
 }
 
 

@@ -18,7 +18,9 @@ def check_experts(config: RunConfig) -> None:
             )
         return
     _check_parallelism(config, experts)
+    _check_layers(config, experts)
     _check_router(experts)
+    _check_choice(experts)
     _check_auxiliary_losses(config)
     if not config.launch.on_cpu:
         # On a GPU Megatron's router multiplies with Transformer Engine's products.
@@ -72,9 +74,71 @@ def _check_flex(config: RunConfig) -> None:
         )
 
 
+def _check_layers(config: RunConfig, experts: ExpertSection) -> None:
+    """Which layers have experts, and the width of those that every token passes."""
+    layers, number = config.layers_with_experts, config.transformer.num_layers
+    if len(layers) != number:
+        raise ConfigurationError(
+            f"--moe-layer-freq {experts.moe_layer_freq} is of {len(layers)} layers, and --num-layers {number}: give as "
+            "many"
+        )
+    if not any(layers):
+        raise ConfigurationError(
+            f"--moe-layer-freq {experts.moe_layer_freq} leaves no layer with experts: drop it with --num-experts"
+        )
+    shared = experts.moe_shared_expert_intermediate_size
+    if shared is not None:
+        tp = config.parallel.tensor_model_parallel_size
+        require_multiple("moe_shared_expert_intermediate_size", shared, "tensor_model_parallel_size", tp)
+
+
+def _check_choice(experts: ExpertSection) -> None:
+    """How a token's experts are chosen beside their scores: from some groups of them, with a bias."""
+    groups, chosen = experts.moe_router_num_groups, experts.moe_router_group_topk
+    if (groups is None) != (chosen is None):
+        name, value = ("num-groups", groups) if chosen is None else ("group-topk", chosen)
+        raise ConfigurationError(
+            f"--moe-router-{name} {value} does nothing alone: give --moe-router-num-groups and "
+            "--moe-router-group-topk, or neither"
+        )
+    if groups is not None and chosen is not None:
+        require_multiple("num_experts", experts.num_moe_experts, "moe_router_num_groups", groups)
+        require_multiple("moe_router_topk", experts.moe_router_topk, "moe_router_group_topk", chosen)
+        if chosen > groups or experts.moe_router_topk // chosen > experts.num_moe_experts // groups:
+            raise ConfigurationError(
+                f"--moe-router-group-topk {chosen} of --moe-router-num-groups {groups} cannot give "
+                f"--moe-router-topk {experts.moe_router_topk} of --num-experts {experts.num_moe_experts}: choose from "
+                "more groups, or make fewer"
+            )
+    _check_bias(experts)
+
+
+def _check_bias(experts: ExpertSection) -> None:
+    rate = experts.moe_router_bias_update_rate
+    if rate and not experts.moe_router_enable_expert_bias:
+        raise ConfigurationError(
+            f"--moe-router-bias-update-rate {rate} does nothing without --moe-router-enable-expert-bias: drop it"
+        )
+    if rate:
+        raise ConfigurationError(
+            f"--moe-router-bias-update-rate {rate} would move the experts' bias outside of the optimizer, by steps "
+            "that are left out too: give 0, and the bias stays as it was loaded"
+        )
+    if experts.moe_router_enable_expert_bias and experts.moe_router_score_function != "sigmoid":
+        raise ConfigurationError(
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, got "
+            f"{experts.moe_router_score_function}: give it, or drop the bias"
+        )
+
+
 def _check_router(experts: ExpertSection) -> None:
     topk, number = experts.moe_router_topk, experts.num_moe_experts
-    fewest = 1 if experts.moe_router_pre_softmax else 2
+    is_sigmoid = experts.moe_router_score_function == "sigmoid"
+    if is_sigmoid and experts.moe_router_pre_softmax:
+        raise ConfigurationError(
+            "--moe-router-pre-softmax does nothing with --moe-router-score-function sigmoid: drop it"
+        )
+    fewest = 1 if experts.moe_router_pre_softmax or is_sigmoid else 2
     if not fewest <= topk <= number:
         reason = "" if fewest == 1 else "the weight of a single expert would always be 1, and "
         raise ConfigurationError(
@@ -89,6 +153,12 @@ def _check_router(experts: ExpertSection) -> None:
 
 def _check_auxiliary_losses(config: RunConfig) -> None:
     """They are added to the gradients, and Megatron divides those in its own way with a per-token loss."""
+    balancing = config.experts.moe_router_load_balancing_type if config.experts else "none"
+    if balancing == "seq_aux_loss" and config.training.rl_use_sequence_packing:
+        raise ConfigurationError(
+            "--moe-router-load-balancing-type seq_aux_loss with --rl-use-sequence-packing would take a packed "
+            "micro-batch for one sequence: use aux_loss, or drop the packing"
+        )
     if not (config.compute.calculate_per_token_loss and config.has_auxiliary_losses):
         return
     if _has_uneven_ranks(config):

@@ -25,19 +25,16 @@ from megatron_rc.launch.run_config.megatron_fields import MegatronField
 # Patterns of fields, and why they may have Megatron's default alone.
 _REFUSED: tuple[tuple[str, str], ...] = (
     (
-        "moe_input_jitter_eps|moe_router_force_load_balancing",
+        "moe_input_jitter_eps|moe_router_force_(load_balancing|biased)",
         "makes the router random: π_old and π_θ would differ by noise; drop it",
     ),
     (
-        "moe_expert_capacity_factor|moe_pad_expert_input_to_capacity|moe_token_drop_policy|moe_expert_rank_capacity.*",
-        "drops tokens by what else is in their micro-batch, which no engine does: π_old would be that of another "
+        "moe_expert_capacity_factor|moe_pad_expert_input_to_capacity|moe_token_drop_policy|moe_expert_rank_capacity.*|"
+        "moe_router_quantile.*",
+        "routes tokens by what else is in their micro-batch, which no engine does: π_old would be that of another "
         "model; drop it",
     ),
-    (
-        "moe_router_enable_expert_bias|moe_router_bias_update_rate|moe_router_force_biased|moe_router_quantile.*",
-        "changes the router between two steps in ways that no engine follows; drop it",
-    ),
-    ("mtp_.*", "trains heads for further tokens with a loss of their own, and PPO has none; drop it"),
+    ("mtp_.*", "adds layers that are trained by the loss of further tokens, and PPO has none for them; drop it"),
     (
         "fp8_param|fp8_param_gather|fp4_param|fp4_param_gather|reuse_grad_buf_for_mxfp8_param_ag|"
         "keep_fp8_transpose_cache",
@@ -79,9 +76,9 @@ _REFUSED: tuple[tuple[str, str], ...] = (
         "--decoder-last-pipeline-num-layers",
     ),
     (
-        "multi_latent_attention|experimental_attention_variant|dsa_.*|linear_.*|mamba_.*|use_mamba_mem_eff_path|"
-        "mup_.*|use_mup|moe_layer_freq|window_attn_skip_freq",
-        "makes another kind of model than the GPT of equal layers with full attention that is here: drop it",
+        "experimental_attention_variant|dsa_.*|linear_.*|mamba_.*|use_mamba_mem_eff_path|mup_.*|use_mup|"
+        "window_attn_skip_freq",
+        "makes another kind of model than the GPT with full attention that is here: drop it",
     ),
     (
         "(enable_|external_)?cuda_graph.*|moe_paged_stash.*|delay_offload_until_cuda_graph",
@@ -109,16 +106,14 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 # Fields that make another function of the model: no architecture of Hugging Face's in the tables has them.
 _OF_THE_MODEL = (
     "attention_output_gate|activation_func_clamp_value|glu_linear_offset|"
-    "layernorm_zero_centered_gamma|moe_apply_probs_on_input|moe_latent_size|moe_router_group_topk|"
-    "moe_router_num_groups|moe_router_score_function|moe_router_topk_scaling_factor|"
-    "moe_shared_expert_intermediate_size|no_rope_freq|qk_l2_norm|rotary_interleaved|softmax_type"
+    "layernorm_zero_centered_gamma|moe_apply_probs_on_input|moe_latent_size|moe_shared_expert_gate|no_rope_freq|"
+    "qk_l2_norm|rotary_interleaved|softmax_type"
 )
 
 # Numbers that Megatron takes as they are, and that break a run or do nothing where they are 0 or less.
 _POSITIVE = frozenset(
-    "decoupled_lr embedding_init_method_std moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
-    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis num_layers_in_first_pipeline_stage "
-    "num_layers_in_last_pipeline_stage".split()
+    "decoupled_lr embedding_init_method_std loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+    "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage".split()
 )
 _OF_THE_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -191,8 +186,8 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "without --num-experts: give both, or neither",
     ),
     (
-        "moe_shared_expert_.+(?<!intermediate_size)",
-        _given("moe_shared_expert_intermediate_size"),
+        "moe_shared_expert_.+",
+        lambda config: bool(config.experts and config.experts.moe_shared_expert_intermediate_size),
         "without --moe-shared-expert-intermediate-size: give both, or neither",
     ),
     (
@@ -258,11 +253,6 @@ _NEEDS: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "without --moe-token-dispatcher-type flex: give both, or neither",
     ),
     ("decoupled_min_lr", _given("decoupled_lr"), "without --decoupled-lr: give both, or neither"),
-    (
-        "moe_router_num_groups",
-        _given("moe_router_group_topk"),
-        "without --moe-router-group-topk: give both, or neither",
-    ),
     (
         "cross_entropy_fusion_impl",
         _given("cross_entropy_loss_fusion"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.run_config.megatron import OptimizerSection
+from megatron_rc.launch.run_config.megatron import LatentSection, OptimizerSection
+from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.run_config.training import ScheduleSection
 
 
@@ -29,6 +30,7 @@ def _check_layers(config: RunConfig) -> None:
     require_multiple("ffn_hidden_size", layers.ffn_hidden_size, *tp)
     if model.position_embedding_type == "rope" and layers.kv_channels % 2:
         raise ConfigurationError(f"rotary embeddings need an even head width, got {layers.kv_channels}: --kv-channels")
+    _check_latents(config)
     _check_positions_and_activation(config)
     if length > model.max_position_embeddings:
         raise ConfigurationError(
@@ -39,6 +41,39 @@ def _check_layers(config: RunConfig) -> None:
     for name, rate in (("attention_dropout", layers.attention_dropout), ("hidden_dropout", layers.hidden_dropout)):
         if rate != 0:
             raise ConfigurationError(f"{flag(name)} {rate} must be 0: π_old and π_θ would differ by noise")
+
+
+def _check_latents(config: RunConfig) -> None:
+    """Multi-latent attention, whose heads have widths of their own."""
+    latent, layers, parallel = config.latent, config.transformer, config.parallel
+    if latent is None:
+        return
+    if not config.launch.on_cpu:
+        require("transformer_engine", "--multi-latent-attention on a GPU", "gpu")
+    if latent.qk_pos_emb_head_dim % 2:
+        raise ConfigurationError(f"--qk-pos-emb-head-dim {latent.qk_pos_emb_head_dim} must be even: it is rotated")
+    for name, is_wrong, remedy in (
+        ("--group-query-attention", layers.num_query_groups != layers.num_attention_heads, "drop it"),
+        ("--add-qkv-bias", layers.add_qkv_bias, "drop it"),
+        ("--use-rope-scaling", config.model.rope_scaling, "use --rope-type yarn"),
+        (
+            f"--position-embedding-type {config.model.position_embedding_type}",
+            config.model.position_embedding_type != "rope",
+            "use rope",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigurationError(f"{name} does not go with --multi-latent-attention: {remedy}")
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        raise ConfigurationError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {parallel.tensor_model_parallel_size} needs "
+            "--sequence-parallel: without it Megatron leaves out other ranks' heads in the gradient of the rotated keys"
+        )
+    stretched = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+    for option in options_of(LatentSection) if latent.rope_type == "rope" else ():
+        value = getattr(latent, option.field)
+        if option.field in (*stretched, "mscale_all_dim") and value != option.default:
+            raise ConfigurationError(f"{flag(option.flag)} {value} does nothing with --rope-type rope: use yarn")
 
 
 def _check_positions_and_activation(config: RunConfig) -> None:

@@ -38,9 +38,10 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     raise ConfigurationError(
         "no Hugging Face architecture has this combination of --normalization, --swiglu, "
         "--position-embedding-type, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
-        "--num-experts and --moe-router-pre-softmax: use RMSNorm with --swiglu, rope and --disable-bias-linear (Llama; "
-        "with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts Mixtral, with both of the latter "
-        "Qwen3-MoE), or Megatron's defaults (GPT-2)"
+        "--multi-latent-attention, --num-experts and how these are chosen: use RMSNorm with --swiglu, rope and "
+        "--disable-bias-linear (Llama; with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts "
+        "Mixtral, with both of the latter Qwen3-MoE), Megatron's defaults (GPT-2), or DeepSeek-V3's flags "
+        "(docs/models.md)"
     )
 
 

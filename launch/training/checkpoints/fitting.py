@@ -14,11 +14,13 @@ from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.checkpoints.settings import settings_beside
 
 # Sections that shape the model.
-_SHAPE = ("transformer", "experts", "model")
+_SHAPE = {"transformer": "", "latent": "--multi-latent-attention", "experts": "--num-experts", "model": ""}
 # What of it the weights' own shapes do not tell, or not always.
 FUNCTION = frozenset(
     "num_attention_heads num_query_groups normalization layernorm_epsilon rotary_base rope_scaling rope_scaling_factor "
-    "moe_router_topk moe_router_pre_softmax vocab_size".split()
+    "moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor "
+    "moe_router_num_groups moe_router_group_topk rope_type rotary_scaling_factor original_max_position_embeddings "
+    "beta_fast beta_slow mscale mscale_all_dim qk_head_dim qk_pos_emb_head_dim v_head_dim vocab_size".split()
 )
 
 
@@ -117,7 +119,7 @@ def differences(config: RunConfig, folder: Path, among: Collection[str] | None =
         if name not in _SHAPE or (section is None and before is None):
             continue
         if section is None or not isinstance(before, dict):
-            return f"it was written {'without' if before is None else 'with'} --num-experts"
+            return f"it was written {'without' if before is None else 'with'} {_SHAPE[name]}"
         for option in options_of(kind):
             mine, its = getattr(section, option.field), before.get(option.field)
             if option.field in before and mine != its and (among is None or option.field in among):

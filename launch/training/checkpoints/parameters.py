@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rc.launch.training.checkpoints.unpickling import read_index, safe_loading
+from megatron_rc.launch.weights.named_weights import named_weights
 
 
 class CheckpointParameters(Mapping[str, Tensor]):
@@ -32,7 +33,7 @@ class CheckpointParameters(Mapping[str, Tensor]):
 
     def __init__(self, model: torch.nn.Module, folder: Path) -> None:
         self._folder = folder
-        names = dict(model.named_parameters())
+        names = named_weights(model)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         state: dict[str, Any] = model.sharded_state_dict(metadata={"dp_cp_group": group})  # type: ignore[operator]
         self._stored = {name: state[name] for name in names}

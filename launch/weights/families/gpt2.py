@@ -12,7 +12,7 @@ from megatron_rc.launch.weights.conversions import (
     Conversion,
     transposed,
 )
-from megatron_rc.launch.weights.entries import Always, Choice, Entry, Follows, Only, Row, Written
+from megatron_rc.launch.weights.entries import Always, Choice, Entry, Follows, Lacks, Only, Row, Written
 from megatron_rc.launch.weights.family import Family, Rule
 
 
@@ -52,6 +52,7 @@ _FIELDS: tuple[Row, ...] = (
     Always("qk-layernorm", False),
     Always("sliding-window", None),
     Always("num-experts", None),
+    Lacks("multi-latent-attention"),
     # Published with the dropout of its training; a policy must not be noisy.
     *(Written(name, 0.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
 )

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from megatron_rc.launch.weights.conversions import COLUMNS, GATE_AND_UP, QUERY_KEY_VALUE, VOCABULARY, WHOLE
-from megatron_rc.launch.weights.entries import Always, Entry, File, Flags, Follows, Only, Row, UnknownFeatureError
+from megatron_rc.launch.weights.entries import (
+    Always,
+    Entry,
+    File,
+    Flags,
+    Follows,
+    Lacks,
+    Only,
+    Row,
+    UnknownFeatureError,
+)
 from megatron_rc.launch.weights.family import ExpertNames, Family, Rule
 from megatron_rc.launch.weights.rotary import Rotary
 
@@ -38,6 +48,16 @@ _GATED: tuple[Row, ...] = (
     Always("swiglu", True),
     Always("openai-gelu", False),
     Always("disable-bias-linear", True),
+    Lacks("multi-latent-attention"),
+)
+# Of Qwen3-MoE and Mixtral: experts in all layers, chosen among all by a softmax, and none that all tokens pass.
+_PLAIN_EXPERTS: tuple[Row, ...] = (
+    Lacks("moe-layer-freq"),
+    Lacks("moe-shared-expert-intermediate-size"),
+    Lacks("moe-router-score-function"),
+    Lacks("moe-router-topk-scaling-factor"),
+    Lacks("moe-router-group-topk"),
+    Lacks("moe-router-enable-expert-bias"),
 )
 _DENSE: tuple[Row, ...] = (Always("num-experts", None), Entry("intermediate_size", "ffn-hidden-size"))
 _ANY_LENGTH: tuple[Row, ...] = (Always("sliding-window", None),)
@@ -73,15 +93,16 @@ _GATED_ATTENTION = (
 )
 
 
-def _gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The two Megatron parameters of an MLP, as the three tensors of these names."""
     return (
         Rule((f"{megatron}linear_fc1.weight",), (f"{hugging_face}{gate}", f"{hugging_face}{up}"), GATE_AND_UP),
         Rule((f"{megatron}linear_fc2.weight",), (f"{hugging_face}{down}",), COLUMNS),
     )
 
 
-_QWEN_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_GATED_MLP = _gated_mlp("mlp.", "model.layers.{layer}.mlp.", *_QWEN_NAMES)
+GATED_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.", *GATED_NAMES)
 _QKV_BIAS = Rule(
     ("self_attention.linear_qkv.bias",),
     tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv"),
@@ -100,7 +121,7 @@ def _gated_family(
     default_theta: float = 10000.0,
     qkv_bias: bool = False,
     qk_norms: bool = False,
-    mlp: tuple[Rule, ...] = _GATED_MLP,
+    expert_layer: tuple[Rule, ...] = (),
     expert: tuple[Rule, ...] = (),
     expert_names: ExpertNames | None = None,
     in_bridge: bool = False,
@@ -110,7 +131,9 @@ def _gated_family(
         config_class=config_class,
         fields=(*_GATED, Rotary(default_theta), *_attention(qkv_bias, qk_norms), *fields),
         embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
-        layer=(*_GATED_ATTENTION, *[_QKV_BIAS] * qkv_bias, *_QK_NORMS * qk_norms, *mlp),
+        layer=(*_GATED_ATTENTION, *[_QKV_BIAS] * qkv_bias, *_QK_NORMS * qk_norms),
+        dense_layer=_GATED_MLP,
+        expert_layer=expert_layer,
         expert=expert,
         expert_names=expert_names,
         in_bridge=in_bridge,
@@ -119,7 +142,8 @@ def _gated_family(
     )
 
 
-def _router(hugging_face: str) -> tuple[Rule, ...]:
+def router(hugging_face: str) -> tuple[Rule, ...]:
+    """The logits of a layer's experts, below what files call their block."""
     return (Rule(("mlp.router.weight",), (f"model.layers.{{layer}}.{hugging_face}.gate.weight",), WHOLE),)
 
 
@@ -132,6 +156,7 @@ _QWEN3_MOE = _gated_family(
     "Qwen3MoeConfig",
     (
         *_ANY_LENGTH,
+        *_PLAIN_EXPERTS,
         # Layers without experts, by period or by list.
         Only("decoder_sparse_step", 1),
         Only("mlp_only_layers", []),
@@ -143,8 +168,8 @@ _QWEN3_MOE = _gated_family(
         Entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
     ),
     qk_norms=True,
-    mlp=_router("mlp"),
-    expert=_gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *_QWEN_NAMES),
+    expert_layer=router("mlp"),
+    expert=gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *GATED_NAMES),
     expert_names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
 )
 _MIXTRAL = _gated_family(
@@ -152,6 +177,7 @@ _MIXTRAL = _gated_family(
     "MixtralConfig",
     (
         _NULL_IS_ANY_LENGTH,
+        *_PLAIN_EXPERTS,
         Only("router_jitter_noise", 0.0),
         Entry("intermediate_size", "moe-ffn-hidden-size", other_flag="ffn-hidden-size"),
         Entry("num_local_experts", "num-experts", other_name="num_experts"),
@@ -159,8 +185,8 @@ _MIXTRAL = _gated_family(
         Always("moe-router-pre-softmax", False),
     ),
     default_theta=1000000.0,
-    mlp=_router("block_sparse_moe"),
-    expert=_gated_mlp(
+    expert_layer=router("block_sparse_moe"),
+    expert=gated_mlp(
         "", "model.layers.{layer}.block_sparse_moe.experts.{expert}.", "w1.weight", "w3.weight", "w2.weight"
     ),
     expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),

@@ -223,7 +223,7 @@ def test_what_follows_from_experts(tmp_path):
         ("--moe-token-dispatcher-type=alltoall", 1, "alltoall does nothing without --num-experts"),
         ("--moe-router-load-balancing-type=none", 1, "none does nothing without --num-experts"),
         ("--expert-model-parallel-size=2", 2, "--expert-model-parallel-size 2 does nothing without --num-experts"),
-        ("--moe-router-pre-softmax", 1, "--moe-router-pre-softmax True does nothing without --num-experts"),
+        ("--moe-router-pre-softmax", 1, "--moe-router-pre-softmax does nothing without --num-experts"),
         ("--num-experts=4 --moe-router-pre-softmax --moe-router-topk=5", 1, "5 must lie in [1, 4]: there are --num-ex"),
         ("--num-experts=0", 1, "--num-experts 0 must be positive"),
         ("--num-experts=3 --expert-model-parallel-size=2", 2, "--num-experts 3 must be a multiple of --expert-model"),

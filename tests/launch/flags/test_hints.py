@@ -40,7 +40,7 @@ def test_every_hint_is_for_a_name_that_is_unknown_and_leads_to_one_that_is_not(p
         ("--use-rotary-position-embeddings", "use --position-embedding-type rope"),
         ("--mock-data", "it is of Megatron-LM's data for pretraining; prompts come from --task or --prompt-data"),
         ("--no-load-rng", "it is of Megatron-LM's own training loop"),
-        ("--kv-lora-rank", "it is of multi-latent attention"),
+        ("--cache-mla-latents", "it changes how multi-latent attention is computed"),
         ("--n-samples-per-promt", "did you mean --grpo-group-size?"),
         ("--zzz", "--help-all lists them"),
     ],

@@ -15,12 +15,13 @@ from megatron_rc.launch.errors import ConfigurationError, missing_packages_noted
 from megatron_rc.launch.flags.checks import megatron
 from megatron_rc.launch.flags.configure import configure, parse_args
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
+from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 from megatron_rc.launch.run_config.megatron_configs import (
     build_ddp_config,
     build_optimizer_config,
     build_transformer_config,
 )
-from megatron_rc.launch.run_config.megatron_fields import NOT_FLAGS, megatron_fields, number_or_pattern
+from megatron_rc.launch.run_config.megatron_fields import NOT_FLAGS, megatron_fields
 from megatron_rc.launch.run_config.options import options_of
 from tests.support.paths import ROOT
 from tests.support.recorded_training import GPT2, LLAMA, flags, run_config
@@ -95,7 +96,7 @@ GIVEN = {
     "--recompute-granularity=selective --recompute-modules core_attn mlp": {"recompute_modules": ["core_attn", "mlp"]},
     "--decoupled-lr=0.5 --decoupled-min-lr=0.25": {"decoupled_lr": 0.5, "decoupled_min_lr": 0.25},
     "--disable-clone-scatter-output-in-embedding": {"clone_scatter_output_in_embedding": False},
-    f"{EXPERTS} --moe-router-dtype=fp32 --moe-layer-freq=1": {"moe_router_dtype": "fp32", "moe_layer_freq": 1},
+    f"{EXPERTS} --moe-router-dtype=fp32": {"moe_router_dtype": "fp32"},
     "--no-rope-freq=[0]*3+[1]": {"no_rope_freq": [0, 0, 0, 1]},
     "--fp16 --initial-loss-scale=65536 --hysteresis=1": {"initial_loss_scale": 65536.0, "hysteresis": 1},
     "--no-decoupled-weight-decay --deterministic-mode": {"decoupled_weight_decay": False, "deterministic_mode": True},
@@ -124,7 +125,7 @@ def test_a_launch_file_has_the_same_names(tmp_path):
 
 REFUSED = {
     "--moe-input-jitter-eps=0.1 --num-experts=4": r"--moe-input-jitter-eps 0\.1 makes the router random: π_old and π_θ",
-    "--mtp-num-layers=1": "--mtp-num-layers 1 trains heads for further tokens",
+    "--mtp-num-layers=1": "--mtp-num-layers 1 adds layers that are trained by the loss of further tokens, and PPO",
     "--fp16 --bf16": "--fp16 and --bf16 are two types of the same weights: drop one of them",
     "--fp16 --num-experts=4": "--fp16 with --num-experts: Megatron-Core scales the loss once",
     "--loss-scale=8": r"--loss-scale 8\.0 does nothing without --fp16: give both, or neither",
@@ -135,7 +136,7 @@ REFUSED = {
     "--use-megatron-fsdp": "--use-megatron-fsdp belongs to Megatron-FSDP, which is not here",
     "--decoder-first-pipeline-num-layers=1": "1 does nothing without --pipeline-model-parallel-size above 1",
     "--pipeline-model-parallel-layout=Et|L": "--pipeline-model-parallel-layout .* spreads layers in a way that is not",
-    "--multi-latent-attention": "--multi-latent-attention makes another kind of model than the GPT",
+    "--window-attn-skip-freq=2": "--window-attn-skip-freq 2 makes another kind of model than the GPT",
     "--cuda-graph-impl=local": "--cuda-graph-impl local captures CUDA graphs",
     "--apply-residual-connection-post-layernorm": "--apply-residual-connection-post-layernorm is what Megatron-Core",
     "--moe-grouped-gemm": "--moe-grouped-gemm does nothing without --num-experts: give both, or neither",
@@ -164,7 +165,6 @@ REFUSED = {
     "--decoupled-lr=-1": r"--decoupled-lr -1\.0 must be positive",
     "--glu-linear-offset=nan": "--glu-linear-offset nan must be a finite number",
     "--num-experts=4 --moe-router-topk-scaling-factor=0": r"--moe-router-topk-scaling-factor 0\.0 must be positive",
-    "--num-experts=4 --moe-router-num-groups=2": "--moe-router-num-groups 2 does nothing without --moe-router-group-t",
     "--num-experts=4 --moe-apply-probs-on-input": "--moe-apply-probs-on-input needs --moe-router-topk 1, got 2",
     "--cross-entropy-fusion-impl=te": "does nothing without --cross-entropy-loss-fusion: give both, or neither",
     "--apply-wd-to-qk-layernorm": "--apply-wd-to-qk-layernorm does nothing without --qk-layernorm: give both",
@@ -270,5 +270,6 @@ def test_the_page_says_what_is_refused(tmp_path):
     named = [flag for row in rows for flag in re.findall("`(--[a-z0-9-]+)(?: delayed)?`", row)]
     assert len(named) > 10
     known = {f"--{flag}": field for field in passed_through().values() for flag in field.on}
-    for flag in set(named) - {"--attention-dropout", "--hidden-dropout", "--fp8-recipe"}:
+    others = {"--attention-dropout", "--hidden-dropout", "--fp8-recipe", "--moe-router-bias-update-rate"}
+    for flag in set(named) - others:
         assert any(re.fullmatch(names, known[flag].name) for names, _ in megatron._REFUSED), flag

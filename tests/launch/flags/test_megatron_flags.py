@@ -6,12 +6,14 @@ import pytest
 
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.run_config import passed_through
+from megatron_rc.launch.run_config.layer_patterns import expert_layers
 from megatron_rc.settings.flags import add_rollout_correction_args
 from tests.support.paths import ROOT
 
 # (type, default): names. A switch has no type; what it is when it is not given is its default.
 MEGATRON = {
-    (int, None): "num-layers-per-virtual-pipeline-stage num-layers hidden-size ffn-hidden-size num-attention-heads "
+    (int, None): "q-lora-rank moe-shared-expert-intermediate-size moe-router-num-groups moe-router-group-topk "
+    "num-layers-per-virtual-pipeline-stage num-layers hidden-size ffn-hidden-size num-attention-heads "
     "kv-channels seq-length max-position-embeddings vocab-size padded-vocab-size num-experts moe-ffn-hidden-size "
     "micro-batch-size global-batch-size train-iters recompute-num-layers lr-decay-iters save-interval eval-interval "
     "save-retain-interval train-samples lr-decay-samples lr-wsd-decay-iters lr-wsd-decay-samples",
@@ -21,24 +23,25 @@ MEGATRON = {
     (int, 2): "moe-router-topk grpo-group-size grpo-iterations",
     (int, 10): "distributed-timeout-minutes profile-step-start",
     (int, 12): "profile-step-end",
-    (int, 32): "grpo-prompts-per-step",
+    (int, 32): "grpo-prompts-per-step kv-lora-rank",
+    (int, 64): "qk-pos-emb-head-dim",
     (int, 100): "log-interval",
-    (int, 128): "make-vocab-size-divisible-by",
+    (int, 128): "make-vocab-size-divisible-by qk-head-dim v-head-dim",
     (int, 1234): "seed",
     (int, 10000): "rotary-base",
-    (float, None): "moe-z-loss-coeff lr rl-importance-sampling-truncation-coef "
+    (float, None): "moe-z-loss-coeff moe-router-topk-scaling-factor lr rl-importance-sampling-truncation-coef "
     + "lr-warmup-fraction start-weight-decay end-weight-decay",
-    (float, 0.0): "lr-warmup-init moe-aux-loss-coeff min-lr grpo-entropy-term-weight",
+    (float, 0.0): "mscale-all-dim lr-warmup-init moe-aux-loss-coeff min-lr grpo-entropy-term-weight",
     (float, 1e-8): "adam-eps",
     (float, 1e-5): "norm-epsilon",
-    (float, 0.001): "grpo-kl-beta",
+    (float, 0.001): "grpo-kl-beta moe-router-bias-update-rate",
     (float, 0.01): "weight-decay grpo-clamp-eps-lower grpo-clamp-eps-upper",
     (float, 0.02): "init-method-std",
     (float, 0.1): "attention-dropout hidden-dropout",
     (float, 0.9): "adam-beta1 sgd-momentum",
     (float, 0.999): "adam-beta2",
     (float, 8.0): "rope-scaling-factor",
-    (float, 1.0): "clip-grad rl-default-temperature",
+    (float, 1.0): "rotary-scaling-factor mscale clip-grad rl-default-temperature",
     (str, None): "recompute-granularity recompute-method save load tensorboard-dir wandb-project wandb-exp-name "
     "tokenizer-type tokenizer-model",
     (str, "learned_absolute"): "position-embedding-type",
@@ -46,6 +49,8 @@ MEGATRON = {
     (str, "transformer_engine"): "transformer-impl",
     (str, "aux_loss"): "moe-router-load-balancing-type",
     (str, "allgather"): "moe-token-dispatcher-type",
+    (str, "softmax"): "moe-router-score-function",
+    (str, "yarn"): "rope-type",
     (str, "adam"): "optimizer",
     (str, "linear"): "lr-decay-style",
     (str, "torch_dist"): "ckpt-format",
@@ -54,9 +59,10 @@ MEGATRON = {
     (None, False): "sequence-parallel use-distributed-optimizer group-query-attention swiglu add-qkv-bias qk-layernorm "
     "untie-embeddings-and-output-weights moe-router-pre-softmax bf16 fp16 calculate-per-token-loss finetune "
     "rl-use-sequence-packing rl-inference-logprobs-is-correction disable-bias-linear no-save-optim no-load-optim "
-    "use-rope-scaling openai-gelu "
+    "use-rope-scaling openai-gelu multi-latent-attention moe-router-enable-expert-bias "
     "override-opt-param-scheduler use-checkpoint-opt-param-scheduler check-for-spiky-loss check-for-large-grads "
     "async-save verify-integrity profile record-memory-history log-timers-to-tensorboard",
+    (expert_layers, 1): "moe-layer-freq",
     (None, True): "check-for-nan-in-loss-and-grad",
 }
 # docs/launching.md says so, with the reason.
@@ -70,9 +76,13 @@ DIFFERENT = {
 }
 # Not given, until the checks fill in Megatron-LM's default where the flag means something.
 FILLED_IN = """moe-router-topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff
-moe-token-dispatcher-type grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction
+moe-token-dispatcher-type moe-layer-freq moe-router-score-function moe-router-bias-update-rate
+moe-router-enable-expert-bias kv-lora-rank
+qk-head-dim qk-pos-emb-head-dim v-head-dim rope-type rotary-scaling-factor mscale mscale-all-dim
+multi-latent-attention grpo-kl-beta grpo-entropy-term-weight rl-inference-logprobs-is-correction
 profile-step-start profile-step-end profile-ranks timing-log-level""".split()
-OURS = """config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task
+OURS = """original-max-position-embeddings beta-fast beta-slow
+config device-peak-tflops run-name runs-dir cpu fused-linear-log-probs load-hf weights-bridge task
 apply-chat-template eval-problems eval-samples eval-temperature eval-answers prompt-data eval-data input-key label-key
 overlong-prompts max-response-length rollout-engine rollout-url rollout-model rollout-weights-dir rollout-concurrency
 rollout-timeout rollout-attempts rollout-wait-minutes save-rollouts save-log-probs load-rollouts rollout-staleness

@@ -62,8 +62,8 @@ def test_flags_that_contradict_the_directorys_experts_are_refused(folders, name,
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba' is not known; known are gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, "
-            "whichever bridge is installed: take a model of these, or add a family",
+            "model_type 'mamba' is not known; known are deepseek_v3, gpt2, llama, mistral, mixtral, qwen2, qwen3, "
+            "qwen3_moe, whichever bridge is installed: take a model of these, or add a family",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ({"attention_bias": True}, "attention_bias is True, not False"),

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_rc.launch.weights.named_weights import named_weights
 from tests.support.published_models import MODELS, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import make_trainer, recorded_batch
@@ -24,6 +25,11 @@ CASES += [
     ("qwen3_moe-unnormalised", Layout(dp=2, ep=2)),
     ("mixtral", Layout(tp=2, sp=True, dp=2, ep=2)),
     ("mixtral", Layout(pp=2)),
+    ("deepseek_v3", Layout()),
+    ("deepseek_v3", Layout(tp=2, sp=True)),
+    ("deepseek_v3", Layout(pp=2, dp=2, ep=2)),
+    ("deepseek_v3", Layout(cp=2, ep=2)),
+    ("moonlight", Layout()),
 ]
 UNEVEN = ["--decoder-first-pipeline-num-layers=1"]
 # One layout after the other: each has its process groups made once.
@@ -38,7 +44,7 @@ def folders(tmp_path_factory):
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in named_weights(model).values():
                 parameter.add_(0.2 * torch.randn_like(parameter))
         found[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(found[name], max_shard_size="20KB" if name == "qwen3" else "5GB")

@@ -1,0 +1,52 @@
+"""What each layer has, as Megatron-LM's flags say it: a number, or a list that may be written as sums and products."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from itertools import groupby
+from typing import Any
+
+
+def number_or_pattern(word: str) -> int | list[int]:
+    """A number, or what each layer has: ``[0,1,1]``, ``[0]*3+[1]*9``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    with contextlib.suppress(SyntaxError, ValueError):
+        value = _pattern(ast.parse(word, mode="eval").body)
+        if isinstance(value, int | list):
+            return value
+    raise ValueError(f"expected a number, or a list such as [0]*3+[1]*9, got {word!r}")
+
+
+def _pattern(node: ast.expr) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+        left, right = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:
+            return left * right
+    if isinstance(node, ast.List):
+        return [_pattern(element) for element in node.elts]
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError(ast.unparse(node))
+
+
+def expert_layers(word: str) -> str:
+    """A value of ``--moe-layer-freq`` in one form: ``1`` for all layers, else ``3``, or ``[0]*3+[1]*58``.
+
+    Raises:
+        ValueError: neither a number above 0 nor a list of 0 (an MLP) and 1 (experts).
+    """
+    value = number_or_pattern(word)
+    if isinstance(value, int):
+        if value > 0:
+            return str(value)
+    elif value and set(value) == {1}:
+        return "1"
+    elif value and set(value) <= {0, 1}:
+        return "+".join(f"[{kind}]*{len(list(layers))}" for kind, layers in groupby(value))
+    raise ValueError(f"expected a number above 0, or a list of 0 and 1, got {word!r}")
