@@ -139,7 +139,7 @@ def helped(module):
 
 def wrong(words):
     """What of a command does not exist: a target, a module, a file, a flag; None where all does."""
-    command, *rest = words
+    command, *rest = words[0].removeprefix(".venv/bin/"), *words[1:]
     if command == "make":
         targets = re.findall(r"^([a-z0-9-]+):", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
         return [word for word in rest if "=" not in word and word not in targets]
@@ -155,7 +155,7 @@ def wrong(words):
         return [word for word in rest[2:] if word.startswith("--") and word.partition("=")[0] not in known]
     if command.startswith("python") or "/" in command:
         file = rest[0] if command.startswith("python") else command
-        return [] if (ROOT / file).exists() or file.startswith(".venv") else [file]
+        return [] if (ROOT / file).exists() else [file]
     return [] if command in FOREIGN or command.startswith("--") else [command]
 
 

@@ -1,10 +1,11 @@
-"""docs/launching.md's table of things to try: each row works as it is written, on the launch file it is written for."""
+"""Things to try, of docs/launching.md and docs/quickstart.md: each works as it is written, on its launch file."""
 
 import re
 
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training.shown import COLUMNS, MACHINE
 from tests.launch.training.test_loop import rows, run_training
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
@@ -12,6 +13,7 @@ from tests.support.ranks import Layout
 PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("| try | flags |")[2].partition("\n\n")[0]
 ROWS = dict(re.findall(r"^\| (.+) \| `(--.+)` \|$", TABLE, flags=re.MULTILINE))
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 # One small step of the launch file on one process.
 SMALL = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel", "--cpu"]
 SMALL += [
@@ -34,6 +36,22 @@ def test_every_row_is_a_run_of_the_launch_file(tmp_path, row):
     length = config.training.seq_length - config.rollouts.max_response_length
     prompts = task.problems(0, 500 if config.task.task.startswith("reasoning_gym") else 50)
     assert max(len(task.text.encode(problem)) for problem in prompts) <= length
+
+
+@pytest.mark.parametrize("words", re.findall(r'^make run FLAGS="(.+)"$', QUICK_START, flags=re.MULTILINE))
+def test_what_the_quick_start_changes_is_a_run(tmp_path, words):
+    config, _ = configure(["--config=count_up", f"--runs-dir={tmp_path}", "--cpu", *words.split()], 4)
+    assert config != configure(["--config=count_up", f"--runs-dir={tmp_path}", "--cpu"], 4)[0]
+
+
+def test_the_quick_start_explains_every_column():
+    """Of the lines that a run prints; none that it no longer has."""
+    (header,) = re.findall(r"^ +step .+$", QUICK_START, flags=re.MULTILINE)
+    assert [column.title for column in (*COLUMNS, *MACHINE)] == re.findall(
+        r"reward|kl|ess|rejected|grad norm|tok/s|GiB", header
+    )
+    table = QUICK_START.partition("| column |")[2].partition("\n\n")[0]
+    assert set(re.split(r"  +", header.strip())[1:]) == set(re.findall(r"`([^`]+)`", table))
 
 
 def test_the_task_of_another_library_is_learnt_from(ranks, tmp_path):
