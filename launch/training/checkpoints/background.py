@@ -24,9 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import manifest
+from megatron_rc.launch.training.checkpoints.megatron_writes import saying_why
 from megatron_rc.parallel.collectives import all_reduce_max
 
 
@@ -138,6 +140,8 @@ def write_with_workers(write: Callable[..., object], args: Sequence[Any], named:
     Megatron waits for all of them to count themselves off, also for one that the kernel killed where memory ran out.
     """
     signal.signal(signal.SIGCHLD, _end_with_a_killed_worker)
+    # Nobody asks for it after this process has ended; what Megatron writes a tensor with.
+    filesystem_async._write_item = saying_why(filesystem_async._write_item)
     write(*args, **named)
 
 

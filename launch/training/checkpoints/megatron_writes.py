@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 from collections.abc import Callable, Iterator
@@ -77,6 +78,24 @@ def _no_false_alarm() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(wanted)
+
+
+def saying_why(write: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that writes with ``torch.save``, whose error is the file system's where that failed.
+
+    PyTorch ends its archive while the error is on its way, and raises another one of what it then finds.
+    """
+
+    @functools.wraps(write)
+    def written(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    return written
 
 
 def _save_common(_: Any, state: dict[str, Any], folder: str) -> None:

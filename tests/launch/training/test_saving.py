@@ -16,9 +16,12 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from megatron_rc.launch.training.checkpoints import background
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
+from megatron_rc.launch.training.checkpoints.megatron_writes import reason_of
 from megatron_rc.parallel.groups import group_rank
 from tests.launch.training.test_loop import rows, run_training, without_times
 from tests.support.ranks import Layout
@@ -479,6 +482,32 @@ def test_a_writer_whose_worker_is_killed_ends():
     code = writer.exitcode
     writer.kill()
     assert code == -signal.SIGKILL
+
+
+def write_tensor(path):
+    """As a worker of Megatron's does, to a disk that fills up in the middle of it."""
+    tensor = torch.zeros(1000)
+    (item,) = _create_write_items("weight", tensor)
+    transforms, kind = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
+    with small_files(500), open(path, "wb", buffering=0) as file:
+        filesystem_async._write_item(transforms, file, tensor, item, "0", kind)
+
+
+def test_a_tensor_that_a_full_disk_cuts_off_names_the_disk(tmp_path):
+    """PyTorch's archive says instead that it is at another place than it thought."""
+
+    def told():
+        try:
+            background.write_with_workers(write_tensor, (tmp_path / "tensor",), {})
+        except OSError as error:
+            (tmp_path / "said").write_text(reason_of(error))
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        write_tensor(tmp_path / "tensor")
+    writer = multiprocessing.get_context("fork").Process(target=told)
+    writer.start()
+    writer.join(20)
+    assert (tmp_path / "said").read_text() == "File too large"
 
 
 def save_where_a_writer_is_killed(words):
