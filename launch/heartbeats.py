@@ -1,7 +1,8 @@
 """Signs of life: a thread of each rank tells torchrun's store every second what the rank does; who is silent is named.
 
-No collective is made and no step waits for it. Rank 0 watches all others, rank 1 watches rank 0. How long a rank is
-silent is counted in looks of the one who watches, so that a job that was suspended as a whole goes on.
+Beyond 4096 ranks they tell it less often, since one store hears them all. No collective is made and no step waits for
+it. Rank 0 watches all others, rank 1 watches rank 0. How long a rank is silent is counted in looks of the one who
+watches, so that a job that was suspended as a whole goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from megatron_rc.launch.ending import ATTEMPT
 from megatron_rc.launch.phases import clock
 
 BEAT_SECONDS = 1.0
+# One store takes about 30,000 writes a second, and has the ranks' addresses to give out besides.
+_BEATS_A_SECOND = 4096
 LINE_SECONDS = 30.0
 # So many missed beats make a rank silent for one that has just lost its connection to somebody.
 _MISSED = 4
@@ -111,10 +114,14 @@ class Heartbeats:
     Args:
         limit: seconds after which a silent rank ends the run: that of a collective.
         end: ends this process because of a rank that is silent.
+
+    Attributes:
+        every: seconds between two beats.
     """
 
     def __init__(self, limit: float, end: Callable[[Missed], NoReturn]) -> None:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.every = BEAT_SECONDS * max(1.0, self.world / _BEATS_A_SECOND)
         self.limit, self._end = limit, end
         self.heard: dict[int, _Heard] = {}
         self._store: Any = None
@@ -139,7 +146,7 @@ class Heartbeats:
         """End the thread; the others hear that this rank ended, or failed by an error of its own."""
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(BEAT_SECONDS)
+            self._thread.join(self.every)
         try:
             if self._store is not None:
                 self._tell("failed" if failed else "ended")
@@ -149,7 +156,7 @@ class Heartbeats:
     def who_is_missed(self, error: BaseException) -> Missed | None:
         """The rank that others wait for, after a collective of this rank failed.
 
-        Takes a few seconds: who is alive says so every second. None: the error is none of a collective, or no rank
+        Takes a few beats: who is alive says so in each. None: the error is none of a collective, or no rank
         stands out.
         """
         if self._store is None or not _waits(traceback.extract_tb(error.__traceback__)):
@@ -159,7 +166,7 @@ class Heartbeats:
             self._tell("ended")
             for _ in range(_MISSED):
                 self._look()
-                time.sleep(BEAT_SECONDS)
+                time.sleep(self.every)
             self._look()
         except RuntimeError:
             return None
@@ -185,7 +192,7 @@ class Heartbeats:
 
     def _work(self) -> None:
         try:
-            while not self._over.wait(BEAT_SECONDS):
+            while not self._over.wait(self.every):
                 self._tell()
                 if self.rank < 2:
                     self._look()
@@ -221,9 +228,9 @@ class Heartbeats:
 
     def _watch_silence(self, heard: _Heard) -> None:
         """Say who is silent, soon; end the run where it lasts."""
-        if heard.missed * BEAT_SECONDS >= self.limit:
+        if heard.missed * self.every >= self.limit:
             self._end(heard.blamed(f"{heard.silence}: {_GONE}"))
-        if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / BEAT_SECONDS):
+        if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / self.every):
             say(f"{heard.silence}; the run ends if it stays so for {self.limit:.0f} s")
 
     def _say_who_is_slow(self, heard: _Heard) -> None:

@@ -61,6 +61,12 @@ def test_a_look_at_ranks_that_are_known_is_one_request(make):
     assert [call[0] for call in first._store.method_calls] == ["multi_get"]
 
 
+@pytest.mark.parametrize(("world", "every"), [(1, 1), (4096, 1), (16384, 4)])
+def test_one_store_hears_4096_ranks_a_second_at_most(monkeypatch, world, every):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert Heartbeats(60, print).every == every
+
+
 def broken_collective():
     """What a rank gets that loses a connection."""
     try:
