@@ -5,7 +5,6 @@ import re
 import pytest
 import yaml
 
-from megatron_rc.settings import dialects
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.presets import PRESETS
@@ -28,7 +27,6 @@ def row_name(cells):
 
 
 TABLE = rows("docs/presets.md", "name | aliases | what it does | fields | paper")
-DIALECTS = rows("docs/presets.md", "dialect | setting | becomes | dropped")
 
 
 @pytest.mark.parametrize("cells", TABLE, ids=row_name)
@@ -52,12 +50,3 @@ def test_the_short_tables_name_presets_and_criteria_that_there_are():
     assert set(named) <= set(PRESETS)
     named = [name for cells in rows("docs/presets.md", "criterion | rejects | if") for name in quoted(cells[0])]
     assert sorted(named) == sorted(CRITERIA)
-
-
-def test_the_table_of_dialects_names_every_known_setting():
-    words, dialect = {name: set() for name in dialects.BY_NAME}, ""
-    for cells in DIALECTS:
-        dialect = "".join(quoted(cells[0])) or dialect
-        words[dialect] |= set(re.findall(r"\w+", " ".join(cells[1:]).replace("-", "_")))
-    missing = {name: set(program.defaults) - words[name] for name, program in dialects.BY_NAME.items()}
-    assert not any(missing.values()), missing

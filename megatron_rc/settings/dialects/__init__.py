@@ -1,8 +1,8 @@
 """Other programs' configurations of the same thing: what each setting becomes here, and what is dropped.
 
 ``verl`` is that of 2026, ``verl-2025-11`` that of November and December 2025, ``verl-2025-10`` the flat one before. A
-setting that the program itself would have ignored is dropped with a note; an unknown one is an error. The table is in
-``docs/presets.md``. What is special to one program stands in its own module.
+setting that the program itself would have ignored is dropped with a note; an unknown one is an error. Every
+setting is in ``docs/migrating.md``. What is special to one program stands in its own module.
 """
 
 from __future__ import annotations

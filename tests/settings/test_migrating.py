@@ -1,0 +1,104 @@
+"""docs/migrating.md: its tables have every setting that a dialect reads, and each example becomes what its row says."""
+
+import re
+from dataclasses import asdict
+
+import pytest
+import yaml
+
+from megatron_rc.doctor.metric_names import OTHER_NAMES
+from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.dialects import BY_NAME
+from megatron_rc.settings.fields import FIELDS
+from megatron_rc.settings.spelling import flag_of
+from tests.settings.test_documents import quoted, rows
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+HEAD = "setting | default | for example | here | what differs"
+
+
+def tables():
+    """The rows of each dialect's table, which stands first in a section whose text before it names the dialect."""
+    found = {}
+    for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE):
+        before, head, after = section.partition(f"| {HEAD} |\n")
+        if head:
+            name = re.search(r"[Dd]ialect `([\w-]+)`", before)[1]
+            assert name not in found
+            found[name] = [
+                [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+                for row in after.partition("\n\n")[0].splitlines()[1:]
+            ]
+    return found
+
+
+TABLES = tables()
+ROWS = [(dialect, cells) for dialect, table in TABLES.items() for cells in table]
+
+
+def settings(cell):
+    """What stands between backticks, as a mapping."""
+    (text,) = quoted(cell)
+    return yaml.safe_load(f"{{{text}}}")
+
+
+def read(given, dialect):
+    """Our fields; none where the settings are an error."""
+    try:
+        return asdict(RolloutCorrectionConfig.from_dict(given, dialect=dialect))
+    except ValueError:
+        return {}
+
+
+def test_every_dialect_has_a_table_with_every_setting_once():
+    listed = {name: sorted(key for cells in table for key in quoted(cells[0])) for name, table in TABLES.items()}
+    assert listed == {name: sorted(program.defaults) for name, program in BY_NAME.items()}
+
+
+@pytest.mark.parametrize(("dialect", "cells"), ROWS, ids=[f"{name}-{cells[0].strip('`')}" for name, cells in ROWS])
+def test_a_row(dialect, cells):
+    (name,), (default,) = quoted(cells[0]), quoted(cells[1])
+    assert yaml.safe_load(default) == BY_NAME[dialect].defaults[name]
+    given, wanted = settings(cells[2]), settings(cells[3])
+    got = read(given, dialect)
+    assert {field: got[field] for field in wanted} == wanted
+    # It is this setting that does it, or nothing can be read without it.
+    del given[name]
+    without = read(given, dialect)
+    assert {field: without.get(field, "an error") for field in wanted} != wanted
+
+
+def test_flags_of_fields_are_spelt_as_the_page_says():
+    known = build_parser()._option_string_actions
+    for field in FIELDS:
+        assert flag_of(field) == f"--{field.replace('_', '-')}"
+        assert flag_of(field) in known
+
+
+def test_flags_of_megatron_lm():
+    known = build_parser()._option_string_actions
+    table = rows("docs/migrating.md", "flag | default | here")
+    assert len(table) > 10
+    for cells in table:
+        is_here = cells[2].startswith(("the same", "short for", "bound of"))
+        for flag in quoted(cells[0]):
+            assert (flag in known) == is_here, flag
+        for flag in quoted(cells[2]):
+            assert flag.split()[0] in known, flag
+
+
+def test_names_of_metrics_are_those_that_the_doctor_understands():
+    table = PAGE.partition("\n## Names of metrics\n")[2]
+    listed = dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", table, flags=re.MULTILINE))
+    ours = ("rollout/response_length", "rollout/staleness_mean")
+    assert listed == {name: here for name, here in OTHER_NAMES.items() if name not in ours}
+
+
+def test_the_command_reads_the_file(tmp_path):
+    path = tmp_path / "verl.yaml"
+    path.write_text("algorithm: {rollout_correction: {rollout_is: token}, gamma: 1.0}\n")
+    config = RolloutCorrectionConfig.from_yaml(path, dialect="verl")
+    assert config.rollout_is == "token"
+    assert any("gamma" in note for note in config.notes)
