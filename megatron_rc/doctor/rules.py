@@ -13,6 +13,10 @@ from megatron_rc.doctor.signs import K3
 _UNKNOWN = re.compile(r"\bnan%?")
 
 YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+MA = (
+    "Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, "
+    "arXiv 2510.11370"
+)
 LIU = "Liu et al. 2025, When Speed Kills Stability"
 VERL = "verl, docs/algo/rollout_corr.md"
 OWN = "own measurement (docs/doctor.md)"
@@ -55,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         "the mean ratio is {rollout_is_raw_mean:.3f}, where full sampling gives 1: the trainer puts that much on the "
         "tokens that the engine sampled from (recorded: top_p {top_p:.3g}, top_k {top_k:.0f})",
         "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",
-        "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-V3.2, arXiv 2512.02556, 3.1",
+        "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, 3.1",
         ("shift",),
         repair=True,
     ),
@@ -113,7 +117,7 @@ RULES: tuple[Rule, ...] = (
         "{newer_abs_log_ratio:.3f}; mean staleness {staleness_mean:.2g} steps, k3 {k3_kl:.2g}",
         "hand weights over more often (lower --rollout-staleness), or widen the bounds by staleness with "
         "--rollout-staleness-scale",
-        f"AReaL, arXiv 2505.24298; {VERL}",
+        f"Fu et al. 2025, AReaL, arXiv 2505.24298; {VERL}",
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
     ),
     Rule(
@@ -126,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         "few tokens carry it (1st percentile {log_ratio_p01:.2f}, largest weight {rollout_is_raw_max:.3g})",
         "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); look at "
         "these tokens: routing of experts and low-probability tokens are the usual places",
-        f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); arXiv 2510.11370",
+        f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); {MA}",
         ("unusable", "shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
     ),
     Rule(
@@ -175,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         "GSPO's ratio is a mean over the sequence, the weights are products over it: they differ by a power of the "
         "length",
         "use --rollout-is geometric, which has GSPO's length, or token weights",
-        "GSPO, arXiv 2507.18071",
+        "Zheng et al. 2025, Group Sequence Policy Optimization, arXiv 2507.18071",
     ),
     Rule(
         "threshold_cuts_half",

@@ -91,6 +91,10 @@ def record(**change):
         (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: a position that was not sampled has null"),
         (record(policy_versions=[1.0] * 6), "policy_versions has 1.0 at token 0"),
         (record(policy_versions=[2**31] * 6), "policy_versions has numbers beyond 32 bits"),
+        (
+            record(policy_versions=[2**64] * 6),
+            f"policy_versions has {2**64} at token 0: expected an integer of 64 bits",
+        ),
         (record(policy_versions=3), "policy_versions: expected a list of 6"),
         (record(sample_id="7"), "sample_id is '7': expected an integer"),
         (record(group_id=None), "group_id is None: expected an integer"),
@@ -263,6 +267,7 @@ def test_verls_older_forms_are_read():
         ({"uid": ["a"]}, "uid has 1 entries: expected 2"),
         ({"uid": [["a"], ["b"]]}, "what should say which prompt a sample belongs to cannot be compared"),
         ({"param_version_start": ["new", "old"]}, r"sequence 0 has the weight versions \['new'\]"),
+        ({"param_version_start": [3, 2**64]}, f"sequence 1 has the weight version {2**64}, beyond 32 bits: pass the"),
     ],
 )
 def test_wrong_verl_batches_are_refused(change, message):
@@ -574,6 +579,9 @@ def test_samples_that_slime_removes_do_not_train():
         ({"index": None}, "index is None: expected an integer"),
         ({"group_index": "g"}, "group_index is 'g': expected an integer"),
         ({"weight_versions": ["default"]}, r"weight versions \['default'\]: pass policy_version"),
+        ({"weight_versions": [str(2**31)]}, "sequence 0 has the weight version 2147483648, beyond 32 bits: pass the"),
+        ({"weight_versions": [2**70]}, f"sequence 0 has the weight version {2**70}, beyond 32 bits: pass the number"),
+        ({"index": 2**63}, f"index is {2**63}: expected an integer of 64 bits"),
         ({"rollout_routed_experts": torch.zeros(6, 2, 1).int()}, r"expected \(5, any, any\)"),
     ],
 )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.doctor.series import WINDOW
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, read_rows
 from megatron_rc.launch.training.run_page.left import answers_of, notes_of
 from megatron_rc.launch.training.run_page.panels import WANTED, histograms_of, panels_of
 from megatron_rc.launch.training.run_page.series import collect
 from megatron_rc.launch.training.run_page.settings import as_data, settings_of
-from megatron_rc.launch.training.run_page.verdict import doctor_of, tiles_of
+from megatron_rc.launch.training.run_page.verdict import GROWING, doctor_of, tiles_of
 from megatron_rc.launch.training.shown import usual_names
 from megatron_rc.replay.template import filled
 
@@ -43,19 +45,20 @@ def write_page(folder: Path, ending: str | None = None) -> Path:
 
 def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
     """What the page shows; every number is finite, or null. The arguments are those of :func:`write_page`."""
-    settings, last = settings_of(folder), _Last()
+    settings, last = settings_of(folder), _Last()  # rows pass one by one: those of a long run fill gigabytes
     prefix = settings.get("metric-prefix") or "rollout_corr/"
-    series = collect(last.of_steps(_rows(folder / METRICS_FILE, prefix)), WANTED)
-    steps = last.row.get("step", 0)
+    series = collect(last.of_steps(_rows(folder / METRICS_FILE, prefix)), (*WANTED, *GROWING.values()))
+    row: Mapping[str, Any] = last.rows[-1] if last.rows else {}
+    steps = row.get("step", 0)
     return {
         "name": settings.get("run-name") or folder.resolve().name,
         "layout": settings.layout if settings.all else "",
         "steps": steps,
         "ending": ending if ending is not None else _known_ending(folder / PAGE, steps),
         "tiles": tiles_of(series, steps, settings),
-        "doctor": doctor_of(folder / METRICS_FILE) if last.row else None,
+        "doctor": doctor_of(series, last.rows, settings) if row else None,
         "panels": panels_of(series),
-        "histograms": histograms_of(last.row, settings.get("rollout-is")) if last.row else [],
+        "histograms": histograms_of(row, settings.get("rollout-is")) if row else [],
         "answers": answers_of(folder),
         "notes": notes_of(folder, settings),
         "settings": as_data(settings),
@@ -63,20 +66,20 @@ def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
 
 
 class _Last:
-    """Keeps the last row of an optimizer step that goes by; those of evaluations have no correction.
+    """Keeps the last rows of optimizer steps that go by; those of evaluations have no correction.
 
     Attributes:
-        row: the newest one; empty before the first.
+        rows: as many as the doctor looks at.
     """
 
     def __init__(self) -> None:
-        self.row: Mapping[str, Any] = {}
+        self.rows: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
 
     def of_steps(self, rows: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """The rows as they come."""
         for row in rows:
             if "reward/mean" in row:
-                self.row = row
+                self.rows.append(row)
             yield row
 
 

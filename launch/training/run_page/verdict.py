@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_rc.doctor.inputs import read_evidence
+from megatron_rc.doctor.inputs import Evidence
 from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
+from megatron_rc.doctor.series import facts_of_series
+from megatron_rc.doctor.tables import own_row
 from megatron_rc.launch.training.run_page.series import Series
 from megatron_rc.launch.training.run_page.settings import Settings
 from megatron_rc.launch.training.shown import AVERAGED
 
 _RC = "rollout_corr/"
+# What the doctor compares with the first steps, and the metric that it is in.
+GROWING = {"response_length": "rollout/response_length", "chi2_seq": f"{_RC}chi2_seq"}
 _LAST = f"mean of the last {AVERAGED} steps"
 # Metric, label, how it is written, and what stands below it.
 _MEANS = (
@@ -59,12 +63,24 @@ def _not_made(series: Mapping[str, Series]) -> str:
     return f"{number} of them left out: they changed no weight" if number else ""
 
 
-def doctor_of(metrics: Path) -> dict[str, Any]:
-    """What the doctor says of the run: ``words``, ``is_wrong``, ``numbers``, ``verdicts`` and what to use instead."""
-    try:
-        report = examine(read_evidence(metrics))
-    except ValueError as problem:
-        return {"words": f"not known: {problem}", "is_wrong": False, "numbers": [], "verdicts": [], "proposal": ""}
+def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
+    """What the doctor says of the run: ``words``, ``is_wrong``, ``numbers``, ``verdicts`` and a ``proposal``.
+
+    Args:
+        series: of the run; what may have grown since its first steps is looked for in them.
+        last: all metrics of its last steps, under their usual names.
+        settings: of the run.
+    """
+    rows = [{name: value for name, value in own_row(row, _RC).items() if math.isfinite(value)} for row in last]
+    begun = min(row["step"] for row in last)
+    old = [
+        {name: value}
+        for name, full in GROWING.items()
+        if full in series
+        for step, value in series[full].finite()
+        if step < begun
+    ]
+    report = examine(Evidence("", facts_of_series([*old, *rows], settings.all)))
     facts = report.evidence.facts
     nothing = "nothing wrong" if report.code == HEALTHY else "too few numbers to judge"
     grade = next((f": {words}" for limit, words in GRADES if facts["k3_kl"] <= limit), "")

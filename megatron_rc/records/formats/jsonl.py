@@ -221,7 +221,8 @@ def _at_sampled(
         raise ValueError(f"{name}: expected a list of {len(mask)}, one for each token")
     for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
         if (value is None and sampled and not may_lack) or not (value is None or _is(value, kind)):
-            raise ValueError(f"{name} has {value!r} at token {position}: expected a number, or null if not sampled")
+            wanted = "an integer of 64 bits" if kind is int else "a number"
+            raise ValueError(f"{name} has {value!r} at token {position}: expected {wanted}, or null if not sampled")
     return [
         (math.nan if sampled else 0) if value is None else value for value, sampled in zip(values, mask, strict=True)
     ]

@@ -202,14 +202,17 @@ def version_of(policy_version: int | None, found: Iterable[Any], sample: int) ->
         sample: the sequence, for the message.
 
     Raises:
-        ValueError: nobody says it, or what the record says is no number.
+        ValueError: what the record says is no number, or the version does not fit 32 bits.
     """
-    if policy_version is not None:
-        return policy_version
-    found = list(found)
-    if not found:  # a synchronous run, whose weights are all of one version
-        return 0
+    found = [] if policy_version is not None else list(found)
     try:
-        return min(int(version) for version in found)
+        # A record that names none is of a synchronous run, whose weights are all of one version.
+        version = min((int(version) for version in found), default=policy_version or 0)
     except (TypeError, ValueError):
         raise ValueError(f"sequence {sample} has the weight versions {found!r}: pass policy_version instead") from None
+    if abs(version) >= 2**31:
+        raise ValueError(
+            f"sequence {sample} has the weight version {version}, beyond 32 bits: pass the number of the update as "
+            "policy_version instead"
+        )
+    return version

@@ -169,6 +169,6 @@ def _reward(sample: Mapping[str, Any], key: str | None) -> float:
 
 def _index(sample: Mapping[str, Any], name: str) -> int:
     index = sample[name]
-    if not isinstance(index, int) or isinstance(index, bool):
-        raise ValueError(f"{name} is {index!r}: expected an integer")
+    if not isinstance(index, int) or isinstance(index, bool) or abs(index) >= 2**63:
+        raise ValueError(f"{name} is {index!r}: expected an integer of 64 bits")
     return index
