@@ -83,6 +83,7 @@ setup(
             "safetensors",
             "setuptools>=68",
             "triton; platform_system == 'Linux'",
+            "wandb",
         ],
         "coverage": ["coverage"],
         "docs": ["furo", "myst-parser", "sphinx", "sphinx-mathjax-offline", "sphinxcontrib-mermaid"],

@@ -93,7 +93,7 @@ def check_engine(config: RunConfig, task: Task) -> list[Finding]:
     scored = [total[index * width : (index + 1) * width] for index in range(len(temperatures))]
     distances = dict(zip(temperatures, scored, strict=True))
     found = judge(distances, configured, tolerance(config))
-    rewards = summarize_rollouts(batch, groups) | collector.reward_metrics
+    rewards = summarize_rollouts(batch, groups).metrics | collector.reward_metrics
     return [
         *found,
         judge_tokens(task.text.size, *total[-6:-3]),

@@ -119,7 +119,22 @@ def test_the_page_of_launch_files_has_every_file():
 
 COMMANDS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "sh", "bash")]
 # Commands that are no project's of ours.
-FOREIGN = {".", "apt-get", "cd", "export", "git", "pip", "sbatch", "vllm", "open", "tensorboard", "cp", "ls", "python3"}
+FOREIGN = {
+    ".",
+    "apt-get",
+    "cd",
+    "export",
+    "git",
+    "pip",
+    "sbatch",
+    "vllm",
+    "open",
+    "tensorboard",
+    "wandb",
+    "cp",
+    "ls",
+    "python3",
+}
 
 
 def commands(block):

@@ -177,6 +177,8 @@ class LoggingSection:
     tensorboard_dir: str | None = option("default: tensorboard/ in the run's folder", metavar="DIR")
     wandb_project: str | None = option("also log to this Weights & Biases project")
     wandb_exp_name: str | None = option("the run's name there; default: --run-name")
+    wandb_entity: str | None = option("the user or the team there; default: the one of the API key")
+    wandb_save_dir: str | None = option("where its files lie here; default: the run's folder", metavar="DIR")
     device_peak_tflops: float | None = option(
         "what a device can do at best, in 10^12 operations a second, for perf/utilization; default: known of some GPUs "
         "in bf16",

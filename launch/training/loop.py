@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
+from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
@@ -69,12 +70,14 @@ class _Run:
 
     Attributes:
         is_stopped: a rank was told to stop.
+        distributions: of the newest step, by name.
     """
 
     def __init__(
         self, config: RunConfig, task: Task, groups: ParallelGroups, trainer: Trainer, stack: ExitStack
     ) -> None:
         self.config, self.groups, self.trainer, self.is_stopped = config, groups, trainer, False
+        self.distributions: dict[str, Distribution] = {}
         # On rank 0 alone.
         self.reporter = begin_report(config, trainer.iteration)
         if self.reporter is not None:
@@ -142,15 +145,20 @@ class _Run:
             trainer.sampling_weights.keep(trainer.chunks, trainer.iteration)
         prepared = self.steps.prepare(batch, collector.baselines)
         lap("plan")
-        common = summarize_rollouts(batch, self.groups, trainer.version) | collector.reward_metrics
+        summary = summarize_rollouts(batch, self.groups, trainer.version)
+        common = summary.metrics | collector.reward_metrics
         common |= trainer.rewards.metrics() | self.weight_sync.metrics | data
         mini_batches = self.config.updates_per_rollout // self.config.rollouts.grpo_iterations
         nonzero: tuple[float, ...] = ()
         if prepared:
-            summary = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
-            nonzero, common = summary.nonzero, common | prepared.plan.metrics() | summary.metrics
+            estimated = summarize(prepared.scores, prepared.estimated, mini_batches, self.groups)
+            nonzero, common = estimated.nonzero, common | prepared.plan.metrics() | estimated.metrics
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
+            self.distributions = summary.distributions
+            # In bypass mode a step that was left out has none, as it has no metrics of the loss.
+            if prepared and "loss/total" in metrics:
+                self.distributions = self.distributions | trainer.distributions(prepared)
             self.log_probs.after_update(prepared, update, update % mini_batches)
             if nonzero:
                 metrics["reward/nonzero_advantages"] = nonzero[update % mini_batches]
@@ -170,7 +178,7 @@ class _Run:
         complaint: str | AgreedError | None = self.steps.complaint(row)
         if self.reporter is not None:
             reported = row | self.saver.metrics
-            self.reporter.step(step, reported)
+            self.reporter.step(step, reported, self.distributions)
             complaint = self.reporter.error or complaint or self.guards.step(step, reported)
         complaint = self.profiling(step) or complaint
         self.is_stopped = agree(self.config, complaint, stop=self.request.signal is not None)

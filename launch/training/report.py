@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rc.doctor.watch import Watch
 from megatron_rc.launch.distributed import agree
-from megatron_rc.launch.environment import environment
-from megatron_rc.launch.resolved import as_mapping
 from megatron_rc.launch.rewards.rewarder import errors_file
 from megatron_rc.launch.rollouts.evaluation import in_words
 from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
+from megatron_rc.launch.training.boards import Distributions, TensorBoard, WandB
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.run_page.page import PAGE, write_page
@@ -61,7 +60,7 @@ def _of_files(folder: Path, error: OSError) -> str:
 
 def _of_wandb(project: str | None, error: Exception) -> str:
     why = " ".join(str(error).split())
-    return f"--wandb-project {project} failed ({type(error).__name__}: {why}): mend that, or leave the flag out"
+    return f"--wandb-project {project} failed ({type(error).__name__}: {why})"
 
 
 class Reporter:
@@ -72,7 +71,7 @@ class Reporter:
         iteration: optimizer steps that lie behind.
 
     Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, with a row an optimizer step and one an evaluation;
-    ``tensorboard/``; ``report.html``; ``summary.png``. Weights & Biases gets the flags too.
+    ``tensorboard/``; ``report.html``; ``summary.png``; ``wandb/`` and ``wandb-id.txt`` with Weights & Biases.
 
     Attributes:
         error: why a file could not be written, once one could not: the run is to end on all ranks.
@@ -80,24 +79,23 @@ class Reporter:
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
         self.logging, self.train_iters = config.logging, config.training.train_iters
-        self.run_name, self.flags = config.launch.run_name, config.flags
+        self.run_name = config.launch.run_name
         self.prefix = config.correction.metric_prefix
         self.folder = Path(config.launch.runs_dir) / self.run_name
         self.metrics = MetricsFile(self.folder / METRICS_FILE, iteration)
         for path in (errors_file(config), bad_folder(config)):
             if not iteration and path.exists():
                 set_aside(path)
-        board = Path(self.logging.tensorboard_dir or self.folder / "tensorboard")
-        self.board = SummaryWriter(str(board / time.strftime("%Y%m%d-%H%M%S")), purge_step=iteration + 1)
-        self.wandb = self._start_wandb()
+        self.board = TensorBoard(config, self.folder, iteration)
+        self.wandb = self._start_wandb(config, iteration)
         self.progress = Progress(self.train_iters, iteration)
         self.started = time.monotonic()
         self.error: str | None = None
         self.doctor = _doctor(config)
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Report one optimizer step."""
-        self._write(step, metrics, is_logged=step % self.logging.log_interval == 0)
+    def step(self, step: int, metrics: dict[str, float], distributions: Distributions = MappingProxyType({})) -> None:
+        """Report one optimizer step: its metrics, and what TensorBoard and Weights & Biases get as histograms."""
+        self._write(step, metrics, distributions, is_logged=step % self.logging.log_interval == 0)
         self.progress.step(usual_names(metrics, self.prefix))
         words = self.doctor.step(step, metrics) if self.doctor is not None else None
         if words is not None:
@@ -105,7 +103,7 @@ class Reporter:
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""
-        self._write(step, metrics)
+        self._write(step, metrics, {})
         self.say(f"step {step}/{self.train_iters}  {in_words(metrics)}")
 
     def say(self, text: str) -> None:
@@ -131,11 +129,13 @@ class Reporter:
         self.progress.close()
         self.metrics.close()
         try:
-            self.board.close()
+            self.board.writer.close()
         except OSError as error:
-            self.say(f"TensorBoard's files in {self.board.log_dir} are not whole ({error.strerror}): {METRICS_FILE} is")
+            folder = self.board.writer.log_dir
+            self.say(f"TensorBoard's files in {folder} are not whole ({error.strerror}): {METRICS_FILE} is")
         if self.wandb is not None:
-            self.wandb.finish(exit_code=code)
+            with self._without_wandb():
+                self.wandb.finish(code)
         seconds = time.monotonic() - self.started
         rows = read_rows(self.metrics.path) if self.metrics.path.is_file() else ()
         summary = summarize((usual_names(row, self.prefix) for row in rows), AVERAGED)
@@ -143,33 +143,43 @@ class Reporter:
             self.say(f"\n{note} after {seconds:.0f} s\n\n{table(summary)}\n")
             page = self._page(f"{note}{why}, after {seconds:.0f} s")
             self.say(f"metrics {self.metrics.path}\nreport {page}\npicture {self._picture()}")
+            if self.wandb is not None:
+                self.say(f"W&B {self.wandb.place}")
         else:
             self.say(f"{note}\nreport {self._page(f'{note}{why}')}")
 
-    def _write(self, step: int, metrics: dict[str, float], *, is_logged: bool = True) -> None:
+    def _write(
+        self, step: int, metrics: dict[str, float], distributions: Distributions, *, is_logged: bool = True
+    ) -> None:
         try:
             self.metrics.write({"step": step, **metrics})
             if is_logged:
-                for name, value in metrics.items():
-                    self.board.add_scalar(name, value, step)
+                self.board.log(step, metrics, distributions)
         except OSError as error:
             self.error = _of_files(self.folder, error)
         if is_logged and self.wandb is not None:
-            try:
-                self.wandb.log(metrics, step=step)
-            except Exception as error:  # whatever the library raises, the other ranks must hear of it
-                self.error = _of_wandb(self.logging.wandb_project, error)
+            with self._without_wandb():
+                self.wandb.log(step, metrics, distributions)
 
-    def _start_wandb(self) -> Any:
-        if not self.logging.wandb_project:
+    def _start_wandb(self, config: RunConfig, iteration: int) -> WandB | None:
+        project = self.logging.wandb_project
+        if not project:
             return None
-        wandb = importlib.import_module("wandb")
-        name = self.logging.wandb_exp_name or self.run_name
-        known = as_mapping(self.flags) | environment()
         try:
-            return wandb.init(project=self.logging.wandb_project, name=name, dir=str(self.folder), config=known)
-        except Exception as error:
-            raise ValueError(_of_wandb(self.logging.wandb_project, error)) from error
+            return WandB(config, self.folder, iteration)
+        except Exception as error:  # whatever the library raises, the other ranks must hear of it
+            raise ValueError(f"{_of_wandb(project, error)}: mend that, or leave the flag out") from error
+
+    @contextmanager
+    def _without_wandb(self) -> Iterator[None]:
+        """The run goes on without Weights & Biases where it fails under way, and says so."""
+        try:
+            yield
+        except Exception as error:  # the library raises what its many parts do
+            self.wandb = None
+            self.say(
+                f"{_of_wandb(self.logging.wandb_project, error)}: the run goes on without it, {METRICS_FILE} is whole"
+            )
 
     def _page(self, ending: str) -> str:
         """Write it; its path, or why there is none."""

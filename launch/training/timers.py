@@ -52,14 +52,16 @@ class StepTimers:
             self.megatron("optimizer").stop()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds since the last call, and of each timer that ran on any rank the most that it ran on one.
+        """Seconds since the last call; of each timer that ran on any rank the most that it ran on one, and its share.
 
         Collectives: with the flag, one all-gather of a number a timer over all ranks.
         """
         if self.megatron is None:
             return {}
         now = time.monotonic()
-        found, self._begun = {"iteration-time": now - self._begun}, now
+        whole, self._begun = now - self._begun, now
         # What Megatron's ``write`` writes, as numbers for all places that metrics go to.
         times = self.megatron._get_global_min_max_time(list(_NAMES), reset=True, barrier=False, normalizer=1.0)
-        return found | {f"{name}-time": most for name, (_, most) in times.items()}
+        seconds = {name: most for name, (_, most) in times.items()}
+        shares = {f"{name}-share": most / whole for name, most in seconds.items()}
+        return {"iteration-time": whole} | {f"{name}-time": most for name, most in seconds.items()} | shares

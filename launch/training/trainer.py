@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.api import RolloutCorrection
+from megatron_rc.correction.histogram import Distribution
 from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.launch import phases
@@ -231,6 +232,11 @@ class Trainer(TrainedModel):
             return metrics | self.skip()
         self.iteration += 1
         return metrics | {"grad_norm": grad_norm, "lr": learning_rate} | self._left_out_metrics()
+
+    def distributions(self, prepared: PreparedBatch) -> dict[str, Distribution]:
+        """Of log ρ and weights, of the batch; in bypass mode of the step that ended last. Equal on all ranks."""
+        found = self.correction.step if self.config.correction.corrects_in_loss else prepared.plan
+        return found.distributions() if isinstance(found, CorrectionResult) else {}
 
     def skip(self, *, is_bad: bool = False) -> dict[str, float]:
         """Leave a step out: weights, optimizer and learning rate stay as they are. Metrics of the step, likewise."""

@@ -11,8 +11,10 @@ within ±32.
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,39 @@ NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of what is left of the bits, sig
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+_EVEN_BINS = 40
+
+
+class Distribution(NamedTuple):
+    """How often which values occur, for boards that draw it.
+
+    Attributes:
+        edges: [bins + 1], ascending.
+        counts: [bins], how many values lie between two edges.
+    """
+
+    edges: list[float]
+    counts: list[float]
+
+
+def even_bins(
+    low: float, high: float, total: float, below: Callable[[float], float], *, most: int = _EVEN_BINS
+) -> Distribution:
+    """At most 40 bins of one width between two values, wherever the bins lie that were counted in.
+
+    Args:
+        low: the smallest value.
+        high: the largest.
+        total: how many there are.
+        below: how many lie below a value.
+        most: bins, where fewer will do.
+    """
+    if not low < high:
+        low, high = low - 0.5, low + 0.5
+    bins = min(most, _EVEN_BINS)
+    edges = [low + (high - low) * step / bins for step in range(bins + 1)]
+    until = [0.0, *map(below, edges[1:-1]), total]
+    return Distribution(edges, [after - before for before, after in pairwise(until)])
 
 
 def codes_of(values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -109,6 +144,26 @@ class Histogram:
 
     def __init__(self, until: Sequence[float]) -> None:
         self._until = until
+
+    @property
+    def total(self) -> float:
+        """How many were counted."""
+        return self._until[-1]
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Between which all that was counted lies, to the width of a bin; something was."""
+        edges = _edges()
+        return edges[bisect_right(self._until, 0.0)], edges[bisect_left(self._until, self.total) + 1]
+
+    def below(self, value: float) -> float:
+        """How many lie below a value, those of its bin in proportion."""
+        edges = _edges()
+        index = bisect_right(edges, value) - 1
+        if not 0 <= index < NUM_BINS:
+            return self.total if index > 0 else 0.0
+        before = self._until[index - 1] if index else 0.0
+        return before + (self._until[index] - before) * (value - edges[index]) / (edges[index + 1] - edges[index])
 
     def quantile(self, share: float) -> float:
         """The value below which this share of what was counted lies; 0 if nothing was."""

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from megatron_rc.correction.checks.bad_tokens import describe_bad_token
 from megatron_rc.correction.checks.shift import find_lag
+from megatron_rc.correction.distributions import derive_distributions
 from megatron_rc.correction.header import HeaderFields
 from megatron_rc.correction.header_records import BatchHeader
+from megatron_rc.correction.histogram import Distribution
 from megatron_rc.correction.metrics import derive_metrics
 from megatron_rc.numerics import MAX_ZERO_LOG_PROBS
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -109,6 +111,13 @@ class CorrectionResult:
     def metrics(self) -> dict[str, float]:
         """Metrics of the whole batch, equal on every rank; see ``docs/metrics.md``. Raises no data error."""
         return derive_metrics(self.on_host(), self.config)
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Of log ρ and of the weights over the whole batch, for histograms; equal on every rank. Raises no data error.
+
+        Host synchronisations: one, shared with ``metrics()``.
+        """
+        return derive_distributions(self.on_host(), self.config)
 
     def denominators_on_host(self) -> list[list[float]]:
         """``denominators`` as Python floats, from the same host synchronisation as ``check()``."""

@@ -14,6 +14,7 @@ from megatron_rc.correction.histogram import (
     Histogram,
     bins_from_codes,
     codes_of,
+    even_bins,
     quantiles,
 )
 from tests.support.correction_cases import CASES, clear_batch
@@ -115,9 +116,67 @@ def test_quantiles_of_many_weights_are_those_of_the_sorted_ones(bounds, mode, le
         assert got == pytest.approx(want, rel=2 * RELATIVE, abs=1e-9), (percent, got, want)
 
 
+def assert_counts_of(distribution, values, widened):
+    """At each edge as many values lie below as there are, but for those that share the edge's bin in the header."""
+    edges, counts = distribution
+    assert len(edges) == len(counts) + 1
+    assert min(counts) >= 0
+    assert sum(counts) == pytest.approx(len(values))
+    until = 0.0
+    for edge, count in zip(edges[1:-1], counts[:-1], strict=True):
+        until += count
+        low, high = widened(edge)
+        assert sum(value < low for value in values) - 1e-6 <= until <= sum(value < high for value in values) + 1e-6
+
+
+def log_widened(log):
+    width = 1.01 * max(abs(log) * RELATIVE, ABSOLUTE)
+    return log - width, log + width
+
+
+def weight_widened(weight):
+    if weight <= 0:
+        return -1e-9, 1e-9
+    low, high = log_widened(math.log(weight))
+    # What lies on a bound lies there to the last digit but for its rounding.
+    return math.exp(low) * (1 - 1e-6), math.exp(high) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_distributions_count_what_the_oracle_has(name):
+    batch, found = clear_batch(name)
+    config = config_of(name)
+    usable = batch.mask & batch.train.isfinite() & batch.rollout.isfinite()
+    usable &= (batch.train <= 1e-4) & (batch.rollout <= 1e-4)
+    got = correct(name, batch).distributions()
+    prefix = config.metric_prefix
+    logs = (batch.train.double() - batch.rollout.double())[usable].clamp(-32, 32).tolist()
+    assert_counts_of(got.pop(f"{prefix}log_ratio"), logs, log_widened)
+    if config.rollout_is is not None:
+        weights = torch.tensor(found.weights_unnormalized, dtype=torch.float64)
+        per_sequence = [row[valid].mean().item() for row, valid in zip(weights, usable, strict=True) if valid.any()]
+        assert_counts_of(got.pop(f"{prefix}rollout_is_seq"), per_sequence, weight_widened)
+        if config.rollout_is != "token" or config.staleness_scale is None:
+            assert_counts_of(got.pop(f"{prefix}rollout_is"), weights[usable].tolist(), weight_widened)
+    assert not got
+
+
+def test_weights_that_are_all_alike_have_a_distribution():
+    """All of them on a bound; an engine that agrees to the last digit; rewards of one value."""
+    train = torch.full((2, 3), -1.0)
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0, metric_prefix="")
+    for rollout, weight in ((train - 3, 2.0), (train, 1.0)):
+        found = correct_rollouts(train, rollout, torch.ones(2, 3, dtype=torch.bool), config).distributions()
+        edges, counts = found["rollout_is"]
+        assert sum(counts) == 6
+        assert sum(count for edge, count in zip(edges[1:], counts, strict=True) if edge < weight - 1e-4) == 0
+    assert even_bins(1.0, 1.0, 5.0, lambda value: 5.0 * (value > 1.0)).edges[0] == 0.5
+
+
 def test_no_tokens_have_no_quantiles():
     nothing = torch.zeros(2, 3)
     for level in ("token", "sequence"):
         config = RolloutCorrectionConfig(rollout_is=level, metric_prefix="")
         metrics = correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config).metrics()
         assert metrics["rollout_is_p50"] == metrics["rollout_is_seq_p50"] == 0
+        assert correct_rollouts(nothing - 1, nothing - 1, nothing.bool(), config).distributions() == {}

@@ -23,8 +23,9 @@ def check_checkpoints(config: RunConfig) -> None:
             f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/: without them the names of the "
             "correction's metrics are not told from those of others"
         )
-    if logging.wandb_exp_name and not logging.wandb_project:
-        raise ConfigurationError("--wandb-exp-name does nothing without --wandb-project")
+    for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+        if getattr(logging, name) and not logging.wandb_project:
+            raise ConfigurationError(f"{flag(name)} does nothing without --wandb-project")
     if logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")
 
@@ -84,6 +85,7 @@ def check_folders(config: RunConfig) -> None:
         "save": files.save,
         "save_hf": files.save_hf,
         "tensorboard_dir": config.logging.tensorboard_dir,
+        "wandb_save_dir": config.logging.wandb_save_dir,
         "save_rollouts": config.rollouts.save_rollouts,
         "rollout_weights_dir": config.engine.rollout_weights_dir,
     }

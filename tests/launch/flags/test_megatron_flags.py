@@ -43,6 +43,7 @@ MEGATRON = {
     (float, 8.0): "rope-scaling-factor",
     (float, 1.0): "rotary-scaling-factor mscale clip-grad rl-default-temperature",
     (str, None): "recompute-granularity recompute-method save load tensorboard-dir wandb-project wandb-exp-name "
+    "wandb-entity wandb-save-dir "
     "tokenizer-type tokenizer-model",
     (str, "learned_absolute"): "position-embedding-type",
     (str, "LayerNorm"): "normalization",

@@ -67,6 +67,10 @@ def test_every_step_tells_of_the_machines(ranks, tmp_path):
         assert 0.05 < row["perf/peak_memory_gib"] < 100
         timed = {name: value for name, value in row.items() if name.endswith("-time")}
         assert timed.keys() >= {f"{name}-time" for name in TIMERS}
+        whole = timed["iteration-time"]
+        shares = {f"{name.removesuffix('-time')}-share": value / whole for name, value in timed.items()}
+        found = {name: value for name, value in row.items() if name.endswith("-share")}
+        assert found == pytest.approx({name: value for name, value in shares.items() if name != "iteration-share"})
         assert 0 < timed["optimizer-inner-step-time"] < timed["optimizer-time"] < timed["iteration-time"]
         assert 0 < timed["forward-compute-time"] < timed["forward-backward-time"] < timed["iteration-time"]
     documented = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

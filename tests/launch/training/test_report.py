@@ -1,9 +1,6 @@
-"""What a run tells TensorBoard and Weights & Biases."""
+"""A run's folder: what is written there, and what becomes of disks that cannot be written to."""
 
-import importlib.machinery
 import resource
-import sys
-import types
 from unittest import mock
 
 import pytest
@@ -18,68 +15,6 @@ from tests.support.recorded_training import flags, run_config
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01}
 
 
-@pytest.fixture
-def wandb(monkeypatch):
-    """Stands for the package, which is in an extra of its own; tells what it was called with."""
-    module = types.ModuleType("wandb")
-    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    module.calls = []
-
-    def record(name):
-        return lambda *args, **kwargs: module.calls.append((name, args, kwargs))
-
-    def init(**kwargs):
-        record("init")(**kwargs)
-        return types.SimpleNamespace(log=record("log"), finish=record("finish"))
-
-    module.init = init
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
-
-
-def test_weights_and_biases_get_the_flags_and_the_versions(tmp_path, wandb):
-    words = flags(tmp_path, "--run-name=run", "--wandb-project=sums", "--log-interval=2", "--train-iters=2")
-    reporter = Reporter(run_config(words), 0)
-    reporter.step(1, METRICS)
-    reporter.step(2, METRICS)
-    reporter.close("finished")
-    (start, *logged, end) = wandb.calls
-    assert start[2] | {"config": None} == {
-        "project": "sums",
-        "name": "run",
-        "dir": str(tmp_path / "run"),
-        "config": None,
-    }
-    config = start[2]["config"]
-    assert (config["lr"], config["seed"], config["rollout_is"], config["grpo_iterations"]) == (0.02, 1234, "token", 2)
-    assert config["versions"]["torch"]
-    assert {"commit", "has_changes", "folder"} == config["repositories"][0].keys()
-    assert logged == [("log", (METRICS,), {"step": 2})], "by --log-interval"
-    assert end == ("finish", (), {"exit_code": 0})
-
-
-def run_where_it_fails(words, call):
-    """A run whose account of itself fails on rank 0, which alone has one."""
-
-    def fail(*_, **__):
-        raise ConnectionError("no route")
-
-    nothing = types.SimpleNamespace(log=fail, finish=lambda **_: None)
-    module = types.ModuleType("wandb")
-    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    module.init = fail if call == "init" else lambda **_: nothing
-    with mock.patch.dict(sys.modules, wandb=module):
-        return run_training(words)
-
-
-@pytest.mark.parametrize("call", ["init", "log"])
-def test_weights_and_biases_out_of_reach_is_one_error_on_all_ranks(ranks, tmp_path, call):
-    layout = Layout(tp=2)
-    words = flags(tmp_path, *LIVE, *layout.flags(), "--wandb-project=sums", "--train-iters=2")
-    said = "--wandb-project sums failed (ConnectionError: no route): mend that, or leave the flag out"
-    assert ranks.run(run_where_it_fails, layout, words, call) == [f"AgreedError: {said}"] * 2
-
-
 def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_path):
     """A file lies where TensorBoard's folder is to be."""
     (tmp_path / "run").mkdir()
@@ -88,14 +23,6 @@ def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pa
     first, second = ranks.run(run_training, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2"))
     assert first == second
     assert first.startswith(f"AgreedError: the metrics in {tmp_path}/run cannot be written (")
-
-
-def test_weights_and_biases_hear_of_a_failure(tmp_path, wandb, capsys):
-    reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--wandb-project=sums")), 0)
-    reporter.step(1, METRICS)
-    reporter.__exit__(ValueError)
-    assert wandb.calls[-1] == ("finish", (), {"exit_code": 1})
-    assert "failed after step 1 " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("iteration", "left"), [(0, 0), (2, 1)])
@@ -114,15 +41,15 @@ def test_tensorboard_has_every_metric_by_step(tmp_path):
     reporter.close("finished")
     (folder,) = (tmp_path / "run" / "tensorboard").iterdir()
     events = EventAccumulator(str(folder)).Reload()
-    assert set(events.Tags()["scalars"]) == set(METRICS)
+    assert set(events.Tags()["scalars"]) == set(METRICS), "names with a section are as they were"
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
 
 
 @pytest.fixture
 def small_files():
-    """No file of this process can grow beyond 4,000 bytes."""
+    """No file of this process can grow beyond 16,000 bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -131,15 +58,18 @@ def small_files():
 def test_a_disk_that_fills_up_under_tensorboard_alone_is_told(tmp_path, capsys, small_files):
     """As an error of the step at which TensorBoard, which writes by a thread, says so, and in a line at the end."""
     reporter = Reporter(run_config(flags(tmp_path, "--run-name=run", "--train-iters=99")), 0)
-    reporter.board.add_text("words", "x" * 5000)
+    reporter.board.writer.add_text("words", "x" * 20_000)
     with pytest.raises(OSError, match="File too large"):
-        flush_again_and_again(reporter.board)
+        flush_again_and_again(reporter.board.writer)
     reporter.step(1, METRICS)
     assert reporter.error is not None
     assert "cannot be written (File too large)" in reporter.error
     reporter.close("failed", code=1)
     said = capsys.readouterr().err
-    assert f"TensorBoard's files in {reporter.board.log_dir} are not whole (File too large): metrics.jsonl is" in said
+    assert (
+        f"TensorBoard's files in {reporter.board.writer.log_dir} are not whole (File too large): metrics.jsonl is"
+        in said
+    )
 
 
 def flush_again_and_again(board):

@@ -1,0 +1,205 @@
+"""What TensorBoard and Weights & Biases get: sections, histograms, the settings; and what becomes of their failures."""
+
+import glob
+import json
+import os
+import re
+import struct
+from unittest import mock
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rc.correction.histogram import Distribution
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.training.boards import in_section
+from megatron_rc.launch.training.report import Reporter
+from tests.launch.training.test_loop import LIVE, run_training
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, run_config
+
+METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01, "rollout_corr/log_ratio_p50": 0.0, "grad_norm": 0.5}
+LOG_RATIO = {"rollout_corr/log_ratio": Distribution([-1.0, 0.0, 2.0], [3.0, 1.0])}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("reward/mean", "reward/mean"),
+        ("grad_norm", "optimizer/grad_norm"),
+        ("lr", "optimizer/lr"),
+        ("iteration-time", "timers/iteration-time"),
+        ("forward-backward-share", "timers/forward-backward-share"),
+    ],
+)
+def test_every_name_is_in_a_section(name, shown):
+    assert in_section(name) == shown
+
+
+def events_of(folder):
+    (board,) = (folder / "run" / "tensorboard").iterdir()
+    return EventAccumulator(str(board), size_guidance={"histograms": 0}).Reload()
+
+
+@pytest.mark.parametrize("more", [(), ("--bypass-mode", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2.5")])
+def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path, more):
+    words = flags(tmp_path, *LIVE, "--train-iters=2", "--log-timers-to-tensorboard", *more)
+    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
+    events = events_of(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    row, names = rows[-1], {name for row in rows for name in row} - {"step"}
+    sections = {name.partition("/")[0] for name in events.Tags()["scalars"]}
+    assert sections == {"reward", "rollout", "rollout_corr", "policy", "loss", "optimizer", "perf", "timers"}
+    assert set(events.Tags()["scalars"]) == {in_section(name) for name in names if not re.search(r"_p\d\d$", name)}
+    tokens, sequences = (row[f"rollout_corr/num_{name}"] for name in ("tokens", "sequences"))
+    counted = {
+        "rollout_corr/log_ratio": tokens,
+        "rollout_corr/rollout_is": tokens,
+        "rollout_corr/rollout_is_seq": sequences,
+        "reward/rewards": 16,
+        "rollout/response_lengths": 16,
+    }
+    assert set(events.Tags()["histograms"]) == set(counted)
+    for name, number in counted.items():
+        assert [event.step for event in events.Histograms(name)] == [1, 2]
+        value = events.Histograms(name)[-1].histogram_value
+        assert value.num == pytest.approx(number)
+        assert sum(value.bucket) == pytest.approx(number)
+        assert value.min < value.max
+    edges = events.Histograms("rollout_corr/log_ratio")[-1].histogram_value
+    assert edges.min <= row["rollout_corr/log_ratio_p01"] <= row["rollout_corr/log_ratio_p99"] <= edges.max
+    assert {"config/text_summary", "custom_scalars__config__"} <= set(events.Tags()["tensors"])
+    (text,) = events.Tensors("config/text_summary")
+    assert "rollout-is: token" in text.tensor_proto.string_val[0].decode()
+
+
+@pytest.mark.parametrize("name", ["wandb-exp-name", "wandb-entity", "wandb-save-dir"])
+def test_a_flag_without_a_project_is_refused(tmp_path, name):
+    with pytest.raises(ConfigurationError, match=f"--{name} does nothing without --wandb-project"):
+        run_config(flags(tmp_path, f"--{name}=x"))
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    """The real package without a network; its settings and its cache are its own."""
+    pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("wandb")
+    names = {"WANDB_MODE": "offline", "WANDB_CONFIG_DIR": str(folder), "WANDB_CACHE_DIR": str(folder)}
+    with mock.patch.dict(os.environ, names):
+        yield
+
+
+def records_of(folder):
+    """[(kind, record)] of each run of Weights & Biases in a folder: files of LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    for path in sorted(glob.glob(f"{folder}/wandb/offline-run-*/*.wandb")):
+        with open(path, "rb") as file:
+            data, whole, at, found = file.read(), b"", 7, []
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, length, kind = struct.unpack_from("<IHB", data, at)
+            whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):
+                record, whole = wandb_internal_pb2.Record.FromString(whole), b""
+                kind = record.WhichOneof("record_type")
+                found.append((kind, getattr(record, kind)))
+        yield found
+
+
+@pytest.fixture(scope="module")
+def logged(offline, tmp_path_factory):
+    """A run that fails after two steps, and goes on until Weights & Biases fails.
+
+    Returns:
+        (records of both, what was said of it, the reporter, the run's folder).
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    words = flags(folder, "--run-name=run", "--wandb-project=sums", "--wandb-entity=us", "--log-interval=2")
+    first = Reporter(run_config(words), 0)
+    first.step(1, METRICS, LOG_RATIO)
+    first.step(2, METRICS, LOG_RATIO)
+    first.__exit__(ValueError)
+    then = Reporter(run_config(words), 2)
+    then.step(4, METRICS)
+    # What a lost service does: the library raises at each call.
+    then.wandb.finish(0)
+    with mock.patch.object(Reporter, "say") as say:
+        then.step(6, METRICS)
+        then.step(8, METRICS)
+    said = [call.args[0] for call in say.call_args_list]
+    then.close("finished")
+    return list(records_of(folder / "run")), said, then, folder / "run"
+
+
+def of_kind(records, kind):
+    return [record for one, record in records if one == kind]
+
+
+def history(record):
+    """The values by name; what has parts, by name and part."""
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.item}
+
+
+@pytest.mark.processes
+def test_weights_and_biases_get_the_flags_and_the_versions(logged):
+    (first, _), *_ = logged
+    run = of_kind(first, "run")[0]
+    assert (run.project, run.entity, run.display_name) == ("sums", "us", "run")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert (config["lr"], config["seed"], config["rollout_is"], config["grpo_iterations"]) == (0.02, 1234, "token", 2)
+    assert config["versions"]["torch"]
+    assert {"commit", "has_changes", "folder"} == config["repositories"][0].keys()
+
+
+@pytest.mark.processes
+def test_weights_and_biases_get_sections_and_histograms(logged):
+    (first, _), *_ = logged
+    (row,) = of_kind(first, "history")
+    assert row.step.num == 2, "by --log-interval"
+    values = history(row)
+    assert {values[in_section(name)] for name in METRICS} == set(METRICS.values())
+    parts = {"_type": "histogram", "values": [3, 1], "bins": [-1, 0, 2]}
+    whole = values.get("rollout_corr/log_ratio")
+    assert parts == (whole or {part: values[f"rollout_corr/log_ratio/{part}"] for part in parts})
+
+
+@pytest.mark.processes
+def test_a_run_that_goes_on_goes_on_in_weights_and_biases(logged):
+    (first, then), *_, folder = logged
+    assert [record.exit_code for record in of_kind(first, "exit")] == [1], "it failed"
+    begun, resumed = of_kind(first, "run")[0].run_id, of_kind(then, "run")[0].run_id
+    assert begun == resumed == (folder / "wandb-id.txt").read_text().strip()
+    assert [record.step.num for record in of_kind(then, "history")] == [4]
+
+
+@pytest.mark.processes
+def test_weights_and_biases_that_fail_under_way_cost_a_line(logged):
+    _, said, reporter, folder = logged
+    (line,) = said
+    assert re.fullmatch(
+        r"--wandb-project sums failed \(\w+: .+\): the run goes on without it, metrics.jsonl is whole", line
+    )
+    assert reporter.error is None
+    steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 4, 6, 8]
+
+
+def run_without_a_key(words, folder):
+    """A run that would ask a server that it has no key for."""
+    nowhere = {"WANDB_MODE": "online", "WANDB_CONFIG_DIR": folder, "NETRC": f"{folder}/netrc", "HOME": folder}
+    known = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    with mock.patch.dict(os.environ, known | nowhere, clear=True):
+        return run_training(words)
+
+
+def test_weights_and_biases_that_cannot_begin_are_one_error_on_all_ranks(offline, ranks, tmp_path):
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *LIVE, *layout.flags(), "--wandb-project=sums", "--train-iters=2")
+    first, second = ranks.run(run_without_a_key, layout, words, str(tmp_path))
+    assert first == second
+    assert re.fullmatch(
+        r"AgreedError: --wandb-project sums failed \(UsageError: .*API key.*\): mend that, or leave the flag out", first
+    )
