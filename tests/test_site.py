@@ -117,6 +117,29 @@ def test_the_page_of_launch_files_has_every_file():
     assert "<!-- made by" not in made("launch_files") + made("flags")
 
 
+# What runs the Python blocks of each page.
+RUN_BY = {
+    "README.md": "test_docs.py",
+    "docs/adaptors.md": "adaptors/pages.py",
+    "docs/advantages.md": "test_docs.py",
+    "docs/library.md": "test_docs.py",
+    "docs/models.md": "launch/test_export.py",
+    "docs/presets.md": "test_docs.py",
+    "docs/rollouts.md": "test_docs.py",
+    "docs/tasks.md": "launch/test_own_modules.py",
+    "docs/why.md": "test_why.py",
+}
+
+
+def test_python_blocks_are_run():
+    with_blocks = {name for name, path in zip(NAMES, DOCUMENTS, strict=True) if blocks(path, "python")}
+    assert with_blocks == set(RUN_BY)
+    for name, test in RUN_BY.items():
+        assert Path(name).name in text_of(ROOT / "tests" / test)
+        for block in blocks(ROOT / name, "python"):
+            compile(block, name, "exec")
+
+
 COMMANDS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "sh", "bash")]
 # Commands that are no project's of ours.
 FOREIGN = {

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rc.launch.training.step_checks import BadStepError
 from tests.launch.training.test_loop import rows, run_training
-from tests.support.paths import ROOT
+from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
 
@@ -58,8 +58,7 @@ def test_the_loop_trains_both_and_reports_it(ranks, tmp_path):
     assert [row["step"] for row in found] == [1, 2]
     names = {name for row in found for name in row if "critic" in name}
     assert {"loss/critic", "critic/lr", "critic/grad_norm", "critic/explained_variance"} <= names
-    documented = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert [name for name in names if name.rpartition("/")[2] not in documented] == []
+    assert undocumented(names) == []
     assert 0 < found[0]["reward/nonzero_advantages"] <= 1
 
 

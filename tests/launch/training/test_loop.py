@@ -20,6 +20,7 @@ from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.launch.training.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
+from tests.support.documented import undocumented
 from tests.support.ranks import Layout, drawing
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, save_initial
 
@@ -141,6 +142,7 @@ def test_an_older_metrics_file_is_kept(ranks, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1")) == [None]
     assert len(rows(tmp_path)[0]) > 20
+    assert undocumented(rows(tmp_path)[0]) == []
     (older,) = (tmp_path / "run").glob("metrics-*.jsonl")
     assert older.read_text() == '{"step": 1}\n'
 
