@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from megatron_rc.doctor.__main__ import main
-from megatron_rc.doctor.ranges import RANGES, THRESHOLDS
+from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.report import GRADES, HEALTHY, TOO_LITTLE, UNUSABLE, WRONG, in_words
 from megatron_rc.doctor.rules import BY_NAME, RULES
 from tests.doctor.test_inputs import metrics_of, write_lines
@@ -33,8 +33,6 @@ def test_every_rule_is_a_row_in_its_order():
 def test_every_range_is_a_row():
     for one in RANGES:
         assert cells(f"`{one.fact}`", one.words(), one.source, one.ours or "the same") in PAGE
-    for one in THRESHOLDS:
-        assert cells(one.what, one.recommended, one.ours) in PAGE
 
 
 def test_grades_and_exit_codes():

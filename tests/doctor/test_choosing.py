@@ -1,0 +1,125 @@
+"""docs/choosing.md: its tree is the doctor's, and its numbers are those of the doctor, the study and the benchmarks."""
+
+import json
+import math
+import re
+from statistics import mean
+
+import pytest
+import torch
+
+from megatron_rc import RolloutCorrectionConfig, correct_rollouts
+from megatron_rc.doctor import signs
+from megatron_rc.doctor.advice import UPPER_BOUNDS, choose
+from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.ranges import RANGES, THRESHOLDS
+from megatron_rc.doctor.rule import Verdict
+from megatron_rc.doctor.rules import BY_NAME
+from megatron_rc.doctor.sampled import Sampled
+from tests.settings.test_documents import rows
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+TREE = re.search(r"```mermaid\n(.*?)```", PAGE, flags=re.DOTALL)[1]
+NEAR = {"k3_kl": 0.0019, "log_ratio_p99": 0.1}
+FAR = {"k3_kl": 0.0021, "log_ratio_p99": 0.1}
+
+
+def found(rule):
+    return [Verdict(BY_NAME[rule], "", {})]
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    rollout = -1 - torch.rand(16, 64, generator=generator)
+    old = rollout + 0.1 * torch.randn(16, 64, generator=generator)
+    return Sampled(rollout_log_probs=rollout, old_log_probs=old, response_mask=torch.ones(16, 64, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "facts", "verdicts"),
+    [
+        ("R", FAR, found("shift")),
+        ("I", FAR, found("tails")),
+        ("T", NEAR, []),
+        ("S", {**FAR, "sequence_eff_sample_size": 0.5}, []),
+        ("G", {**FAR, "sequence_eff_sample_size": 0.49}, []),
+    ],
+)
+def test_a_leaf_of_the_tree_is_the_doctors_choice(leaf, facts, verdicts):
+    preset = re.search(rf' {leaf}\["(\w+)', TREE)[1]
+    assert choose(Facts(facts), verdicts, batch()).preset == preset
+    assert f"→ `{preset}`" in PAGE
+
+
+def test_the_tree_has_the_doctors_numbers():
+    assert f"k3 up to {signs.K3:g}" in TREE
+    assert f"first of {UPPER_BOUNDS[0]:g}, {UPPER_BOUNDS[1]:g}, {UPPER_BOUNDS[2]:g} and {UPPER_BOUNDS[3]:g}" in PAGE
+
+
+@pytest.mark.parametrize("one", THRESHOLDS, ids=lambda one: one.what)
+def test_a_threshold_is_a_row(one):
+    assert f"| {one.what} | {one.recommended} | {one.ours} |" in PAGE
+
+
+def test_good_ranges_are_the_doctors():
+    table = rows("docs/choosing.md", "metric | good | else")
+    words = {one.fact: one.words() for one in RANGES}
+    assert len(table) == 5
+    for name, good, _ in table:
+        assert words[name.strip("`")] == good
+
+
+def test_how_long_is_long():
+    """The formula holds for normal log-ratios; ``n`` of the text follows from it."""
+    k3, length = 0.01, 35
+    assert f"n = {math.log(2) / 2:.2f} / k3 tokens: 350 tokens at k3 = 0.001, {length} at {k3}" in PAGE
+    generator = torch.Generator().manual_seed(0)
+    sigma = math.sqrt(2 * k3)
+    log_ratio = sigma * torch.randn(40_000, length, generator=generator, dtype=torch.float64) - k3
+    rollout = torch.full_like(log_ratio, -2.0)
+    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=2.0, rollout_is_apply=False)
+    mask = torch.ones_like(rollout, dtype=torch.bool)
+    metrics = correct_rollouts(rollout + log_ratio, rollout, mask, config).metrics()
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(k3, rel=0.02)
+    assert metrics["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(math.exp(-2 * length * k3), rel=0.02)
+
+
+def test_rewards_are_the_studys():
+    runs = json.loads((ROOT / "docs" / "study.json").read_text(encoding="utf-8"))
+    corrections = {
+        "none": "uncorrected",
+        "`decoupled_token_is`": "token_tis",
+        "`decoupled_geo_rs_token_tis`": "geo_rs_token_tis",
+        "`decoupled_seq_is`": "seq_tis",
+        "`bypass_ppo_clip`": "bypass",
+    }
+    head = "correction | weights rounded to −1, 0, 1 | weights up to 50 steps old | temperature 1 % higher every step"
+    table = rows("docs/choosing.md", head)
+    assert [cells[0] for cells in table] == list(corrections)
+    for correction, *rewards in table:
+        for mismatch, reward in zip(("rounding", "staleness", "temperature"), rewards, strict=True):
+            last = [
+                run["policy"][-1][1]
+                for run in runs
+                if (run["mismatch"], run["correction"]) == (mismatch, corrections[correction])
+            ]
+            assert len(last) == 3
+            assert f"{mean(last):.2f}" == reward
+
+
+def test_costs_are_the_measured_ones():
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| ([a-z, ]+) \| [\d.]+ \| [\d.]+ \| ([\d.]+) % \| ([\d.]+) \|$", text, flags=re.MULTILINE)
+    shares = {name: (share, ratio) for name, share, ratio in table}
+    decoupled = [share for name, (share, _) in shares.items() if name != "bypass"]
+    assert f"{min(decoupled)} % to {max(decoupled)} %" in PAGE
+    assert f"{shares['bypass'][1]} of the time" in PAGE
+    assert f"{shares['decoupled, no weights'][1]} of the time" in PAGE
+
+
+def test_presets_that_are_named_exist():
+    names = set(re.findall(r"\b(?:decoupled|bypass)_[a-z]\w+", PAGE)) - {"bypass_mode"}
+    assert len(names) > 6
+    for name in names:
+        getattr(RolloutCorrectionConfig, name)()
