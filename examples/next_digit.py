@@ -56,7 +56,8 @@ def show(batch: int, metrics: dict[str, float]) -> None:
     """Print a line, on the last rank, which is of the last pipeline stage."""
     if dist.get_rank() == dist.get_world_size() - 1:
         names = ("right", "rollout_corr/kl", "rollout_corr/rollout_is_mean", "loss/total", "grad_norm")
-        sys.stdout.write(f"batch {batch}  " + "  ".join(f"{name} {metrics[name]:.4f}" for name in names) + "\n")
+        found = [f"{name} {metrics[name]:.4f}" for name in names if name in metrics]
+        sys.stdout.write(f"batch {batch}  " + "  ".join(found) + "\n")
 
 
 def draw(weight: torch.Tensor) -> None:
@@ -96,9 +97,20 @@ def layers(config: TransformerConfig) -> Any:
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=LocalNorm)
 
 
+def check(ranks: int, tp: int, pp: int, cp: int) -> None:
+    """Exit with one sentence, on every rank alike, where the tiny model or its batch cannot be split so."""
+    dp, left = divmod(ranks, tp * pp * cp)
+    if left or tp not in (1, 2, 4) or pp not in (1, 2) or cp not in (1, 2, 4, 8) or dp not in (1, 2, 4):
+        sys.exit(
+            f"--tp {tp} --pp {pp} --cp {cp} on {ranks} processes of torchrun: tp may be 1, 2 or 4, pp 1 or 2, "
+            "cp 1, 2, 4 or 8, and --nproc-per-node their product, twice that or four times"
+        )
+
+
 @contextlib.contextmanager
 def megatron(tp: int, pp: int, cp: int) -> Iterator[None]:
     """Megatron's process groups among the processes that torchrun started; without a GPU on CPUs."""
+    check(int(os.environ.get("WORLD_SIZE", 0)), tp, pp, cp)
     with contextlib.ExitStack() as stack:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

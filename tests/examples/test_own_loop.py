@@ -80,6 +80,25 @@ def test_every_layout_gives_the_same_numbers(ranks, alone, layout):
             assert len(found) >= len(wanted) - 1
 
 
+def checked(*given):
+    """What the example says of these numbers; None where it runs."""
+    _, digits, _ = loop_of(Layout())
+    try:
+        return digits.check(*given)
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_split_that_cannot_be_is_one_sentence(ranks):
+    for given in ((8, 2, 2, 2), (4, 4, 1, 1), (4, 1, 1, 1)):
+        assert ranks.run(checked, Layout(), *given) == [None]
+    for given in ((4, 2, 2, 2), (3, 3, 1, 1), (4, 1, 4, 1), (3, 1, 1, 3), (8, 1, 1, 1), (0, 1, 1, 1)):
+        (message,) = ranks.run(checked, Layout(), *given)
+        assert message.startswith(
+            f"--tp {given[1]} --pp {given[2]} --cp {given[3]} on {given[0]} processes of torchrun: tp"
+        )
+
+
 def test_the_loop_needs_nothing_of_the_launcher():
     text = (EXAMPLES / "own_loop.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
