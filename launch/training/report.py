@@ -50,6 +50,7 @@ def _doctor(config: RunConfig) -> Watch | None:
         "policy-loss": str(config.loss.algorithm),
         "rollout-is": str(correction.rollout_is),
         "rollout-is-apply": str(correction.rollout_is_apply).lower(),
+        "grpo-entropy-term-weight": str(config.loss.entropy_coef),
     }
     return Watch(interval, settings, correction.metric_prefix)
 

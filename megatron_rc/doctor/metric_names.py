@@ -16,6 +16,7 @@ OTHER_NAMES = {
     # this project's own, outside the correction
     "rollout/response_length": "response_length",
     "rollout/staleness_mean": "staleness_mean",
+    "policy/entropy": "entropy",
     # slime
     "train_rollout_logprob_abs_diff": "abs_log_ratio",
     "rollout/response_len/mean": "response_length",

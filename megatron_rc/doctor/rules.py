@@ -182,6 +182,18 @@ RULES: tuple[Rule, ...] = (
         "Zheng et al. 2025, Group Sequence Policy Optimization, arXiv 2507.18071",
     ),
     Rule(
+        "entropy_bonus",
+        "an entropy bonus beside small token weights",
+        (("entropy_bonus", "token_weights", "entropy_rise", "rollout_is_applied_mean"),),
+        signs.is_moved_by_entropy,
+        "the settings have an entropy bonus and token weights, whose mean is below 0.9, and over the last ten steps "
+        "the policy's entropy is above 0.3 nats and 1.75 times the lowest that it had over ten steps before",
+        "the policy's entropy is {entropy:.2f} nats a token, {entropy_rise:.1f} times what it had come down to, while "
+        "the mean weight is {rollout_is_applied_mean:.2f}: no weight multiplies the bonus of {entropy_bonus:g}",
+        "set --grpo-entropy-term-weight 0, or lower it as far as the weights are small",
+        f"{OWN}; docs/study.md",
+    ),
+    Rule(
         "threshold_cuts_half",
         "a threshold that cuts half of the batch",
         tuple((name,) for name in signs.CUTS),

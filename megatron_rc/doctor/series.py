@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 
 from megatron_rc.doctor.facts import Facts
 
 WINDOW = 10  # steps that speak for the present
 GROWING = ("response_length", "chi2_seq")  # whose growth over the run is looked at
+KEPT = (*GROWING, "entropy")  # what is looked at over the whole run
 MIN_STEPS = 9  # steps below which nothing grows
 _STALENESS = re.compile(r"staleness_(\d+)_kl")
 
@@ -31,12 +33,24 @@ def facts_of_series(rows: Sequence[Mapping[str, float]], settings: Mapping[str, 
         third = len(values) // 3
         if len(values) >= MIN_STEPS and sum(values[:third]) > 0:
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
-    facts |= _staleness(facts)
+    facts |= _staleness(facts) | _entropy([row["entropy"] for row in rows if "entropy" in row])
     if settings is not None:
         facts["gspo"] = float(settings.get("policy-loss") == "gspo")
         applied = settings.get("rollout-is-apply", "true") == "true"
         facts["sequence_weights"] = float(settings.get("rollout-is") == "sequence" and applied)
+        facts["token_weights"] = float(settings.get("rollout-is") == "token" and applied)
+        with suppress(KeyError, ValueError):
+            facts["entropy_bonus"] = float(settings["grpo-entropy-term-weight"])
     return facts
+
+
+def _entropy(values: Sequence[float]) -> dict[str, float]:
+    """The median of the last steps against the lowest median of as many steps before them."""
+    if len(values) < 3 * WINDOW:
+        return {}
+    *before, last = [median(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
+    lowest = min(before[: 1 - WINDOW])
+    return {"entropy_rise": last / lowest} if lowest > 0 else {}
 
 
 def _staleness(facts: Facts) -> dict[str, float]:

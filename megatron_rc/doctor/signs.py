@@ -114,6 +114,12 @@ def is_growing(facts: Facts) -> bool:
     return grown and facts["chi2_seq"] > 1
 
 
+def is_moved_by_entropy(facts: Facts) -> bool:
+    """Token weights below 1 leave the bonus, which has none, to move the policy: its entropy rises again."""
+    small = facts["token_weights"] == 1 and facts["rollout_is_applied_mean"] < 0.9
+    return small and facts["entropy_bonus"] > 0 and facts["entropy_rise"] > 1.75 and facts["entropy"] > 0.3
+
+
 def is_gspo_by_products(facts: Facts) -> bool:
     """Two ratios of a sequence, one of them a mean."""
     return facts["gspo"] == 1 and facts["sequence_weights"] == 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.doctor.rules import judge
-from megatron_rc.doctor.series import GROWING, WINDOW, facts_of_series
+from megatron_rc.doctor.series import KEPT, WINDOW, facts_of_series
 from megatron_rc.doctor.tables import Row, own_row
 
 
@@ -16,7 +16,8 @@ class Watch:
 
     Args:
         interval: steps between two looks.
-        settings: flags of the run without the dashes in front: ``policy-loss``, ``rollout-is``, ``rollout-is-apply``.
+        settings: flags of the run without the dashes in front: ``policy-loss``, ``rollout-is``,
+            ``rollout-is-apply``, ``grpo-entropy-term-weight``.
         prefix: what stands before the names of the correction's metrics.
     """
 
@@ -54,4 +55,4 @@ class Watch:
         """Of rows behind the window only what may have grown since is kept."""
         if len(self._rows) > WINDOW:
             old = self._rows[-WINDOW - 1]
-            self._rows[-WINDOW - 1] = {name: old[name] for name in GROWING if name in old}
+            self._rows[-WINDOW - 1] = {name: old[name] for name in KEPT if name in old}

@@ -210,8 +210,39 @@ def test_gspo_beside_sequence_weights():
         assert from_rows([metrics], settings | other) == []
 
 
+def entropies(*levels):
+    """Rows of a run whose entropy stays at each of these for 20 steps, with small token weights."""
+    metrics = {"rollout_corr/k3_kl": 1e-4, "rollout_corr/rollout_is_applied_mean": 0.7}
+    return [metrics | {"policy/entropy": level} for level in levels for _ in range(20)]
+
+
+def test_an_entropy_bonus_beside_small_token_weights():
+    settings = {"grpo-entropy-term-weight": "0.04", "rollout-is": "token", "rollout-is-apply": "true"}
+    assert from_rows(entropies(2.0, 0.6, 1.2), settings) == ["entropy_bonus"]
+    for change in (
+        {"grpo-entropy-term-weight": "0.0"},
+        {"grpo-entropy-term-weight": "none"},
+        {"rollout-is": "sequence"},
+        {"rollout-is-apply": "false"},
+    ):
+        assert from_rows(entropies(2.0, 0.6, 1.2), settings | change) == []
+    assert from_rows(entropies(2.0, 0.6, 1.2)) == []
+    for levels in ((2.0, 0.6, 1.0), (1.2, 1.2, 1.2), (2.0, 0.1, 0.25), (0.6,), (2.0, 0.0, 1.2)):
+        assert from_rows(entropies(*levels), settings) == []
+    full = [row | {"rollout_corr/rollout_is_applied_mean": 0.95} for row in entropies(2.0, 0.6, 1.2)]
+    assert from_rows(full, settings) == []
+
+
 def test_every_rule_is_tested_here():
-    own = {"unusable", "growing_length", "long_products", "gspo_with_sequence_weights", "threshold_cuts_half", "veto"}
+    own = {
+        "entropy_bonus",
+        "unusable",
+        "growing_length",
+        "long_products",
+        "gspo_with_sequence_weights",
+        "threshold_cuts_half",
+        "veto",
+    }
     assert own | {name for name, _ in FAULTS.values()} == set(BY_NAME)
 
 

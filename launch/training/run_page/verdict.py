@@ -16,7 +16,11 @@ from megatron_rc.launch.training.shown import AVERAGED
 
 _RC = "rollout_corr/"
 # What the doctor compares with the first steps, and the metric that it is in.
-GROWING = {"response_length": "rollout/response_length", "chi2_seq": f"{_RC}chi2_seq"}
+OVER_THE_RUN = {
+    "response_length": "rollout/response_length",
+    "chi2_seq": f"{_RC}chi2_seq",
+    "entropy": "policy/entropy",
+}
 _LAST = f"mean of the last {AVERAGED} steps"
 # Metric, label, how it is written, and what stands below it.
 _MEANS = (
@@ -75,7 +79,7 @@ def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], s
     begun = min(row["step"] for row in last)
     old = [
         {name: value}
-        for name, full in GROWING.items()
+        for name, full in OVER_THE_RUN.items()
         if full in series
         for step, value in series[full].finite()
         if step < begun

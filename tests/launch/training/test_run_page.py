@@ -6,9 +6,11 @@ import math
 import pytest
 import yaml
 
+from megatron_rc.doctor.series import KEPT
 from megatron_rc.launch import report
 from megatron_rc.launch.training.run_page.page import page_data, write_page
 from megatron_rc.launch.training.run_page.series import MOST, STRETCHES
+from megatron_rc.launch.training.run_page.verdict import OVER_THE_RUN
 from tests.launch.training.test_picture import run
 from tests.replay.test_page import Reader
 
@@ -225,6 +227,10 @@ def test_the_doctor_speaks_of_it(tmp_path, k3, wrong):
     assert ["k3", f"{k3:.3g} nats a token"] in doctor["numbers"]
     if wrong:
         assert "two different policies" in doctor["words"]
+
+
+def test_the_doctor_gets_all_that_it_looks_at_over_a_run():
+    assert set(OVER_THE_RUN) == set(KEPT)
 
 
 def test_metrics_under_another_prefix_are_found(tmp_path):
