@@ -100,6 +100,9 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
             stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", masked))
         if not config.launch.on_cpu:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _rms_norm))
+            if config.latent is not None:
+                functional = torch.nn.functional
+                stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _latent_attention))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if config.experts is not None:
             stack.enter_context(_EvenlyChosen(config.experts.moe_router_topk / config.experts.num_moe_experts))
@@ -180,6 +183,25 @@ class _RmsNorm(torch.autograd.Function):
 
 def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
     found: Tensor = _RmsNorm.apply(hidden, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LatentAttention(torch.autograd.Function):
+    """What a GPU's kernel keeps, where heads of values have another width; on a CPU torch makes all weights then."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def _latent_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    found: Tensor = _LatentAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return found
 
 

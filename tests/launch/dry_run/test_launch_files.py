@@ -27,6 +27,7 @@ RANKS = {
     "llama3_70b_64gpus": 64,
     "qwen3_30b_a3b_32gpus": 32,
     "qwen3_480b_a35b_512gpus": 512,
+    "deepseek_v3_671b_512gpus": 512,
 }
 # Billions of parameters, as they are published.
 SIZES = {
@@ -34,12 +35,14 @@ SIZES = {
     "llama3_70b_64gpus": 70.6,
     "qwen3_30b_a3b_32gpus": 30.5,
     "qwen3_480b_a35b_512gpus": 480.2,
+    "deepseek_v3_671b_512gpus": 671.0,
 }
 FAMILIES = {
     "qwen2_7b_8gpus": "qwen2",
     "llama3_70b_64gpus": "llama",
     "qwen3_30b_a3b_32gpus": "qwen3_moe",
     "qwen3_480b_a35b_512gpus": "qwen3_moe",
+    "deepseek_v3_671b_512gpus": "deepseek_v3",
 }
 
 
@@ -112,6 +115,10 @@ BROKEN = {
     ("qwen3_480b_a35b_512gpus", "--pipeline-model-parallel-size=4"): "--num-layers 62 must be a multiple",
     ("qwen3_480b_a35b_512gpus", "--seq-length=32772"): "--seq-length 32772",
     ("qwen3_480b_a35b_512gpus", "--max-response-length=40000"): "--max-response-length 40000",
+    ("deepseek_v3_671b_512gpus", "--decoder-last-pipeline-num-layers=3"): "--decoder-last-pipeline-num-layers 3",
+    ("deepseek_v3_671b_512gpus", "--moe-layer-freq=[0]*3+[1]*57"): "is of 60 layers, and --num-layers 61",
+    ("deepseek_v3_671b_512gpus", "--no-sequence-parallel"): "needs --sequence-parallel",
+    ("deepseek_v3_671b_512gpus", "--use-rope-scaling"): "--use-rope-scaling does not go with",
 }
 
 

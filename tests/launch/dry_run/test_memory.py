@@ -15,6 +15,10 @@ COMMON = """--cpu --task=count_up --max-response-length=32 --seq-length=64 --voc
 --grpo-prompts-per-step=8 --grpo-group-size=2 --global-batch-size=16 --grpo-iterations=1 --train-iters=8 --lr=1e-4
 --hidden-size=128 --ffn-hidden-size=384 --grpo-kl-beta=0 --rollout-is=token""".split()
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=192 --moe-token-dispatcher-type=alltoall".split()
+LATENT = [word for word in LLAMA if "group" not in word]
+LATENT += """--num-layers=5 --multi-latent-attention --q-lora-rank=48 --kv-lora-rank=32 --qk-head-dim=32
+--qk-pos-emb-head-dim=16 --v-head-dim=24 --qk-layernorm --moe-layer-freq=[0]*2+[1]*3
+--moe-shared-expert-intermediate-size=192 --moe-router-score-function=sigmoid --moe-router-enable-expert-bias""".split()
 RECOMPUTED = "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1".split()
 
 CASES = {
@@ -27,9 +31,11 @@ CASES = {
     "tensor-sequence": (Layout(tp=2, sp=True), LLAMA, []),
     "critic": (Layout(pp=2), LLAMA, ["--advantage-estimator=gae", "--untie-embeddings-and-output-weights"]),
     "context-recomputed": (Layout(cp=2), LLAMA, RECOMPUTED),
+    "latent": (Layout(pp=2, dp=2, ep=2), LATENT, [*EXPERTS, "--decoder-first-pipeline-num-layers=3"]),
+    "latent-small": (Layout(), LATENT, [*EXPERTS, "--hidden-size=256", "--num-attention-heads=8"]),
     "experts-fused": (Layout(dp=2, ep=2), LLAMA, [*EXPERTS, "--fused-linear-log-probs"]),
 }
-IN_SUITE = ("gpt2-reference", "virtual", "experts-fused")
+IN_SUITE = ("gpt2-reference", "virtual", "experts-fused", "latent-small")
 MEASURED = [pytest.param(name, marks=[] if name in IN_SUITE else pytest.mark.long) for name in CASES]
 
 
