@@ -15,7 +15,7 @@ from megatron_rc import __version__  # noqa: E402
 project = "megatron_rc"
 version = release = __version__
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "examples/**.md"]
+include_patterns = ["*.md", "docs/**.md", "examples/**.md", "benchmarks/**.md"]
 exclude_patterns = [".*", "build", "runs", "tests", "sums"]
 extensions = [
     "myst_parser",
