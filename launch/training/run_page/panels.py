@@ -126,7 +126,7 @@ def _labels(panel: Panel, series: Mapping[str, Series]) -> dict[str, str]:
 
 def _left_out(series: Mapping[str, Series], labels: Mapping[str, str]) -> str:
     lost = sum(len(series[name].values) - len(series[name].finite()) for name in labels)
-    return f" {lost} values that are NaN or infinite are not drawn." if lost else ""
+    return f" Not drawn, since NaN or infinite: {lost}." if lost else ""
 
 
 def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str, Any]]:

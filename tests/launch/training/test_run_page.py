@@ -148,7 +148,7 @@ def test_what_is_no_number_is_a_gap_and_is_counted(tmp_path):
     rows[4]["rollout_corr/log_ratio_p50"] = math.nan
     data = shown(made(tmp_path, rows[:4]))
     assert curve(data, "mean reward")["values"] == [0.2, None, None, 0.8]
-    assert data["panels"][0]["note"].endswith(" 2 values that are NaN or infinite are not drawn.")
+    assert data["panels"][0]["note"].endswith(" Not drawn, since NaN or infinite: 2.")
     assert "0.2 → 0.5" in [tile["value"] for tile in data["tiles"]]
     assert shown(made(tmp_path, rows))["histograms"] == []
 
