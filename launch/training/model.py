@@ -84,11 +84,12 @@ def host_copy(config: RunConfig, chunks: Sequence[GPTModel]) -> list[GPTModel]:
 def wrap_chunks(config: RunConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
     """The chunks under Megatron's DDP."""
     transformer = chunks[0].config
+    # The bias of experts stays in float32, as Megatron's router makes it in its first pass, with all its bits.
+    exact = [{name: buffer.data for name, buffer in kept_buffers(chunk).items()} for chunk in chunks]
     modules = [Float16Module(transformer, chunk) for chunk in chunks] if config.dtype.itemsize == 2 else chunks
-    for chunk in chunks:
-        for buffer in kept_buffers(chunk).values():
-            # The bias of experts: Megatron's router would make it so in its first pass, when weights are loaded.
-            buffer.data = buffer.data.float()
+    for chunk, values in zip(chunks, exact, strict=True):
+        for name, buffer in kept_buffers(chunk).items():
+            buffer.data = values[name]
     ddp_config = build_ddp_config(config)
     model = [
         DistributedDataParallel(transformer, ddp_config, module, disable_bucketing=index > 0)
