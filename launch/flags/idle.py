@@ -140,7 +140,7 @@ def _idle_advantages(args: argparse.Namespace) -> Iterator[_Idle]:
     for name, users in {
         "gamma": ("reinforce-pp", "gae"),
         "gae_lambda": ("gae",),
-        "advantage_scope": ("grpo", "grpo-no-std", "rloo", "reinforce-pp", "reinforce-pp-baseline", "gae"),
+        "advantage_scope": ("grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp", "reinforce-pp-baseline", "gae"),
     }.items():
         if estimator not in users:
             why = f"with --advantage-estimator {estimator}: drop it, or use {' or '.join(users)}"

@@ -13,7 +13,7 @@ class AdvantageSection:
     """The estimator, what its baselines are made of, and what is done to rewards before it sees them."""
 
     advantage_estimator: Literal[
-        "grpo", "grpo-no-std", "rloo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"
+        "grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"
     ] = option("from rewards to advantages; docs/advantages.md", default="grpo")
     gamma: float = option(
         "discount of later rewards, with --advantage-estimator reinforce-pp or gae", default=1.0, not_negative=True

@@ -104,7 +104,8 @@ class Advantages:
             rewards = rewards.double() - self.wanted.kl_in_reward * self._by_row(scores, kl)
         if accepted is not None:
             kept &= self._by_row(scores, accepted) > 0
-        return group_advantages(rewards, scores.batch.group_ids, estimator=name, kept=kept)
+        lengths = scores.batch.response_mask.sum(1)
+        return group_advantages(rewards, scores.batch.group_ids, estimator=name, lengths=lengths, kept=kept)
 
     def _of_tokens(self, scores: Scores, kl: Tensor | None, accepted: Tensor | None) -> TokenAdvantages:
         """Like the tokens, not whitened yet."""

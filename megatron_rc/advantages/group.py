@@ -31,6 +31,7 @@ GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": _grpo,
     "grpo-no-std": _grpo_no_std,
     "rloo": _rloo,
+    "opo": _grpo_no_std,  # over another mean
 }
 
 
@@ -39,6 +40,7 @@ def group_advantages(
     group_ids: Tensor,
     *,
     estimator: str = "grpo",
+    lengths: Tensor | None = None,
     kept: Tensor | None = None,
     num_groups: int | None = None,
     groups: ParallelGroups | None = None,
@@ -49,6 +51,7 @@ def group_advantages(
     ``grpo`` (x - mean) / (std + 1e-6)     Shao et al. 2024, "DeepSeekMath"
     ``grpo-no-std`` x - mean               Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
     ``rloo`` x - mean of the other ones    Ahmadian et al. 2024, "Back to Basics"
+    ``opo`` x - mean weighted by lengths   Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline"
     A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken. Where one alone of several
     is kept, it has 0.
 
@@ -56,6 +59,7 @@ def group_advantages(
         rewards: [n], one for each response; summed in float64.
         group_ids: [n] int64, equal for the responses to one prompt.
         estimator: see above.
+        lengths: [n], tokens of each response that count; ``opo`` needs it, the others have no use for it.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
         num_groups: number of prompts of the whole batch, where the responses to one lie on several data-parallel ranks;
             ids lie below it. Default: all responses to a prompt lie on this rank.
@@ -64,11 +68,11 @@ def group_advantages(
     Returns:
         [n], float64; equal on the ranks of ``groups.cp``.
 
-    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups, 3] and [num_groups] doubles; else none.
+    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups, 4] and [num_groups] doubles; else none.
     Gradient: none.
 
     Raises:
-        ValueError: the estimator is unknown, or shapes or dtypes are wrong.
+        ValueError: the estimator is unknown or lacks the lengths, or shapes or dtypes are wrong.
     """
     if estimator not in GROUP_ESTIMATORS:
         raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
@@ -80,17 +84,32 @@ def group_advantages(
         raise ValueError(
             f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
         )
+    weights = _weights(rewards, estimator, lengths)
     group, number = group_ids, num_groups
     if num_groups is None:
         known, group = group_ids.unique(return_inverse=True)
         number, groups = len(known), None
     add = _Totals(group, int(number or 0), groups)
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
-    count, size, total = add(ones, torch.where(kept, ones, 0), torch.where(kept, rewards, 0))
-    centred = rewards - torch.where(count > 1, total / size.clamp(min=1), 0)[group]
+    count, size, weight, total = add(ones, *(torch.where(kept, each, 0) for each in (ones, weights, weights * rewards)))
+    centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
     (squares,) = add(torch.where(kept, centred.square(), 0))
     variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)
     return torch.where(kept, GROUP_ESTIMATORS[estimator](centred, variance[group], size[group]), 0)
+
+
+def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
+    """How much each reward counts in the mean, [n] float64."""
+    if estimator != "opo":
+        return torch.ones_like(rewards, dtype=torch.float64)
+    if lengths is None:
+        raise ValueError("estimator='opo' weights rewards by the lengths of responses: give lengths")
+    if lengths.shape != rewards.shape or lengths.dtype == torch.bool:
+        raise ValueError(
+            f"lengths is {lengths.dtype} {tuple(lengths.shape)}: expected a number of tokens for each of "
+            f"{len(rewards)} sequences"
+        )
+    return lengths.double()
 
 
 class _Totals:

@@ -15,8 +15,8 @@ from tests.support import advantages_oracle as oracle
 from tests.support.ranks import Layout
 
 RTOL, ATOL = 1e-6, 1e-8
-# verl's names of what is not here; its rloo_vectorized differs for a prompt with one response, which gets 0.
-LEFT_OUT = {"opo", "gpg", "grpo_passk", "rloo_vectorized"}
+# verl's name of what is not here: it needs the two highest rewards of a prompt, which are no sums over ranks.
+LEFT_OUT = {"grpo_passk"}
 GOLDEN = {case["id"]: case for case in cases("advantages") if case["estimator"] not in LEFT_OUT}
 # How the tokens of one data-parallel rank lie on its context-parallel ones.
 CUTS = [("padded", "zigzag"), ("padded", "contiguous"), ("packed", "zigzag"), ("packed", "contiguous")]
@@ -44,12 +44,26 @@ def estimate(case, arrays, layout=None, groups=None, num_groups=None):
         return found.advantages, found.returns
     layout = layout or SequenceLayout.padded(*mask.shape)
     scores = all_sum(layout.sum_sequences(rewards), groups)
-    name = "rloo" if estimator == "rloo" else "grpo"
+    name = {"rloo_vectorized": "rloo", "gpg": "grpo-no-std"}.get(estimator, estimator)
     if estimator.endswith("baseline") or not config.get("norm_adv_by_std_in_grpo", True):
         name = "grpo-no-std"
-    each = group_advantages(scores, arrays["index"], estimator=name, num_groups=num_groups, groups=groups)
+    lengths = all_sum(layout.sum_sequences(mask.double()), groups)
+    where_groups = {"num_groups": num_groups, "groups": groups}
+    each = group_advantages(scores, arrays["index"], estimator=name, lengths=lengths, **where_groups)
+    each = as_verl(each, case, scores, arrays["index"])
     per_token = torch.where(mask, layout.expand(each), 0)
     return (whiten(per_token, mask, **where) if estimator.endswith("baseline") else per_token), None
+
+
+def as_verl(each, case, scores, index):
+    """[n] rloo or grpo-no-std to verl's numbers where these are others."""
+    whole = arrays_of(case)
+    if case["estimator"] == "rloo_vectorized":  # 0 for the only response to a prompt
+        return torch.where(torch.bincount(whole["index"])[index] > 1, each, 0)
+    if case["estimator"] == "gpg":  # one factor for the batch: rows over those whose reward is not 0
+        rewards = torch.where(whole["response_mask"], whole["rewards"], 0).sum(1)
+        return each * len(rewards) / rewards.count_nonzero() / case["config"]["f_norm"]
+    return each
 
 
 def all_sum(values, groups):
@@ -80,6 +94,9 @@ def test_golden_cases_that_are_compared():
         "gae": 5,
         "grpo": 5,
         "rloo": 3,
+        "rloo_vectorized": 1,
+        "opo": 3,
+        "gpg": 2,
         "reinforce_plus_plus": 3,
         "reinforce_plus_plus_baseline": 3,
         "remax": 3,
@@ -267,22 +284,23 @@ def test_collectives_do_not_grow_with_the_tokens(ranks):
         assert found["gae"] == [(False, 2, sequences * chunks * 2)]
         assert found["whiten"] == [(False, 4, 2), (False, 4, 1)]
         assert found["outcome"] == [(True, 2, sequences)]
-        assert found["group"] == [(False, 4, 4 * 3), (False, 4, 4)]
+        assert found["group"] == [(False, 4, 4 * 4), (False, 4, 4)]
         assert found["local group"] == []
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "grpo-no-std", "rloo"])
+@pytest.mark.parametrize("estimator", ["grpo", "grpo-no-std", "rloo", "opo"])
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_of_kept_responses(estimator, seed):
     generator = torch.Generator().manual_seed(seed)
     rewards, ids = torch.randn(20, generator=generator), torch.randint(0, 8, (20,), generator=generator)
     kept = torch.rand(20, generator=generator) < 0.6
+    lengths = torch.randint(0, 9, (20,), generator=generator)
     for mask in (kept, None):
-        got = group_advantages(rewards, ids, estimator=estimator, kept=mask)
+        got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, kept=mask)
         counted = [True] * 20 if mask is None else mask.tolist()
-        want = oracle.group(estimator, rewards.double().tolist(), ids.tolist(), counted)
+        want = oracle.group(estimator, rewards.double().tolist(), ids.tolist(), counted, lengths.tolist())
         torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-        numbered = group_advantages(rewards, ids, estimator=estimator, kept=mask, num_groups=9)
+        numbered = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, kept=mask, num_groups=9)
         assert torch.equal(numbered, got)
 
 
@@ -340,7 +358,19 @@ TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
         (lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=MASK[0]), "for each of 2 sequences"),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
-            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo",
+            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, opo",
+        ),
+        (
+            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo"),
+            "estimator='opo' weights rewards by the lengths of responses: give lengths",
+        ),
+        (
+            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo", lengths=torch.ones(3)),
+            r"lengths is torch.float32 \(3,\): expected a number of tokens for each of 2 sequences",
+        ),
+        (
+            lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo", lengths=MASK[0, :2]),
+            "lengths is torch.bool",
         ),
     ],
 )

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 Rows = Sequence[Sequence[float]]
 
 
-def group(estimator: str, rewards: Sequence[float], ids: Sequence[int], kept: Sequence[bool]) -> list[float]:
+def group(
+    estimator: str,
+    rewards: Sequence[float],
+    ids: Sequence[int],
+    kept: Sequence[bool],
+    lengths: Sequence[int],
+) -> list[float]:
     """One for each response, from the kept ones of its prompt."""
     found = []
     for mine, prompt, is_kept in zip(rewards, ids, kept, strict=True):
@@ -24,8 +30,17 @@ def group(estimator: str, rewards: Sequence[float], ids: Sequence[int], kept: Se
         others = 0.0 if alone else mine
         if not alone and len(rest) > 1:
             others = (math.fsum(rest) - mine) / (len(rest) - 1)
+        tokens = [(length, one) for length, other, one in zip(lengths, ids, kept, strict=True) if other == prompt]
+        weighted = math.fsum(length * reward for (length, one), reward in zip(tokens, everyone, strict=True) if one)
+        total = sum(length for length, one in tokens if one)
+        optimal = 0.0 if alone or total == 0 else weighted / total
         found.append(
-            {"grpo": (mine - mean) / (std + 1e-6), "grpo-no-std": mine - mean, "rloo": mine - others}[estimator]
+            {
+                "grpo": (mine - mean) / (std + 1e-6),
+                "grpo-no-std": mine - mean,
+                "rloo": mine - others,
+                "opo": mine - optimal,
+            }[estimator]
         )
     return found
 

@@ -20,7 +20,7 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch, run_config, train_recorded
 
 GAMMA, LAMBDA, COEFFICIENT = 0.9, 0.8, 0.3
-ESTIMATORS = ("grpo", "grpo-no-std", "rloo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+ESTIMATORS = ("grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
 
 
 def tables():
@@ -47,9 +47,10 @@ def reference(estimator, kl, scope):
     rewards, ids = batch.rewards.double(), batch.group_ids.tolist()
     kept = accepted.any(1) if scope == "accepted" else torch.ones(SEQUENCES, dtype=torch.bool)
     counted = (mask & accepted if scope == "accepted" else mask).tolist()
-    if estimator in ("grpo", "grpo-no-std", "rloo", "reinforce-pp-baseline"):
+    if estimator in ("grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp-baseline"):
         name = "grpo-no-std" if estimator == "reinforce-pp-baseline" else estimator
-        each = torch.tensor(oracle.group(name, (rewards - off.sum(1)).tolist(), ids, kept.tolist()))
+        lengths = batch.response_mask.sum(1).tolist()
+        each = torch.tensor(oracle.group(name, (rewards - off.sum(1)).tolist(), ids, kept.tolist(), lengths))
         whole = each.double().unsqueeze(1).expand(mask.shape)
         return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
     tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
