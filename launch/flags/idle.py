@@ -45,8 +45,7 @@ def check_idle(args: argparse.Namespace, loss: PolicyLossConfig) -> None:
     """
     for idle in _idle(args, loss):
         if idle.name in args.typed:
-            value = _shown(args.command_line, idle.name)
-            raise ConfigurationError(f"{flag(idle.name)} {value} does nothing {idle.why}")
+            raise ConfigurationError(f"{_as_typed(args.command_line, idle.name)} does nothing {idle.why}")
         if idle.name in args.in_launch_file and args.typed.isdisjoint(idle.because_of):
             value = _shown(args.launch_file, idle.name)
             key = flag(idle.name).removeprefix("--")
@@ -58,8 +57,18 @@ def idle_names(args: argparse.Namespace, loss: PolicyLossConfig) -> set[str]:
     return {idle.name for idle in _idle(args, loss)}
 
 
+def _as_typed(given: argparse.Namespace, name: str) -> str:
+    """The flag with its value; a switch has none."""
+    value = getattr(given, name)
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {_shown(given, name)}"
+
+
 def _shown(given: argparse.Namespace, name: str) -> str:
     value = getattr(given, name)
+    if isinstance(value, bool):
+        return str(value).lower()
     return " ".join(value) if isinstance(value, list) else str(value)
 
 

@@ -47,6 +47,8 @@ def _check_architecture(config: RunConfig, folder: str) -> None:
         if name in _NAMES_ALONE or name not in flag_options():
             continue
         kind, value = flag_options()[name][1].kind, config.value_of(name)
+        if kind is bool:
+            value = bool(value)  # None where the section of the switch is absent
         if value != (word == "true" if kind is bool else kind(word)):
             raise ConfigurationError(
                 f"--ref-load-hf {folder} is a model with --{name} {word}, and the policy has {value}: the reference "

@@ -114,6 +114,8 @@ def differences(config: RunConfig, folder: Path, among: Collection[str] | None =
     ``among``: the fields that are looked at; None: all that shape it.
     """
     kept = settings_beside(folder)
+    if not kept:
+        return ""
     for name, kind, _ in sections_of(RunConfig):
         section, before = getattr(config, name), kept.get(name)
         if name not in _SHAPE or (section is None and before is None):

@@ -50,8 +50,7 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     if found is None:
         raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
     where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
-    other = differences(config, folder, FUNCTION)
-    agree(config, f"{where} is of another architecture than the policy ({other}): name another" if other else None)
+    _agree_on_function(where, folder, config)
     state = model_state(chunks)
     asked = {name: set(part) for name, part in state.items()}
     with _failing_together(where, folder, config):
@@ -60,6 +59,13 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     agree(config, _unasked(where, asked, loaded))
     with _failing_together(where, folder, config):
         load_model(chunks, loaded)
+
+
+def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:
+    """Refuse, on every rank, weights that would fit and mean something else."""
+    other = differences(config, folder, FUNCTION)
+    said = f"{where} is of another architecture than the policy ({other}): give the same, or name another folder"
+    agree(config, said if other else None)
 
 
 def load_checkpoint(
@@ -88,6 +94,7 @@ def load_checkpoint(
     if found is None:
         return 0
     where, folder = f"--load {load}: checkpoint {found}", iteration_folder(load, found)
+    _agree_on_function(where, folder, config)
     with_optimizer = not files.finetune and not files.no_load_optim
     with_reference = reference is not None and not files.finetune
     state = model_state(model)

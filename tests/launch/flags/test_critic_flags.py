@@ -33,7 +33,8 @@ def test_where_the_loss_corrects_nothing_is_left_for_the_critic(tmp_path):
     [
         (["--critic-lr=0.1"], "--critic-lr 0.1 does nothing without a critic: give --advantage-estimator gae"),
         (["--value-clip=0.1"], "--value-clip 0.1 does nothing without a critic"),
-        (["--critic-offload"], "--critic-offload True does nothing without a critic"),
+        (["--critic-offload"], "--critic-offload does nothing without a critic"),
+        (["--no-critic-offload"], "--no-critic-offload does nothing without a critic"),
         (["--num-critic-only-steps=2"], "--num-critic-only-steps 2 does nothing without a critic"),
         ([GAE, "--value-clip=0"], "--value-clip 0.0 must be positive"),
         ([GAE, "--critic-lr=nan"], "--critic-lr nan must be positive"),

@@ -159,6 +159,15 @@ def test_first_the_critic_learns_alone(ranks, tmp_path):
     assert {"loss/total", "loss/critic", "critic/lr", "critic/grad_norm", "grad_norm"} <= together[2].keys()
 
 
+@pytest.mark.parametrize("values", ["none", "mask"])
+def test_where_all_is_rejected_the_critic_steps_unless_its_loss_is_masked_too(ranks, tmp_path, values):
+    words = flags(tmp_path, *PPO, "--rollout-rs=token_k1", "--rollout-rs-threshold=0.99999_1.00001")
+    words += [f"--correct-values={values}", "--grpo-iterations=1"]
+    (policy_stays, critic_stays, _), _ = ranks.run(critic_only, Layout(), words)[0]
+    assert policy_stays
+    assert critic_stays == (values == "mask")
+
+
 def start_elsewhere(words, folder):
     """A critic that starts from the directory of another policy: its layers, and whether they are that policy's."""
     from safetensors.torch import save_file

@@ -138,8 +138,11 @@ def refused(words):
 def test_a_checkpoint_whose_weights_fit_another_function_is_refused(ranks, tmp_path, more, message):
     words = flags(tmp_path, *KL)
     ranks.run(save_initial, Layout(), [*words, f"--save={tmp_path}/save"])
-    (said,) = ranks.run(refused, Layout(), [*words, more, f"--ref-load={tmp_path}/save"])
-    assert "checkpoint 0 is of another architecture than the policy (" + message in said
+    for load in (["--ref-load"], ["--load"], ["--finetune", "--load"]):
+        words_of_load = [*load[:-1], f"{load[-1]}={tmp_path}/save"]
+        (said,) = ranks.run(refused, Layout(), [*words, more, *words_of_load])
+        assert f"{load[-1]} {tmp_path}/save: checkpoint 0 is of another architecture than" in said
+        assert "the policy (" + message in said
 
 
 def bytes_while_it_is_compared(words):
