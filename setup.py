@@ -86,7 +86,7 @@ setup(
             "wandb",
         ],
         "coverage": ["coverage"],
-        "docs": ["furo", "myst-parser", "sphinx", "sphinx-mathjax-offline", "sphinxcontrib-mermaid"],
+        "docs": ["furo", "myst-parser", "sphinx", "sphinx-mathjax-offline"],
         "dev": ["mypy", "ruff", "types-PyYAML"],
     },
 )

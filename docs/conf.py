@@ -15,7 +15,7 @@ from megatron_rc import __version__  # noqa: E402
 project = "megatron_rc"
 version = release = __version__
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "examples/**.md", "benchmarks/**.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "examples/**.md", "benchmarks/**.md"]
 exclude_patterns = [".*", "build", "runs", "tests", "sums"]
 extensions = [
     "myst_parser",
@@ -23,13 +23,11 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx-mathjax-offline",
-    "sphinxcontrib.mermaid",
 ]
 
 # As GitHub reads the same files.
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
-myst_fence_as_directive = ["mermaid"]
 
 # Docstrings are in Google's style; types stand in the signature, one argument a line.
 napoleon_numpy_docstring = False
