@@ -143,22 +143,7 @@ def test_python_blocks_are_run():
 
 COMMANDS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "sh", "bash")]
 # Commands that are no project's of ours.
-FOREIGN = {
-    ".",
-    "apt-get",
-    "cd",
-    "export",
-    "git",
-    "pip",
-    "sbatch",
-    "vllm",
-    "open",
-    "tensorboard",
-    "wandb",
-    "cp",
-    "ls",
-    "python3",
-}
+FOREIGN = {".", "apt-get", "cd", "git", "sbatch", "tensorboard", "vllm", "wandb"}
 
 
 def commands(block):
@@ -217,6 +202,31 @@ def test_commands_exist(name, block):
 )
 def test_commands_that_do_not_exist_are_found(line):
     assert [words for words in commands(f"A=1 {line}  # why\n") if wrong(words)]
+
+
+# Pages that name other programs' flags, or those of tests/gpu and benchmarks; and such flags on other pages.
+OF_OTHERS = ("benchmarks/RESULTS.md", "docs/adaptors.md", "docs/gpu.md", "docs/migrating.md")
+OTHERS = {"custom-tis-function-path", "data-path", "no-enable-chunked-prefill"}
+
+
+def unknown_flags(text):
+    """Flags between backticks that no parser has; a whole command is none."""
+    known = {name.replace("_", "-") for parser in (build_parser(), torchrun_parser()) for name in long_options(parser)}
+    helps = "".join(helped(f"megatron_rc.{command}") for command in pages.COMMANDS)
+    for quoted in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        if quoted.split()[0] not in ("python", "torchrun", "vllm"):
+            for name in re.findall(r"(?<![\w-])--([\w-]+)(?![\w*-])", quoted):
+                if name.replace("_", "-") not in known | OTHERS and f"--{name}" not in helps:
+                    yield name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_OTHERS])
+def test_flags_between_backticks_exist(name):
+    assert not list(unknown_flags(text_of(ROOT / name)))
+
+
+def test_flags_that_do_not_exist_are_found():
+    assert list(unknown_flags("`--lr`, `--rdzv-*`, `--preset`, `--learning-rate 1`")) == ["learning-rate"]
 
 
 SETTINGS = [(name, block) for name, path in zip(NAMES, DOCUMENTS, strict=True) for block in blocks(path, "yaml")]
