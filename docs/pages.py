@@ -1,7 +1,8 @@
 """What the site has beside what its Markdown files say: it is read from the code when ``make docs`` builds.
 
-Three pages have a comment ``<!-- made by ... -->`` in the place of a list that would be out of date as soon as it was
-written. On GitHub such a page says where else the list can be read.
+Two pages have a comment ``<!-- made by ... -->`` in the place of a list that would be out of date as soon as it was
+written. On GitHub such a page says where else the list can be read. Each name of docs/api.md becomes its docstring, and
+the tables of docs/index.md the table of contents.
 """
 
 from __future__ import annotations

@@ -134,13 +134,11 @@ def sources():
 
 
 def missing_paths(document):
-    """Links, and paths between backticks that begin with a folder of ours or are the name of a module alone."""
+    """Paths between backticks that begin with a folder of ours or are the name of a module alone."""
     text = document.read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
     quoted = re.findall(r"`([\w./-]+)`", text)
     paths = [path for path in quoted if path.partition("/")[0] in FOLDERS and "/" in path]
     names = [path for path in quoted if re.fullmatch(r"\w+\.(py|md)", path)]
-    yield from (link for link in links if not (document.parent / link).exists())
     yield from (path for path in paths if not (ROOT / path).exists())
     yield from (name for name in names if name not in sources() and not (ROOT / name).exists())
 
