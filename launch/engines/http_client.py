@@ -155,8 +155,9 @@ class HttpClient:
         """
 
         async def wait() -> str:
-            problem, deadline = "no attempt", time.monotonic() + seconds
+            problem = ""
             async with self._connections(1) as connections:
+                deadline = time.monotonic() + seconds
                 while True:
                     try:
                         with anyio.fail_after(max(self.retries.first_wait, deadline - time.monotonic())):
@@ -165,7 +166,8 @@ class HttpClient:
                             return ""
                         problem = answer.problem
                     except TimeoutError:
-                        problem = "silence"
+                        # The end of all attempts, which may have come too soon for this one: what was known stays.
+                        return f"{problem}, then silence" if problem else "silence"
                     except HttpStatusError as error:
                         problem = str(error)
                     if time.monotonic() >= deadline:

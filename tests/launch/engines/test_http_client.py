@@ -188,6 +188,12 @@ def test_a_server_that_is_not_there(kind, tmp_path):
         sample(engine)
 
 
+def test_a_server_that_falls_silent_is_told_with_what_it_answered_before(server):
+    server.faults["/health"] = [(503, b"loading"), 1.0]
+    with pytest.raises(EngineError, match=r"tried for 0.2 s: status 503: loading, then silence\): start it"):
+        HttpClient(server.url, retries=QUICK).wait_until_ready("/health", 0.2)
+
+
 def test_a_server_that_dies_is_retried_then_named(tmp_path):
     with running() as server:
         engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
