@@ -24,12 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import manifest
-from megatron_rc.launch.training.checkpoints.megatron_writes import saying_why
+from megatron_rc.launch.training.checkpoints.megatron_writes import failures_of_workers
 from megatron_rc.parallel.collectives import all_reduce_max
+
+JOIN_SECONDS = 5.0
 
 
 class ForkedResults:
@@ -39,7 +40,9 @@ class ForkedResults:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed when it is read
 
     def put(self, value: object) -> None:
-        """In the forked process, which shares the file."""
+        """In the forked process, which shares the file; what was put before is gone."""
+        self.file.seek(0)
+        self.file.truncate()
         pickle.dump(value, self.file)
         self.file.flush()
 
@@ -65,11 +68,12 @@ class BackgroundWrite:
         iteration: optimizer steps made.
         folder: where it is written.
         request: Megatron's, which says what to write and how to end.
+        results: where Megatron puts what became of it.
     """
 
-    def __init__(self, config: RunConfig, iteration: int, folder: Path, request: Any) -> None:
+    def __init__(self, config: RunConfig, iteration: int, folder: Path, request: Any, results: ForkedResults) -> None:
         self.config, self.iteration, self.folder, self.request = config, iteration, folder, request
-        self.process = _started(request)
+        self.process = _started(request, results)
         self.thread: threading.Thread | None = None
         self.digests: dict[str, dict[str, Any]] = {}
         self.error: OSError | None = None
@@ -119,7 +123,7 @@ def asynchronous(state: dict[str, Any], folder: Path) -> Any:
     return dist_checkpointing.save(state, str(folder), async_sharded_save=True, **more)
 
 
-def _started(request: Any) -> ForkProcess | None:
+def _started(request: Any, results: ForkedResults) -> ForkProcess | None:
     """A process that holds the tensors as they are now, since memory is copied where either side writes."""
     if request.async_fn is None:
         return None
@@ -128,21 +132,31 @@ def _started(request: Any) -> ForkProcess | None:
         # From the GPU to the host.
         args[1] = request.preload_fn()
     process = multiprocessing.get_context("fork").Process(
-        target=write_with_workers, args=(request.async_fn, args, dict(request.async_fn_kwargs))
+        target=write_with_workers, args=(request.async_fn, args, dict(request.async_fn_kwargs), results)
     )
     process.start()
     return process
 
 
-def write_with_workers(write: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any]) -> None:
+def write_with_workers(
+    write: Callable[..., object], args: Sequence[Any], named: Mapping[str, Any], results: ForkedResults
+) -> None:
     """Megatron's writing, in a process of its own, which ends as the first of its workers that a signal ends.
 
     Megatron waits for all of them to count themselves off, also for one that the kernel killed where memory ran out.
     """
     signal.signal(signal.SIGCHLD, _end_with_a_killed_worker)
-    # Nobody asks for it after this process has ended; what Megatron writes a tensor with.
-    filesystem_async._write_item = saying_why(filesystem_async._write_item)
-    write(*args, **named)
+    with failures_of_workers() as failures:
+        try:
+            write(*args, **named)
+        except AssertionError:
+            # What Megatron raises for a thread that failed, while that one ends.
+            for thread in set(threading.enumerate()) - {threading.main_thread()}:
+                thread.join(JOIN_SECONDS)
+            if not failures:
+                raise
+    if failures:
+        results.put(failures[0])
 
 
 def _end_with_a_killed_worker(*_: object) -> None:

@@ -80,7 +80,31 @@ def _no_false_alarm() -> Iterator[None]:
         logger.removeFilter(wanted)
 
 
-def saying_why(write: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def failures_of_workers() -> Iterator[list[Exception]]:
+    """Why what writes inside, in this process, could not; and errors of the disk where PyTorch would hide them.
+
+    Megatron-core 0.16 writes in processes and passes their errors on; since 0.17 in threads, of whose errors it tells
+    the type alone.
+    """
+    writer, failures = filesystem_async.FileSystemWriterAsync, list[Exception]()
+    write_file = writer.write_preloaded_data
+
+    @functools.wraps(write_file)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = write_file(*args, **kwargs)
+        if result is not None and isinstance(result[1], Exception):
+            failures.append(result[1])
+        return result
+
+    with (
+        mock.patch.object(writer, "write_preloaded_data", staticmethod(noted)),
+        mock.patch.object(filesystem_async, "_write_item", _saying_why(filesystem_async._write_item)),
+    ):
+        yield failures
+
+
+def _saying_why(write: Callable[..., Any]) -> Callable[..., Any]:
     """A function that writes with ``torch.save``, whose error is the file system's where that failed.
 
     PyTorch ends its archive while the error is on its way, and raises another one of what it then finds.

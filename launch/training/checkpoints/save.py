@@ -125,9 +125,10 @@ class CheckpointWriter:
         folder = folders.partial_folder(save, iteration)
         _on_rank_0(config, lambda: folders.begin(save, iteration))
         _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
-        with agreed_failures(config), results_in(ForkedResults()):
+        results = ForkedResults()
+        with agreed_failures(config), results_in(results):
             # Within: where one rank cannot fork, the others end what they have begun.
-            self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder))
+            self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder), results)
 
     def _go_on(self, pending: BackgroundWrite, *, wait: bool) -> None:
         """The next step of what is under way, if all ranks are ready for it."""
