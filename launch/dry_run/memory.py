@@ -299,7 +299,7 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         parameters=parameters,
         weights=weights,
         gradients=parameters * _gradient_bytes(config),
-        optimizer=_optimizer_bytes(config, chunks),
+        optimizer=_policy_optimizer_bytes(config, chunks, dynamic),
         # In host memory: the device holds it in the place of the policy.
         reference=weights if config.needs_reference and config.launch.on_cpu else 0,
         critic=_critic_bytes(config, chunks, dynamic, logits),
@@ -312,6 +312,12 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
 
 def _gradient_bytes(config: RunConfig) -> int:
     return 4 if config.megatron.given.get("grad_reduce_in_fp32", True) else config.dtype.itemsize
+
+
+def _policy_optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int) -> int:
+    """What it adds to the peak; with ``--optimizer-offload`` it is there when the activations are gone."""
+    found, is_away = _optimizer_bytes(config, chunks), config.training.optimizer_offload and not config.launch.on_cpu
+    return max(0, found - dynamic) if is_away else found
 
 
 def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int, logits: int) -> int:

@@ -87,6 +87,9 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
         yield _Idle("rope_scaling_factor", why, ("use_rope_scaling",))
     if not args.save_rollouts:
         yield _Idle("save_log_probs", "without --save-rollouts DIR: give both, or neither", ("load_rollouts",))
+    if args.optimizer == "sgd" and not (args.sgd_momentum or args.bf16 or args.fp16):
+        why = "with --optimizer sgd, --sgd-momentum 0 and float32, which keep no state: drop it"
+        yield _Idle("optimizer_offload", why, ("optimizer", "sgd_momentum"))
     if args.lr_decay_style != "WSD":
         why = f"with --lr-decay-style {args.lr_decay_style}: use WSD, or drop it"
         yield _Idle("lr_wsd_decay_style", why, ("lr_decay_style",))

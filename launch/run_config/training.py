@@ -66,6 +66,9 @@ class TrainingSection:
 
     seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True, positive=True)
     micro_batch_size: int = option("sequences of one forward-backward", default=1, positive=True)
+    optimizer_offload: bool = option(
+        "keep the policy's moments and float32 weights in host memory between optimizer steps", default=False
+    )
     global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True, positive=True)
     train_iters: int = option(
         "optimizer steps in all, those before a checkpoint included", required=True, positive=True

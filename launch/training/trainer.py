@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from megatron_rc.launch.training.critic import Critic, PreparedValues
 from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import build_chunks
+from megatron_rc.launch.training.offload import Offload, tensors_of_optimizer
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.training.rewards import RewardScaler
@@ -105,7 +107,9 @@ class Trainer(TrainedModel):
         self.iteration, self.left_out, self._scored_at = 0, LeftOut(), -1
         self.keeps_log_probs, self.kept_log_probs = False, list[Tensor]()
         self.critic = Critic(config, groups, self.passes) if config.critic else None
-        with self._critic_here():
+        model, optimizer = self.model, self.optimizer
+        self._offload = Offload(lambda: tensors_of_optimizer(optimizer, model))
+        with self._all_here():
             if self.critic is not None:
                 self.critic.start_from(chunks)
             if config.checkpoints.load:
@@ -117,13 +121,24 @@ class Trainer(TrainedModel):
         """Write a checkpoint to ``--save``, or with ``--async-save`` begin to; ``writer`` knows how it goes on."""
         self.gather_weights()
         # What goes on in the background has copies of its own.
-        with self._critic_here():
+        with self._all_here():
             if self.critic is not None:
                 self.critic.gather_weights()
             self.writer.save(self.iteration, *self._kept)
 
-    def _critic_here(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.critic is None else self.critic.here()
+    @contextmanager
+    def optimizer_here(self) -> Iterator[None]:
+        """Inside, with ``--optimizer-offload``, what the optimizer keeps is on the device; not to be nested."""
+        with self._offload.here() if self.config.training.optimizer_offload else nullcontext():
+            yield
+
+    @contextmanager
+    def _all_here(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.optimizer_here())
+            if self.critic is not None:
+                stack.enter_context(self.critic.here())
+            yield
 
     @property
     def _kept(self) -> tuple[Any, ...]:
@@ -225,7 +240,8 @@ class Trainer(TrainedModel):
         if is_first and not self.config.correction.corrects_in_loss:
             # Both passes had the same weights: what differs is how they compute.
             metrics["policy/noise_floor"] = metrics["policy/abs_log_ratio"]
-        learning_rate, grad_norm = self.learning_rate, self.optimizer_step()
+        with self.optimizer_here():
+            learning_rate, grad_norm = self.learning_rate, self.optimizer_step()
         if self.config.compute.fp16:
             metrics["loss_scale"] = float(self.optimizer.get_loss_scale())
         if grad_norm is None:

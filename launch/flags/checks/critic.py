@@ -12,6 +12,11 @@ from megatron_rc.launch.run_config.critic import CriticSection
 def check_critic(config: RunConfig) -> None:
     """Whether the critic's settings go together, and with the run's."""
     critic = config.critic
+    if config.training.optimizer_offload and config.megatron.given.get("optimizer_cpu_offload"):
+        raise ConfigurationError(
+            "--optimizer-offload moves the optimizer's state to the host and back, and --optimizer-cpu-offload leaves "
+            "it there: drop one of them"
+        )
     if critic is None:
         return
     _check_rates(critic, config.schedule.lr_decay_iters)

@@ -91,6 +91,15 @@ def test_a_critic_that_is_away_adds_what_its_own_work_needs_more():
     assert predicted("critic", away)[0].critic == predicted("critic")[0].critic
 
 
+def test_an_optimizer_that_is_away_is_there_when_the_activations_are_gone():
+    on_gpu, away = ("--transformer-impl=local", "--no-cpu"), "--optimizer-offload"
+    for found in stage_memories(configured("critic", *on_gpu, away)):
+        own = stage_memories(configured("critic", *on_gpu))[found.stage].optimizer
+        assert found.optimizer == max(0, own - found.activations - found.logits)
+        assert found.optimizer < own
+    assert predicted("critic", away)[0].optimizer == predicted("critic")[0].optimizer
+
+
 def test_what_each_part_is():
     (found,) = predicted("gpt2-reference")
     assert found.weights == found.gradients == found.reference == 4 * found.parameters

@@ -62,8 +62,19 @@ def test_what_cannot_work_is_one_sentence(tmp_path, words, message):
     assert "\n" not in str(error.value)
 
 
+def test_an_optimizer_without_a_state_has_nothing_to_offload(tmp_path):
+    words = ["--optimizer=sgd", "--sgd-momentum=0", "--optimizer-offload"]
+    with pytest.raises(
+        ConfigurationError, match="--optimizer-offload does nothing with --optimizer sgd, --sgd-momentum 0"
+    ):
+        check(tmp_path, *words)
+    assert check(tmp_path, *words, "--bf16", "--rollout-dtype=bf16").training.optimizer_offload
+
+
 def test_megatrons_offload_and_this_one_are_not_mixed(tmp_path):
     words = [*flags(tmp_path / "runs", GAE), "--no-cpu", "--transformer-impl=local", "--optimizer-cpu-offload"]
     with pytest.raises(ConfigurationError, match="--critic-offload moves the critic's optimizer, and --optimizer-cpu"):
         configure([*words, "--critic-offload"], 1, engine=False, elsewhere=True)
+    with pytest.raises(ConfigurationError, match="--optimizer-offload moves the optimizer's state to the host"):
+        configure([*words, "--optimizer-offload"], 1, engine=False, elsewhere=True)
     assert not configure(words, 1, engine=False, elsewhere=True)[0].critic.critic_offload

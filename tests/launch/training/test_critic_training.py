@@ -136,6 +136,40 @@ def test_a_critic_waits_in_host_memory(ranks, tmp_path, more, layout, each):
             assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
 
 
+def train_without_states(words, begin, end, save_at=None):
+    """As above, of the policy's optimizer alone."""
+    trainer, found, ratios = make_trainer(words), [], []
+    parameters = sum(weight.numel() for chunk in trainer.chunks for weight in chunk.parameters())
+    for index in range(begin, end):
+        found.append(step(trainer, index))
+        away = bytes_alive()
+        with trainer.optimizer_here():
+            ratios.append((bytes_alive() - away) / parameters)
+        if trainer.iteration == save_at:
+            trainer.save()
+    trainer.writer.finish()
+    return found, ratios
+
+
+@pytest.mark.parametrize(
+    ("more", "layout", "each"),
+    [([], Layout(pp=2), 8), (["--bf16", *DISTRIBUTED, *OVERLAPPING], Layout(dp=2), 12 / 2)],
+    ids=["plain-pp2", "bf16-distributed-overlapping-dp2"],
+)
+def test_the_policys_optimizer_waits_in_host_memory(ranks, tmp_path, more, layout, each):
+    """Moments and copies of weights; every number is what it was, over a checkpoint too."""
+    words = flags(tmp_path, *PPO, "--advantage-estimator=rloo", *more, *layout.flags())
+    words = [word for word in words if not word.startswith("--critic") and word != "--advantage-estimator=gae"]
+    stayed = ranks.run(train, layout, words, 0, 3)
+    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
+    away = [*words, "--optimizer-offload", *files]
+    for part, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
+        went = ranks.run(train_without_states, layout, away, begin, 3, save_at)
+        for one, (other, ratios) in zip(stayed, went, strict=True):
+            assert other == one[part]
+            assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
+
+
 def critic_only(words):
     """Whether the policy and the critic have changed after each of two steps, and the metrics of these."""
     trainer, found = make_trainer(words), []
