@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         path = write_page(folder)
     except OSError as error:
-        sys.stderr.write(f"error: {folder / PAGE} could not be written ({error.strerror}): make room\n")
+        sys.stderr.write(
+            f"error: {folder / PAGE} could not be written ({error.strerror}): make room, or copy {folder}\n"
+        )
         sys.exit(FAILURE)
     sys.stdout.write(f"report {path}\n")
 

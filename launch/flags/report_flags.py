@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ def parse_report(argv: Sequence[str]) -> Path:
     """The run's folder.
 
     Raises:
-        ConfigurationError: it is none, or holds no metrics.
+        ConfigurationError: it is none, or holds no metrics that can be read.
     """
     parser = Parser(
         prog="python -m megatron_rc.launch.report",
@@ -24,6 +25,8 @@ def parse_report(argv: Sequence[str]) -> Path:
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="the run's folder: runs/NAME")
     folder: Path = parser.parse_args(list(argv)).folder
-    if not (folder / _METRICS).is_file():
-        raise ConfigurationError(f"{folder} holds no {_METRICS}: name the folder of a run, as runs/count_up")
+    if not os.access(folder / _METRICS, os.R_OK):
+        raise ConfigurationError(
+            f"{folder} holds no {_METRICS} that can be read: name the folder of a run, as runs/count_up"
+        )
     return folder

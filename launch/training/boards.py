@@ -23,13 +23,14 @@ WANDB_ID = "wandb-id.txt"
 _TIMERS = ("-time", "-share")
 # What Weights & Biases may take to upload what is left when the run ends: the rest lies on the disk for `wandb sync`.
 _UPLOAD_SECONDS = 120.0
-# Lines of several metrics in one chart, in TensorBoard's tab "Custom Scalars"; metrics are regular expressions.
+# Lines of several metrics in one chart, in TensorBoard's tab "Custom Scalars"; regular expressions that match from the
+# first letter of a name on.
 _CHARTS = {
     "learning": {"reward": ["^reward/mean$", "^eval/"], "entropy": ["^policy/entropy$"], "loss": ["^loss/"]},
     "engine and trainer": {
-        "KL": ["/(mismatch_)?(kl|k3_kl)$"],
-        "effective sample size": ["/rollout_is_eff_sample_size$"],
-        "rejected tokens": ["/rollout_rs_([a-z]+_k[123]_)?masked_fraction$"],
+        "KL": [".*/(mismatch_)?(kl|k3_kl)$"],
+        "effective sample size": [".*/rollout_is_eff_sample_size$"],
+        "rejected tokens": [".*/rollout_rs_([a-z]+_k[123]_)?masked_fraction$"],
     },
     "machine": {
         "share of the time": [r"^perf/\w+_share$"],

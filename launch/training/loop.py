@@ -156,8 +156,8 @@ class _Run:
         for update in range(self.config.updates_per_rollout):
             metrics = self.steps.update(batch, prepared, update, update % mini_batches)
             self.distributions = summary.distributions
-            # In bypass mode a step that was left out has none, as it has no metrics of the loss.
-            if prepared and "loss/total" in metrics:
+            # In bypass mode a step may end before anything is corrected.
+            if prepared and any(name.startswith(self.config.correction.metric_prefix) for name in common | metrics):
                 self.distributions = self.distributions | trainer.distributions(prepared)
             self.log_probs.after_update(prepared, update, update % mini_batches)
             if nonzero:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_rc.correction.histogram import NUM_BINS, Distribution, Histogram, bins_of, even_bins
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.records.rollout import RolloutBatch
-
-# So that the bins tell lengths from 1 token to half a million apart.
-_LENGTHS = 2.0**-14
 
 
 class RolloutSummary(NamedTuple):
@@ -29,18 +28,19 @@ class RolloutSummary(NamedTuple):
 
 
 def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> RolloutSummary:
-    """Rewards and lengths over all replicas, and how old the tokens are at a version: one SUM and one MAX over DP."""
+    """Rewards and lengths over all replicas, and how old the tokens are at a version: one MAX and one SUM over DP."""
     rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
     stopped = (batch.finish_reasons == 0).double()
     ones = (~dropped(batch)).double()
     ages = torch.where(batch.response_mask, (version or 0) - batch.policy_versions, 0).double()
-    columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
-    bins = torch.cat([bins_of(values, ones[None])[0].cumsum(0) for values in (rewards, lengths * _LENGTHS)])
-    sums = all_reduce_sum(torch.cat([columns.sum(dim=1), bins]), groups.dp).tolist()
-    count, reward, squared, tokens, stops, age = sums[:6]
     ends = [torch.where(ones > 0, value, -torch.inf).max() for value in (rewards, -rewards, lengths, -lengths)]
     maxima = torch.stack([*ends, ages.max()])
     highest, lowest, longest, shortest, oldest = all_reduce_max(maxima, groups.dp).tolist()
+    scales = _scale(max(highest, lowest)), _scale(longest)
+    columns = torch.stack([ones, ones * rewards, ones * rewards.square(), lengths, stopped, ages.sum(dim=1)])
+    bins = [_until(values * scale, ones) for values, scale in zip((rewards, lengths), scales, strict=True)]
+    sums = all_reduce_sum(torch.cat([columns.sum(dim=1), *bins]), groups.dp).tolist()
+    count, reward, squared, tokens, stops, age = sums[:6]
     mean = reward / count
     staleness = {"rollout/staleness_mean": age / max(tokens, 1), "rollout/staleness_max": oldest}
     metrics = {
@@ -55,14 +55,24 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     }
     of_rewards, of_lengths = Histogram(sums[6 : 6 + NUM_BINS]), Histogram(sums[6 + NUM_BINS :])
     distributions = {
-        "reward/rewards": even_bins(-lowest, highest, count, of_rewards.below),
+        "reward/rewards": even_bins(-lowest, highest, count, lambda value: of_rewards.below(value * scales[0])),
         # Each length in the middle of a bin, or several.
         "rollout/response_lengths": even_bins(
             -shortest - 0.5,
             longest + 0.5,
             count,
-            lambda length: of_lengths.below(length * _LENGTHS),
+            lambda length: of_lengths.below(length * scales[1]),
             most=int(longest + shortest) + 1,
         ),
     }
     return RolloutSummary(metrics, distributions)
+
+
+def _scale(largest: float) -> float:
+    """The power of two that brings values of this magnitude to between 16 and 32, where the bins end."""
+    return 2.0 ** (5 - math.frexp(largest)[1])
+
+
+def _until(values: Tensor, counts: Tensor) -> Tensor:
+    """[NUM_BINS], how often values [n] lie in each bin or in one before it."""
+    return bins_of(values, counts[None])[0].cumsum(0)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.errors import ConfigurationError
@@ -41,9 +42,15 @@ def events_of(folder):
     return EventAccumulator(str(board), size_guidance={"histograms": 0}).Reload()
 
 
+def text_of(events, name):
+    (found,) = events.Tensors(name)
+    return found.tensor_proto.string_val[0]
+
+
 @pytest.mark.parametrize("more", [(), ("--bypass-mode", "--rollout-rs=token_k1", "--rollout-rs-threshold=0.5_2.5")])
 def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path, more):
-    words = flags(tmp_path, *LIVE, "--train-iters=2", "--log-timers-to-tensorboard", *more)
+    timers = ("--log-timers-to-tensorboard", "--timing-log-level=1")
+    words = flags(tmp_path, *LIVE, "--train-iters=2", *timers, *more)
     assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
     events = events_of(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -68,9 +75,25 @@ def test_tensorboard_has_sections_and_histograms_of_a_real_run(ranks, tmp_path, 
         assert value.min < value.max
     edges = events.Histograms("rollout_corr/log_ratio")[-1].histogram_value
     assert edges.min <= row["rollout_corr/log_ratio_p01"] <= row["rollout_corr/log_ratio_p99"] <= edges.max
-    assert {"config/text_summary", "custom_scalars__config__"} <= set(events.Tags()["tensors"])
-    (text,) = events.Tensors("config/text_summary")
-    assert "rollout-is: token" in text.tensor_proto.string_val[0].decode()
+    assert b"rollout-is: token" in text_of(events, "config/text_summary")
+    layout = layout_pb2.Layout.FromString(text_of(events, "custom_scalars__config__"))
+    charts = {chart.title: chart.multiline.tag for category in layout.category for chart in category.chart}
+    # As TensorBoard looks for them: from the first letter of a name on.
+    lines = {
+        title: any(re.match(tag, in_section(name)) for tag in tags for name in names) for title, tags in charts.items()
+    }
+    assert lines == dict.fromkeys(lines, True)
+    assert len(lines) == 9
+
+
+@pytest.mark.parametrize("more", [(), ("--bypass-mode",)])
+def test_a_step_that_is_left_out_has_the_histograms_of_its_correction(ranks, tmp_path, more):
+    words = flags(tmp_path, *LIVE, "--train-iters=1", "--rollout-rs=token_k2", "--rollout-rs-threshold=1e-12", *more)
+    (message,) = ranks.run(run_training, Layout(), words)
+    assert "no token was accepted" in message
+    events = events_of(tmp_path)
+    assert {"rollout_corr/log_ratio", "rollout_corr/rollout_is", "reward/rewards"} <= set(events.Tags()["histograms"])
+    assert "rollout_corr/log_ratio_p50" not in events.Tags()["scalars"]
 
 
 @pytest.mark.parametrize("name", ["wandb-exp-name", "wandb-entity", "wandb-save-dir"])

@@ -1,7 +1,9 @@
 """Rewards and lengths of a rollout batch: the same for every layout, by two collectives."""
 
+import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 
 from megatron_rc.launch.training.rollout_metrics import summarize_rollouts
@@ -50,6 +52,17 @@ def test_rewards_and_lengths_are_those_of_one_process(ranks):
     for summary, reduced in ranks.run(summarized, Layout(cp=2, dp=2), REWARDS):
         assert summary == whole
         assert len(reduced) == 2, "a sum and a maximum"
+
+
+@pytest.mark.parametrize("largest", [1e-6, 30.0, 100.0, 1e9])
+def test_rewards_of_any_size_are_counted_where_they_are(largest):
+    rewards = torch.linspace(0.0, largest, SEQUENCES)
+    summary = summarize_rollouts(replace(recorded_batch(0), rewards=rewards), ParallelGroups(), 3)
+    edges, counts = summary.distributions["reward/rewards"]
+    for edge, until in zip(edges[1:], itertools.accumulate(counts), strict=True):
+        # To the width of the bin that it is counted in.
+        low, high = (sum(reward < edge * (1 + side / 30) for reward in rewards.tolist()) for side in (-1, 1))
+        assert low - 1e-6 <= until <= high + 1e-6
 
 
 def test_rewards_that_are_all_alike_have_a_distribution(ranks):

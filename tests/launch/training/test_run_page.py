@@ -246,12 +246,18 @@ def test_metrics_under_another_prefix_are_found(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["nowhere"], "error: nowhere holds no metrics.jsonl: name the folder of a run, as runs/count_up\n"),
+        (
+            ["nowhere"],
+            "error: nowhere holds no metrics.jsonl that can be read: name the folder of a run, as runs/count_up\n",
+        ),
+        (["file/run"], "error: file/run holds no metrics.jsonl that can be read: name"),
+        (["x" * 300], "error: " + "x" * 300 + " holds no metrics.jsonl that can be read: name"),
         ([], "error: the following arguments are required: RUN"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, monkeypatch, words, sentence):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as end:
         report.main(words)
     assert end.value.code == 2
@@ -264,4 +270,7 @@ def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         report.main([str(folder)])
     assert end.value.code == 1
-    assert capsys.readouterr().err == f"error: {folder}/report.html could not be written (Is a directory): make room\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {folder}/report.html could not be written (Is a directory): make room, or copy {folder}\n"
+    )
