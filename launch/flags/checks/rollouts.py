@@ -46,6 +46,16 @@ def check_recorded(config: RunConfig) -> None:
         )
 
 
+def check_saved(config: RunConfig) -> None:
+    """Log-probs are written when the last optimizer step on a rollout batch is made."""
+    last, steps = config.training.train_iters, config.updates_per_rollout
+    if config.rollouts.save_log_probs and last < steps:
+        raise ConfigurationError(
+            f"--save-log-probs does nothing with --train-iters {last}: they are written after the {steps} "
+            f"optimizer steps of a rollout batch; give at least {steps}"
+        )
+
+
 def check_staleness(config: RunConfig, samples: bool) -> None:
     """How old rollouts may be, in optimizer steps, and whether what looks at their age knows it.
 
