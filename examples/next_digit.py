@@ -99,8 +99,8 @@ def layers(config: TransformerConfig) -> Any:
 
 def check(ranks: int, tp: int, pp: int, cp: int) -> None:
     """Exit with one sentence, on every rank alike, where the tiny model or its batch cannot be split so."""
-    dp, left = divmod(ranks, tp * pp * cp)
-    if left or tp not in (1, 2, 4) or pp not in (1, 2) or cp not in (1, 2, 4, 8) or dp not in (1, 2, 4):
+    possible = tp in (1, 2, 4) and pp in (1, 2) and cp in (1, 2, 4, 8)
+    if not possible or ranks not in [dp * tp * pp * cp for dp in (1, 2, 4)]:
         sys.exit(
             f"--tp {tp} --pp {pp} --cp {cp} on {ranks} processes of torchrun: tp may be 1, 2 or 4, pp 1 or 2, "
             "cp 1, 2, 4 or 8, and --nproc-per-node their product, twice that or four times"

@@ -46,16 +46,21 @@ def read(files: list[str]) -> rc.RolloutBatch:
     """All records as one batch, in which every response has the trainer's log-probs."""
     parts = []
     for file in files:
-        parts += rc.read_jsonl(file, 4096) if file.endswith(".jsonl") else [rc.load_rollouts(file)]
-        if parts[-1].old_log_probs is None:
+        found = list(rc.read_jsonl(file, 4096)) if file.endswith(".jsonl") else [rc.load_rollouts(file)]
+        if not found:
+            raise ValueError(f"{file} has no responses")
+        if any(part.old_log_probs is None for part in found):
             raise ValueError(
                 f"{file} has no old_log_probs, the trainer's: record with --save-rollouts --save-log-probs"
             )
+        parts += found
     return rc.RolloutBatch.concatenate(parts)
 
 
-def draw(batch: rc.RolloutBatch, mask: torch.Tensor, result: rc.CorrectionResult, bounds: list[float]) -> Figure:
-    """Weights by the position in the response, and how the ratios are spread between the bounds of the weights."""
+def draw(
+    batch: rc.RolloutBatch, mask: torch.Tensor, result: rc.CorrectionResult, config: rc.RolloutCorrectionConfig
+) -> Figure:
+    """Weights by the position in the response, and how the ratios are spread between the bounds of token weights."""
     position = batch.response_mask.cumsum(1) - 1
     log_ratio = batch.old_log_probs - batch.rollout_log_probs
     weights = torch.ones_like(log_ratio) if result.weights is None else result.weights
@@ -66,9 +71,11 @@ def draw(batch: rc.RolloutBatch, mask: torch.Tensor, result: rc.CorrectionResult
     left.set(xlabel="position in the response", ylabel="weight")
     left.legend(loc="upper right")
     right.hist(log_ratio[mask].tolist(), bins=60)
-    for bound in bounds:
-        right.axvline(math.log(bound), color="black", linestyle="--")
-    right.set(xlabel="log π_old - log π_rollout, nats; dashed: bounds of the weights", ylabel="tokens")
+    if config.rollout_is == "token":
+        low, high = config.is_bounds
+        for bound in (high,) if config.is_mode == "truncate" else (low, high):
+            right.axvline(math.log(bound), color="black", linestyle="--")
+    right.set(xlabel="log π_old - log π_rollout, nats; dashed: bounds of token weights", ylabel="tokens")
     return figure
 
 
@@ -80,22 +87,21 @@ def main() -> None:
     parser.add_argument("--out", metavar="FILE.png", help="write a picture here")
     parser.add_argument("--make", type=Path, metavar="DIR", help="write a made-up batch into this folder, no more")
     args = parser.parse_args()
-    if args.make:
-        make(args.make)
-        return
-    if not args.records:
+    if bool(args.make) == bool(args.records):
         parser.error("name files of recorded rollouts, or --make DIR")
     try:
+        if args.make:
+            make(args.make)
+            return
         batch, config = read(args.records), rc.rollout_correction_config_from_args(args)
         if config.bypass_mode:
             raise ValueError(f"--rollout-correction-preset {args.rollout_correction_preset}: a decoupled one is needed")
-        mask = batch.response_mask & batch.old_log_probs.isfinite()  # what the trainer scored
+        mask = batch.response_mask & ~batch.old_log_probs.isnan()  # what the trainer scored
         both = batch.old_log_probs, batch.rollout_log_probs
         result = rc.correct_rollouts(*both, mask, config, rewards=batch.rewards)
         result.check()
         if args.out:
-            bounds = config.is_bounds[config.is_mode == "truncate" :] if config.rollout_is else ()
-            draw(batch, mask, result, list(bounds)).savefig(args.out, dpi=100)
+            draw(batch, mask, result, config).savefig(args.out, dpi=100)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for name, value in result.metrics().items():

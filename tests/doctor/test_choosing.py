@@ -45,6 +45,7 @@ def batch():
         (2, NEAR, []),
         (3, {**FAR, "sequence_eff_sample_size": 0.5}, []),
         (4, {**FAR, "sequence_eff_sample_size": 0.49}, []),
+        (4, NEAR, found("long_products")),
     ],
 )
 def test_a_leaf_of_the_tree_is_the_doctors_choice(leaf, facts, verdicts):
@@ -54,6 +55,7 @@ def test_a_leaf_of_the_tree_is_the_doctors_choice(leaf, facts, verdicts):
 
 
 def test_the_tree_has_the_doctors_numbers():
+    assert f"own, {RolloutCorrectionConfig.decoupled_geo_rs_token_tis().rollout_rs_threshold}," in PAGE
     assert f"k3 up to {signs.K3:g}" in TREE
     assert f"first of {UPPER_BOUNDS[0]:g}, {UPPER_BOUNDS[1]:g}, {UPPER_BOUNDS[2]:g} and {UPPER_BOUNDS[3]:g}" in PAGE
 

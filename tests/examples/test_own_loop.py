@@ -92,7 +92,7 @@ def checked(*given):
 def test_a_split_that_cannot_be_is_one_sentence(ranks):
     for given in ((8, 2, 2, 2), (4, 4, 1, 1), (4, 1, 1, 1)):
         assert ranks.run(checked, Layout(), *given) == [None]
-    for given in ((4, 2, 2, 2), (3, 3, 1, 1), (4, 1, 4, 1), (3, 1, 1, 3), (8, 1, 1, 1), (0, 1, 1, 1)):
+    for given in ((4, 2, 2, 2), (3, 3, 1, 1), (4, 1, 4, 1), (3, 1, 1, 3), (8, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1)):
         (message,) = ranks.run(checked, Layout(), *given)
         assert message.startswith(
             f"--tp {given[1]} --pp {given[2]} --cp {given[3]} on {given[0]} processes of torchrun: tp"

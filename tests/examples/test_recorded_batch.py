@@ -64,23 +64,29 @@ def test_files_and_rows_of_any_origin_are_one_batch(tmp_path, run, made):
     assert numbers[1] == 2 * numbers[0]
 
 
-def test_a_preset_without_weights_is_drawn_too(tmp_path, run, made):
-    words = (
-        ["--rollout-correction-preset", "decoupled_token_icepop"],
-        ["--rollout-correction-preset", "decoupled_geo_rs"],
-    )
-    for index, preset in enumerate(words):
-        shown, _ = run(made, *preset, "--out", tmp_path / f"{index}.svg")
-        assert ("rollout_is_mean" in shown) == (index == 0)
-        assert "<svg" in (tmp_path / f"{index}.svg").read_text()
+def test_bounds_of_token_weights_alone_are_drawn(tmp_path, run, made):
+    """Those of sequence weights bound products of the ratios that the picture shows."""
+    presets = {"decoupled_token_icepop": 2, "decoupled_token_is": 1, "decoupled_seq_is": 0, "decoupled_geo_rs": 0}
+    for preset, lines in presets.items():
+        shown, _ = run(made, "--rollout-correction-preset", preset, "--out", tmp_path / "a.svg")
+        assert ("rollout_is_mean" in shown) == (preset != "decoupled_geo_rs")
+        assert (tmp_path / "a.svg").read_text().count("stroke-dasharray") == lines
 
 
 def test_what_cannot_be_corrected_is_one_sentence(tmp_path, run, made):
-    save_rollouts(dataclasses.replace(load_rollouts(made), old_log_probs=None), tmp_path / "engine.safetensors")
+    batch = load_rollouts(made)
+    save_rollouts(dataclasses.replace(batch, old_log_probs=None), tmp_path / "engine.safetensors")
+    infinite = batch.old_log_probs.masked_fill(torch.arange(72) == 20, -torch.inf)
+    save_rollouts(dataclasses.replace(batch, old_log_probs=infinite), tmp_path / "infinite.safetensors")
+    (tmp_path / "empty.jsonl").touch()
     for words, message in {
         (): "name files of recorded rollouts, or --make DIR",
         (tmp_path / "none.safetensors",): "none.safetensors is missing",
         (tmp_path / "engine.safetensors",): "engine.safetensors has no old_log_probs",
+        (tmp_path / "infinite.safetensors",): "position 20 is infinite",
+        (tmp_path / "empty.jsonl",): "empty.jsonl has no responses",
+        ("--make", made): "File exists",
+        (made, "--make", tmp_path): "name files of recorded rollouts, or --make DIR",
         (made, "--rollout-correction-preset", "token"): "preset='token' is unknown",
         (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: a decoupled one is needed",
         (made, "--out", tmp_path / "nowhere" / "a.png"): "No such file or directory",
