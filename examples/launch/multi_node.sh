@@ -2,8 +2,8 @@
 # Sixteen machines with 8 GPUs each: DAPO on Qwen2.5-32B, with normalised weights of responses, and rejection by their
 # geometric mean. On each machine, from 0 to 15:
 #   NODE_RANK=0 MASTER=node-0 MODEL=Qwen2.5-32B TRAIN=dapo-math-17k.jsonl examples/launch/multi_node.sh [more flags]
-# With NODE_RANK=0, MASTER=localhost and --dry-run it says on any machine what each rank needs. Under Slurm the same
-# flags go behind launch/slurm.sh.
+# With NODE_RANK=0, MASTER=localhost and --dry-run it says on any machine what each rank needs. Under Slurm
+# launch/slurm.sh takes the place of the last command: it wants a launch file first, as qwen2_5_7b.yaml, then flags.
 # After recipe/dapo/run_dapo_qwen2.5_32b_rollout_corr.sh of verl, 3 December 2025 (2f2996b).
 set -eu
 engines=http://engines-0:8000,http://engines-1:8000,http://engines-2:8000,http://engines-3:8000
