@@ -82,6 +82,9 @@ def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
     if not args.group_query_attention:
         why = "without --group-query-attention: give both, or neither"
         yield _Idle("num_query_groups", why, ("group_query_attention",))
+    if args.multi_latent_attention:
+        why = "with --multi-latent-attention, whose heads have widths of their own: drop it"
+        yield _Idle("kv_channels", why, ("multi_latent_attention",))
     if not args.use_rope_scaling:
         why = "without --use-rope-scaling: give both, or neither"
         yield _Idle("rope_scaling_factor", why, ("use_rope_scaling",))

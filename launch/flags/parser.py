@@ -7,7 +7,8 @@ and those of the loss and the correction, which are the library's.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_rc.launch.engines.registry import ENGINES
@@ -107,6 +108,21 @@ def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {text[2:]: action for action in parser._actions for text in action.option_strings}
 
 
+def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What makes a flag's value: of a function's ValueError the user sees what it says, not the function's name."""
+    if isinstance(read, type):
+        return read
+
+    @functools.wraps(read)
+    def value_of(word: str) -> Any:
+        try:
+            return read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return value_of
+
+
 def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:
     """The flag of a field. A section that may be absent has its defaults filled in later, where it is there."""
     name = f"--{option.flag.replace('_', '-')}"
@@ -117,7 +133,9 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
         choices = _CHOICES.get(option.field, option.choices) or None
         kind: dict[str, Any] = {"metavar": option.metavar} if option.metavar else {}
         kind |= {"nargs": "+"} if option.many else {}
-        group.add_argument(name, type=option.read or option.kind, choices=choices, default=default, help=help, **kind)
+        group.add_argument(
+            name, type=_type_of(option.read or option.kind), choices=choices, default=default, help=help, **kind
+        )
     elif option.inverted or name.startswith("--no-"):
         group.add_argument(name, action="store_true", help=help)
     else:
@@ -147,7 +165,7 @@ def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) ->
         return
     more: dict[str, Any] = {"nargs": "+"} if field.many else {}
     more |= {"choices": field.choices} if field.choices else {"metavar": field.on[0].rpartition("-")[2].upper()}
-    group.add_argument(*on, dest=field.name, type=field.kind, help=help, **more)
+    group.add_argument(*on, dest=field.name, type=_type_of(field.kind), help=help, **more)
 
 
 def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:

@@ -7,6 +7,9 @@ import contextlib
 from itertools import groupby
 from typing import Any
 
+# More would fill the memory before anything is compared with --num-layers.
+_MOST_LAYERS = 100_000
+
 
 def number_or_pattern(word: str) -> int | list[int]:
     """A number, or what each layer has: ``[0,1,1]``, ``[0]*3+[1]*9``.
@@ -14,7 +17,7 @@ def number_or_pattern(word: str) -> int | list[int]:
     Raises:
         ValueError: it is neither.
     """
-    with contextlib.suppress(SyntaxError, ValueError):
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         value = _pattern(ast.parse(word, mode="eval").body)
         if isinstance(value, int | list):
             return value
@@ -27,8 +30,10 @@ def _pattern(node: ast.expr) -> Any:
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:
-            return left * right
-    if isinstance(node, ast.List):
+            times, layers = (left, right) if isinstance(left, int) else (right, left)
+            if times * len(layers) <= _MOST_LAYERS:
+                return layers * times
+    if isinstance(node, ast.List) and all(isinstance(element, ast.Constant) for element in node.elts):
         return [_pattern(element) for element in node.elts]
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value

@@ -28,7 +28,7 @@ def _check_layers(config: RunConfig) -> None:
     require_multiple("num_query_groups", groups, *tp)
     require_multiple("num_attention_heads", heads, "num_query_groups", groups)
     require_multiple("ffn_hidden_size", layers.ffn_hidden_size, *tp)
-    if model.position_embedding_type == "rope" and layers.kv_channels % 2:
+    if config.latent is None and model.position_embedding_type == "rope" and layers.kv_channels % 2:
         raise ConfigurationError(f"rotary embeddings need an even head width, got {layers.kv_channels}: --kv-channels")
     _check_latents(config)
     _check_positions_and_activation(config)
@@ -55,6 +55,8 @@ def _check_latents(config: RunConfig) -> None:
     for name, is_wrong, remedy in (
         ("--group-query-attention", layers.num_query_groups != layers.num_attention_heads, "drop it"),
         ("--add-qkv-bias", layers.add_qkv_bias, "drop it"),
+        ("--qk-l2-norm", config.megatron.given.get("qk_l2_norm"), "drop it"),
+        ("--no-rope-freq", config.megatron.given.get("no_rope_freq"), "drop it"),
         ("--use-rope-scaling", config.model.rope_scaling, "use --rope-type yarn"),
         (
             f"--position-embedding-type {config.model.position_embedding_type}",

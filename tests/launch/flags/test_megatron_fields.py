@@ -168,7 +168,7 @@ REFUSED = {
     "--num-experts=4 --moe-apply-probs-on-input": "--moe-apply-probs-on-input needs --moe-router-topk 1, got 2",
     "--cross-entropy-fusion-impl=te": "does nothing without --cross-entropy-loss-fusion: give both, or neither",
     "--apply-wd-to-qk-layernorm": "--apply-wd-to-qk-layernorm does nothing without --qk-layernorm: give both",
-    "--no-rope-freq=often": "argument --no-rope-freq: invalid number_or_pattern value: 'often'",
+    "--no-rope-freq=often": "argument --no-rope-freq: expected a number, or a list such as .*, got 'often'",
     "--ddp-bucket-size=many": "argument --ddp-bucket-size: invalid int value: 'many'",
     "--fp8-format=e5m2": "argument --fp8-format: invalid choice: 'e5m2'",
     "--recompute-modules": "argument --recompute-modules: expected at least one argument",
@@ -257,8 +257,16 @@ def test_a_pattern_of_layers_is_read(word, value):
     assert number_or_pattern(word) == value
 
 
-@pytest.mark.parametrize("word", ["", "a", "[a]", "[1]*[2]", "1+1", "[1]+1", "__import__('os')", "[1.5]", "True"])
+@pytest.mark.parametrize(
+    "word", ["", "a", "[a]", "[1]*[2]", "1+1", "[1]+1", "[[1]]", "__import__('os')", "[1.5]", "True"]
+)
 def test_another_pattern_is_refused(word):
+    with pytest.raises(ValueError, match="expected a number, or a list"):
+        number_or_pattern(word)
+
+
+@pytest.mark.parametrize("word", ["[1]*99999999999", "99999999999*[0,1]", "[0]" + "+[1]" * 30000], ids=len)
+def test_a_pattern_that_fills_the_memory_is_refused(word):
     with pytest.raises(ValueError, match="expected a number, or a list"):
         number_or_pattern(word)
 
