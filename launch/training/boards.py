@@ -107,20 +107,21 @@ class WandB:
         quiet = self._wandb.Settings(show_info=False, quiet=True, finish_timeout=_UPLOAD_SECONDS)
         self._wandb.setup(settings=quiet)
         wanted, id_file = config.logging, folder / WANDB_ID
-        place = Path(wanted.wandb_save_dir or folder)
-        place.mkdir(parents=True, exist_ok=True)
+        files = Path(wanted.wandb_save_dir or folder)
+        files.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
             project=wanted.wandb_project,
             entity=wanted.wandb_entity,
             name=wanted.wandb_exp_name or config.launch.run_name,
-            dir=str(place),
+            dir=str(files),
             config=as_mapping(config.flags) | environment(),
             id=id_file.read_text(encoding="utf-8").strip() if iteration and id_file.is_file() else None,
             resume="allow",
             settings=quiet,
         )
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
-        self.place = self._run.settings.sync_dir if self._run.offline else self._run.url
+        place = self._run.settings.sync_dir if self._run.offline else self._run.url
+        self.place = place or "has nothing, by WANDB_MODE"
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
         """The numbers of a step."""

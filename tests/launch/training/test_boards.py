@@ -1,6 +1,7 @@
 """What TensorBoard and Weights & Biases get: sections, histograms, the settings; and what becomes of their failures."""
 
 import glob
+import importlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.training.boards import in_section
+from megatron_rc.launch.training.boards import WandB, in_section
 from megatron_rc.launch.training.report import Reporter
 from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.ranks import Layout
@@ -208,6 +209,18 @@ def test_weights_and_biases_that_fail_under_way_cost_a_line(logged):
     assert reporter.error is None
     steps = [json.loads(row)["step"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 4, 6, 8]
+
+
+@pytest.mark.processes
+def test_weights_and_biases_that_are_disabled_are_told(offline, tmp_path):
+    forget = importlib.import_module("wandb").teardown
+    forget()  # it reads the mode once a process
+    with mock.patch.dict(os.environ, WANDB_MODE="disabled"):
+        disabled = WandB(run_config(flags(tmp_path, "--wandb-project=sums")), tmp_path, 0)
+    disabled.log(1, METRICS, LOG_RATIO)
+    disabled.finish(0)
+    forget()
+    assert disabled.place == "has nothing, by WANDB_MODE"
 
 
 def run_without_a_key(words, folder):
