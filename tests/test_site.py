@@ -111,6 +111,14 @@ def test_the_page_of_flags_has_every_flag():
         assert f"python -m megatron_rc.{command}" in made("flags")
 
 
+def test_the_page_of_flags_has_every_command():
+    files = [path for path in (ROOT / "launch").rglob("*.py") if '\nif __name__ == "__main__":' in text_of(path)]
+    found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    # The launcher's flags, and what takes none.
+    others = {"launch.check_engine", "launch.train_ppo", "launch.rewards.worker", "launch.weights.from_gguf"}
+    assert found - others - {"launch.__main__"} == {name for name in pages.COMMANDS if name.startswith("launch.")}
+
+
 def test_the_page_of_launch_files_has_every_file():
     files = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
     assert re.findall(r"^## (\w+)$", made("launch_files"), flags=re.MULTILINE) == [path.stem for path in files]
