@@ -60,6 +60,8 @@ assert "torch._inductor.compile_fx" not in sys.modules
 
 def test_a_gpu_without_apex_has_the_norms_of_the_cpu(monkeypatch, tmp_path):
     """apex, which brings LayerNorms of its own, need not be there."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
     from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
     from megatron_rc.launch.training import model
     from megatron_rc.launch.training.local_layers import LocalNorm
@@ -68,5 +70,6 @@ def test_a_gpu_without_apex_has_the_norms_of_the_cpu(monkeypatch, tmp_path):
     words = flags(tmp_path, "--normalization=LayerNorm", "--transformer-impl=local", model=GPT2)
     config = run_config([word for word in words if word != "--cpu"], engine=False)
     assert not config.launch.on_cpu
-    monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_: 1)
+    monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *_, **__: 1)  # as if this were one rank
+    monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *_, **__: 0)
     assert model._layer_spec(config, build_transformer_config(config), None).layer_norm is LocalNorm
