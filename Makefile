@@ -68,18 +68,18 @@ study-hard:
 study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python -m benchmarks.study --hard $(SMOLLM2)
 
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses 2
+PYTEST = $(VENV)/bin/python -m pytest
 
-# Two files at a time, since ranks wait for each other a quarter of their time; what a file sets up is set up once. In the
-# order of tests/conftest.py.
+# Three files at a time on two cores, since ranks wait for each other a quarter of their time; what a file sets up is set
+# up once. In the order of tests/conftest.py.
 test: $(INSTALLED)
 	@echo "== the whole suite"
-	$(PYTEST) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Everything that one process can say, in about 85 seconds; no file's set-up is dear here, so tests go where there is time.
 test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
-	$(PYTEST) --dist worksteal -m "not ranks and not processes and not long"
+	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ranks and not processes and not long"
 
 # What takes minutes each: thousands of steps, real kills, servers and disks that fail. No two at once: they count time.
 test-long: $(INSTALLED)
