@@ -106,7 +106,6 @@ def test_a_flag_without_a_project_is_refused(tmp_path, name):
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
     """The real package without a network; its settings and its cache are its own."""
-    pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("wandb")
     names = {"WANDB_MODE": "offline", "WANDB_CONFIG_DIR": str(folder), "WANDB_CACHE_DIR": str(folder)}
     with mock.patch.dict(os.environ, names):

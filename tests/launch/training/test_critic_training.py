@@ -118,6 +118,17 @@ def train_offloaded(words, begin, end, save_at=None):
 OVERLAPPING = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
+def check_away(ranks, layout, train_away, words, offload, folder, each):
+    """Three steps, with a checkpoint after the second and from it, are those of a run whose tensors stay."""
+    stayed = ranks.run(train, layout, words, 0, 3)
+    files = [f"--save={folder}/save", f"--load={folder}/save", "--async-save", "--save-interval=2"]
+    for part, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
+        went = ranks.run(train_away, layout, [*words, *offload, *files], begin, 3, save_at)
+        for one, (other, ratios) in zip(stayed, went, strict=True):
+            assert other == one[part]
+            assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
+
+
 @pytest.mark.parametrize(
     ("more", "layout", "each"),
     [([], Layout(pp=2), 4 + 4 + 8), (["--bf16", *DISTRIBUTED, *OVERLAPPING], Layout(dp=2), 2 + 4 + 12 / 2)],
@@ -126,14 +137,7 @@ OVERLAPPING = ["--overlap-grad-reduce", "--overlap-param-gather"]
 def test_a_critic_waits_in_host_memory(ranks, tmp_path, more, layout, each):
     """Weights, gradients, moments and copies of weights: nothing is left, and every number is what it was."""
     words = flags(tmp_path, *PPO, *more, *layout.flags())
-    stayed = ranks.run(train, layout, words, 0, 3)
-    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
-    away = [*words, "--critic-offload", *files]
-    for part, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
-        went = ranks.run(train_offloaded, layout, away, begin, 3, save_at)
-        for one, (other, ratios) in zip(stayed, went, strict=True):
-            assert other == one[part]
-            assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
+    check_away(ranks, layout, train_offloaded, words, ["--critic-offload"], tmp_path, each)
 
 
 def train_without_states(words, begin, end, save_at=None):
@@ -160,14 +164,7 @@ def test_the_policys_optimizer_waits_in_host_memory(ranks, tmp_path, more, layou
     """Moments and copies of weights; every number is what it was, over a checkpoint too."""
     words = flags(tmp_path, *PPO, "--advantage-estimator=rloo", *more, *layout.flags())
     words = [word for word in words if not word.startswith("--critic") and word != "--advantage-estimator=gae"]
-    stayed = ranks.run(train, layout, words, 0, 3)
-    files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--async-save", "--save-interval=2"]
-    away = [*words, "--optimizer-offload", *files]
-    for part, begin, save_at in ((slice(0, 3), 0, 2), (slice(2, 3), 2, None)):
-        went = ranks.run(train_without_states, layout, away, begin, 3, save_at)
-        for one, (other, ratios) in zip(stayed, went, strict=True):
-            assert other == one[part]
-            assert ratios == [pytest.approx(each, rel=0.02)] * len(ratios)
+    check_away(ranks, layout, train_without_states, words, ["--optimizer-offload"], tmp_path, each)
 
 
 def critic_only(words):
