@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 from megatron_rc.launch.training.advantages import Advantages, Estimated, Scores
+from megatron_rc.launch.training.checkpoints.kept import Kept
 from megatron_rc.launch.training.checkpoints.load import load_checkpoint
 from megatron_rc.launch.training.checkpoints.reference import Reference
 from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
@@ -113,7 +113,7 @@ class Trainer(TrainedModel):
             if self.critic is not None:
                 self.critic.start_from(chunks)
             if config.checkpoints.load:
-                self.iteration = load_checkpoint(config.checkpoints.load, config, *self._kept)
+                self.iteration = load_checkpoint(config.checkpoints.load, config, self._kept)
                 if self.critic is not None and config.checkpoints.finetune:
                     self.critic.start_from(chunks)
 
@@ -124,7 +124,7 @@ class Trainer(TrainedModel):
         with self._all_here():
             if self.critic is not None:
                 self.critic.gather_weights()
-            self.writer.save(self.iteration, *self._kept)
+            self.writer.save(self.iteration, self._kept)
 
     @contextmanager
     def optimizer_here(self) -> Iterator[None]:
@@ -141,10 +141,15 @@ class Trainer(TrainedModel):
             yield
 
     @property
-    def _kept(self) -> tuple[Any, ...]:
-        """What checkpoints hold."""
-        trained = self.model, self.optimizer, self.scheduler
-        return *trained, self.reference, self.sampling_weights, self.rewards, self.critic, self.left_out
+    def _kept(self) -> Kept:
+        return Kept(
+            policy=self,
+            critic=self.critic,
+            reference=self.reference,
+            sampling=self.sampling_weights,
+            rewards=self.rewards,
+            left_out=self.left_out,
+        )
 
     def score(self, batch: LocalBatch, temperature: float | None = None) -> Tensor | None:
         """Log-probs of the labels, like the tokens, by a forward-only pass; None on stages before the last.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,19 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.training.checkpoints.critic import OPTIMIZER, load_critic, wanted_critic_state
 from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
-from megatron_rc.launch.training.checkpoints.reference import Reference
-from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
-from megatron_rc.launch.training.checkpoints.schedule import check_schedule, load_optimizer_and_schedule
-from megatron_rc.launch.training.checkpoints.state import load_model, model_state, optimizer_state
+from megatron_rc.launch.training.checkpoints.kept import CRITIC, OPTIMIZERS, POLICY, Kept, load_trained, trained_state
+from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
-from megatron_rc.launch.training.left_out import LeftOut
-from megatron_rc.launch.training.model import unwrap
-from megatron_rc.launch.training.rewards import RewardScaler
-from megatron_rc.launch.training.trained_model import TrainedModel
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (
@@ -51,12 +45,9 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
         raise ValueError(f"{name} {load} holds no checkpoint ({TRACKER} is missing): name another folder")
     where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
     _agree_on_function(where, folder, config)
-    state = model_state(chunks)
-    asked = {name: set(part) for name, part in state.items()}
     with _failing_together(where, folder, config):
         read_index(folder / ".metadata")
-        loaded = dist_checkpointing.load(state, str(folder))
-    agree(config, _unasked(where, asked, loaded))
+    loaded = _read(where, folder, config, model_state(chunks))
     with _failing_together(where, folder, config):
         load_model(chunks, loaded)
 
@@ -68,18 +59,16 @@ def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:
     agree(config, said if other else None)
 
 
-def load_checkpoint(
-    load: str,
-    config: RunConfig,
-    model: list[Any],
-    optimizer: Any,
-    scheduler: Any,
-    reference: Reference | None,
-    sampling: SamplingWeights,
-    rewards: RewardScaler,
-    critic: TrainedModel | None,
-    left_out: LeftOut,
-) -> int:
+def _read(where: str, folder: Path, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds of what is asked for."""
+    asked = {name: set(part) for name, part in state.items() if name not in OPTIMIZERS}
+    with _failing_together(where, folder, config):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    agree(config, _unasked(where, asked, loaded))
+    return loaded
+
+
+def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
     Returns:
@@ -95,49 +84,46 @@ def load_checkpoint(
         return 0
     where, folder = f"--load {load}: checkpoint {found}", iteration_folder(load, found)
     _agree_on_function(where, folder, config)
+    if files.finetune:
+        _load_parts(where, folder, config, dataclasses.replace(kept, reference=None, critic=None))
+        if kept.reference is not None:
+            kept.reference.start_from(kept.policy.chunks)
+        return 0
+    return _load_parts(where, folder, config, kept)
+
+
+def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
+    """Load what is kept; the optimizer steps that the checkpoint stands for."""
+    files, reference, critic = config.checkpoints, kept.reference, kept.critic
     with_optimizer = not files.finetune and not files.no_load_optim
-    with_reference = reference is not None and not files.finetune
-    state = model_state(model)
-    if with_optimizer:
-        state["optimizer"] = optimizer_state(optimizer, model, is_loading=True)
-    if reference is not None and with_reference:
+    state = trained_state(kept.policy, POLICY, with_optimizer=with_optimizer, is_loading=True)
+    if reference is not None:
         state |= reference.wanted_state()
-    critic = None if files.finetune else critic
     if critic is not None:
-        state |= wanted_critic_state(critic, with_optimizer=with_optimizer)
-    wanted = {"with_optimizer": with_optimizer, "with_reference": with_reference, "with_critic": critic is not None}
+        state |= trained_state(critic, CRITIC, with_optimizer=with_optimizer, is_loading=True)
+    asked = {"with_reference": reference is not None, "with_critic": critic is not None}
     with _failing_together(where, folder, config):
         index = read_index(folder / ".metadata")
         # Megatron does the same, where the other ranks already wait for each other.
         dist_checkpointing.load_common_state_dict(str(folder))
-        problem = misfit(where, folder, index, config, **wanted)
+        problem = misfit(where, folder, index, config, with_optimizer=with_optimizer, **asked)
     agree(config, problem)
-    with_sampling = not files.finetune and sampling.are_among(index.state_dict_metadata)
+    with_sampling = not files.finetune and kept.sampling.are_among(index.state_dict_metadata)
     if with_sampling:
-        state |= sampling.wanted_state()
-    asked = {name: set(part) for name, part in state.items() if name not in ("optimizer", OPTIMIZER)}
+        state |= kept.sampling.wanted_state()
+    loaded = _read(where, folder, config, state)
     with _failing_together(where, folder, config):
-        loaded = dist_checkpointing.load(state, str(folder))
-    agree(config, _unasked(where, asked, loaded))
-    with _failing_together(where, folder, config):
-        load_model(model, loaded)
-        if reference is not None:
-            reference.load(loaded) if with_reference else reference.start_from([unwrap(chunk) for chunk in model])
-        if with_sampling:
-            sampling.load(loaded)
-        if not files.finetune:
-            rewards.load(loaded)
-            left_out.load(loaded)
-        if with_optimizer:
-            check_schedule(where, config, scheduler, optimizer, loaded)
-            load_optimizer_and_schedule(config, optimizer, scheduler, loaded)
-        elif optimizer is not None:
-            optimizer.reload_model_params()
         iteration = 0 if files.finetune else int(loaded["iteration"])
-        if not with_optimizer:
-            scheduler.step(increment=iteration)
+        load_trained(where, config, kept.policy, POLICY, loaded, iteration, with_optimizer=with_optimizer)
+        if reference is not None:
+            reference.load(loaded)
         if critic is not None:
-            load_critic(where, config, critic, loaded, iteration, with_optimizer=with_optimizer)
+            load_trained(where, config, critic, CRITIC, loaded, iteration, with_optimizer=with_optimizer)
+        if with_sampling:
+            kept.sampling.load(loaded)
+        if not files.finetune:
+            kept.rewards.load(loaded)
+            kept.left_out.load(loaded)
     return iteration
 
 

@@ -16,15 +16,9 @@ from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
 from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
-from megatron_rc.launch.training.checkpoints.critic import critic_state
+from megatron_rc.launch.training.checkpoints.kept import CRITIC, POLICY, Kept, trained_state
 from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
-from megatron_rc.launch.training.checkpoints.reference import Reference
-from megatron_rc.launch.training.checkpoints.sampling_weights import SamplingWeights
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
-from megatron_rc.launch.training.checkpoints.state import model_state, optimizer_state
-from megatron_rc.launch.training.left_out import LeftOut
-from megatron_rc.launch.training.rewards import RewardScaler
-from megatron_rc.launch.training.trained_model import TrainedModel
 
 _log = logging.getLogger("megatron_rc")
 
@@ -48,30 +42,12 @@ class CheckpointWriter:
         self.pending: BackgroundWrite | None = None
         self.keeps_older = False
 
-    def save(
-        self,
-        iteration: int,
-        model: list[Any],
-        optimizer: Any,
-        scheduler: Any,
-        reference: Reference | None,
-        sampling: SamplingWeights,
-        rewards: RewardScaler,
-        critic: TrainedModel | None,
-        left_out: LeftOut,
-    ) -> None:
+    def save(self, iteration: int, kept: Kept) -> None:
         """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
 
         Args:
             iteration: optimizer steps made.
-            model: this rank's chunks.
-            optimizer: Megatron's optimizer; left out with ``--no-save-optim``.
-            scheduler: of the learning rate.
-            reference: policy; None without a KL penalty.
-            sampling: weights of the rollouts under way.
-            rewards: statistics of the rewards so far.
-            critic: with its own optimizer and schedule; None: there is none.
-            left_out: steps that were not made.
+            kept: what it holds; with ``--no-save-optim`` without optimizers and schedules.
 
         Raises:
             SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
@@ -79,17 +55,16 @@ class CheckpointWriter:
         """
         phases.enter(f"the saving of step {iteration}")
         self.finish()
-        _check_weights(self.config, iteration, model)
-        if critic is not None:
-            _check_weights(self.config, iteration, critic.model, "the critic's", "--critic-lr")
-        state = model_state(model) | sampling.state() | rewards.state() | left_out.state() | {"iteration": iteration}
-        if reference is not None:
-            state |= reference.state()
-        if not self.files.no_save_optim:
-            state["optimizer"] = optimizer_state(optimizer, model)
-            state["opt_param_scheduler"] = scheduler.state_dict()
-        if critic is not None:
-            state |= critic_state(critic, with_optimizer=not self.files.no_save_optim)
+        _check_weights(self.config, iteration, kept.policy.model)
+        if kept.critic is not None:
+            _check_weights(self.config, iteration, kept.critic.model, "the critic's", "--critic-lr")
+        with_optimizer = not self.files.no_save_optim
+        state = trained_state(kept.policy, POLICY, with_optimizer=with_optimizer) | {"iteration": iteration}
+        state |= kept.sampling.state() | kept.rewards.state() | kept.left_out.state()
+        if kept.reference is not None:
+            state |= kept.reference.state()
+        if kept.critic is not None:
+            state |= trained_state(kept.critic, CRITIC, with_optimizer=with_optimizer)
         with self._failing_together(iteration):
             self._begin(iteration, state)
         if not self.files.async_save:

@@ -34,7 +34,7 @@ def check_schedule(
     scheduler: Any,
     optimizer: Any,
     loaded: dict[str, Any],
-    flags: Mapping[str, str] | None = None,
+    flags: Mapping[str, str],
 ) -> None:
     """Refuse flags that say something else than the checkpoint, unless a flag says which of the two counts.
 
@@ -48,7 +48,7 @@ def check_schedule(
         return
     for name, own, before in _differences(scheduler, optimizer, loaded):
         default = " (by default --train-iters)" if name == "lr_decay_iters" else ""
-        words = flag((flags or {}).get(name, name))
+        words = flag(flags.get(name, name))
         raise AgreedError(
             f"{where} was written with {words} {before}, this run has {own}{default}: give the same, or "
             "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep "

@@ -177,7 +177,7 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     [
         (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
         (("load", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
-        (("load", "load_model", RuntimeError("size mismatch"), 1), "does not fit this model and its flags (size mis"),
+        (("kept", "load_model", RuntimeError("size mismatch"), 1), "does not fit this model and its flags (size mis"),
     ],
     ids=["folder", "index", "weights"],
 )
