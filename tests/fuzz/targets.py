@@ -38,7 +38,7 @@ from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.rollout import SamplingParams, load_rollouts, save_rollouts
 from megatron_rc.settings.dialects import DIALECTS
 from tests.fuzz.mutations import as_json, spoilt_bytes, spoilt_value
-from tests.records.test_rollout import example
+from tests.support.records import example
 
 # How a file is spoilt: as bytes, or as the value that it is the text of.
 Spoil = Callable[[random.Random], Any]

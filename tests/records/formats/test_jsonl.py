@@ -1,0 +1,148 @@
+"""Records as JSON lines."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams
+from tests.support.records import batches, changed, cut, example, identical, known
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=batches())
+def test_lines_keep_what_a_record_says(batch):
+    (found,) = from_json_lines(to_json_lines(batch), batch_size=10)
+    assert identical(found, cut(known(batch)))
+
+
+def test_lines_are_plain_json():
+    first, *_ = map(json.loads, to_json_lines(example()))
+    assert first == {
+        "schema_version": 1,
+        "sample_id": 7,
+        "group_id": 3,
+        "reward": 0.5,
+        "finish_reason": "stop",
+        "sampling": {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed"},
+        "tokens": [11, 12, 13, 14, 15, 16],
+        "response_mask": [0, 0, 1, 0, 0, 1],
+        "rollout_log_probs": [None, None, -0.125, None, None, -0.3125],
+        "policy_versions": [None, None, 4, None, None, 4],
+        "routed_experts": example().routed_experts[0, :6].tolist(),
+    }
+
+
+def test_files_of_lines_are_read_batch_by_batch(tmp_path):
+    path, batch = tmp_path / "rollouts.jsonl", example()
+    other = dataclasses.replace(example(False), sampling=SamplingParams())
+    assert write_jsonl((part for part in (batch, other)), path) == 6
+    found = list(read_jsonl(path, batch_size=2))
+    assert [part.sample_ids.tolist() for part in found] == [[7, 5], [9], [7, 5], [9]]
+    assert [part.sampling.temperature for part in found] == [0.5, 0.5, 1.0, 1.0]
+    assert identical(RolloutBatch.concatenate(found[:2]), known(batch))
+    path.write_text(path.read_text().rstrip("\n"))  # what stands after the last line does not matter
+    assert sum(part.num_sequences for part in read_jsonl(path, batch_size=64)) == 6
+
+
+def test_reading_holds_one_batch_at_a_time():
+    taken = []
+    lines = (taken.append(line) or line for line in to_json_lines(example()))
+    first = next(from_json_lines(lines, batch_size=1))
+    assert first.sample_ids.tolist() == [7]
+    assert len(taken) == 2
+
+
+def record(**change):
+    """The first line of the example with other fields; ``...`` takes one away."""
+    fields = json.loads(next(to_json_lines(example()))) | change
+    return json.dumps({name: value for name, value in fields.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", r"line 2: no JSON .* the file is cut off or damaged"),
+        (record()[:-9], "line 2: no JSON"),
+        ("[]", "line 2: a JSON list: expected an object"),
+        ("{}", "schema_version is None: this release reads version 1"),
+        (record(schema_version=2), "schema_version is 2"),
+        (record(text="hello"), "fields unknown or missing: text"),
+        (record(reward=..., tokens=...), "fields unknown or missing: reward, tokens"),
+        (record(tokens=[1, 2.5, 3, 4, 5, 6]), "tokens: expected a list of integers"),
+        (record(tokens="hello!"), "tokens: expected a list of integers"),
+        (record(tokens=[1, 2, 3, 4, 5, 2**70]), "tokens: expected a list of integers"),
+        (record(tokens=[1, 2]), "response_mask: expected 0 or 1 for each of 2 tokens"),
+        (record(response_mask=[0, 0, 2, 0, 0, 1]), "response_mask: expected 0 or 1 for each of 6 tokens"),
+        (record(response_mask=[False] * 6), "response_mask: expected a list of integers"),
+        (record(rollout_log_probs=[None] * 6), "rollout_log_probs has None at token 2: expected a number, or null if"),
+        (record(rollout_log_probs=[-0.1, -0.2]), "rollout_log_probs: expected a list of 6, one for each token"),
+        (record(rollout_log_probs=[None, None, "-1", None, None, -1]), "rollout_log_probs has '-1' at token 2"),
+        (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: a position that was not sampled has null"),
+        (record(policy_versions=[1.0] * 6), "policy_versions has 1.0 at token 0"),
+        (record(policy_versions=[2**31] * 6), "policy_versions has numbers beyond 32 bits"),
+        (
+            record(policy_versions=[2**64] * 6),
+            f"policy_versions has {2**64} at token 0: expected an integer of 64 bits",
+        ),
+        (record(policy_versions=3), "policy_versions: expected a list of 6"),
+        (record(sample_id="7"), "sample_id is '7': expected an integer"),
+        (record(group_id=None), "group_id is None: expected an integer"),
+        (record(reward="1"), "reward is '1': expected a number"),
+        (record(reward=True), "reward is True: expected a number"),
+        (record(finish_reason="eos"), "finish_reason is 'eos': expected one of stop, length, abort"),
+        (record(finish_reason=["stop"]), "finish_reason is"),
+        (record(sampling={"temperature": 1.0}), "sampling parameters: log_probs_mode, top_k, top_p unknown or missing"),
+        (record(routed_experts=[[[1]]]), r"routed_experts has shape \(1, 1, 1\): expected \(6, any, any\)"),
+        (record(routed_experts=[[[1.5]]] * 6), "routed_experts is torch.float32: expected integers"),
+        (record(routed_experts=[[[1]], [[1, 2]]] * 3), "routed_experts is no tensor of shape"),
+    ],
+)
+def test_lines_that_are_no_records_are_named(line, message):
+    with pytest.raises(ValueError, match=message):
+        list(from_json_lines([record(), line], batch_size=4))
+
+
+def test_files_of_lines_that_are_damaged_are_named(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    write_jsonl([example()], path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"rollouts.jsonl: line 3: no JSON"):
+        list(read_jsonl(path, batch_size=2))
+    path.write_bytes(whole + b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"rollouts.jsonl: 'utf-8' codec"):
+        list(read_jsonl(path, batch_size=2))
+    with pytest.raises(FileNotFoundError, match="nowhere is missing"):
+        read_jsonl(tmp_path / "nowhere", batch_size=2)
+    with pytest.raises(ValueError, match="batch_size=0: expected at least 1"):
+        read_jsonl(path, batch_size=0)
+
+
+@pytest.mark.parametrize(("name", "at"), [("rollout_log_probs", (1, 3)), ("rewards", 1)])
+def test_lines_cannot_say_nan(tmp_path, name, at):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("old")
+    with pytest.raises(
+        ValueError, match="sample 5 has a log-prob or a reward that is not finite, which JSON cannot say"
+    ):
+        write_jsonl([changed(example(), name, math.nan, at)], path)
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_lines_say_null_of_tokens_that_the_trainer_did_not_score():
+    batch = dataclasses.replace(example(), old_log_probs=torch.where(example().tokens == 25, torch.nan, -0.5))
+    lines = list(to_json_lines(batch))
+    assert json.loads(lines[1])["old_log_probs"] == [None, None, -0.5, None]
+    (found,) = from_json_lines(lines, batch_size=3)
+    assert found.old_log_probs[1, :4].isnan().tolist() == [False, False, False, True]
+    bad = record(old_log_probs=[None, None, "x", None, None, -0.5])
+    with pytest.raises(ValueError, match="line 1: old_log_probs has 'x' at token 2"):
+        list(from_json_lines([bad], batch_size=1))
+    with pytest.raises(ValueError, match="line 1: log_probs: expected a list of 6, one for each token"):
+        list(from_json_lines([record(log_probs=[-0.5])], batch_size=1))

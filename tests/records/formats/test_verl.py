@@ -1,0 +1,155 @@
+"""Records as verl has them."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron_rc.records.formats.verl import from_verl, to_verl
+from megatron_rc.records.rollout import FINISH_REASONS
+from tests.support.records import HALF, batches, changed, cut, example, identical, known
+
+
+def verl_example():
+    """By hand: prompts of 2 and 3 tokens padded on the left, responses of 4 and 2 on the right.
+
+    Entry j of the log-probs is that of responses[j].
+    """
+    pad = 0
+    prompts = torch.tensor([[pad, 11, 12], [21, 22, 23]])
+    responses = torch.tensor([[13, 14, 15, 16], [24, 25, pad, pad]])
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]),
+        "rollout_log_probs": torch.tensor([[-0.13, 0.0, 0.0, -0.16], [-0.24, -0.25, 0.0, 0.0]]),
+        "rm_scores": torch.tensor([[0.0, 0.0, 0.0, 0.5], [0.0, -1.5, 0.0, 0.0]]),
+        "old_log_probs": torch.tensor([[-0.26, 0.0, 0.0, -0.32], [-0.48, -0.5, 0.0, 0.0]]),
+    }, {"uid": ["b", "a"], "param_version_start": [3, 4], "data_source": ["x", "x"]}
+
+
+def test_verl_is_read_token_by_token():
+    batch = from_verl(*verl_example(), sampling=HALF)
+    batch.validate(vocab_size=26)
+    assert batch.tokens.tolist() == [[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 0]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 0, 1, 1, 0]]
+    expected = torch.tensor([[0, 0, -0.13, 0, 0, -0.16], [0, 0, 0, -0.24, -0.25, 0]])
+    assert torch.equal(batch.rollout_log_probs, expected)
+    assert torch.equal(batch.old_log_probs, 2 * expected)
+    assert batch.policy_versions.unique(dim=1).tolist() == [[3], [4]]
+    assert batch.group_ids.tolist() == [0, 1]
+    assert batch.rewards.tolist() == [0.5, -1.5]
+    assert [FINISH_REASONS[index] for index in batch.finish_reasons] == ["length", "stop"]
+    # Token ids give the log-probs away: -0.13 is that of token 13.
+    labels, mask, log_probs = batch.label_aligned()
+    torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
+
+
+def test_verl_is_written_as_it_is_read():
+    tensors, others = verl_example()
+    tensors["routed_experts"] = torch.arange(2 * 7 * 2).view(2, 7, 2, 1) * tensors["attention_mask"][..., None, None]
+    batch = from_verl(tensors, others, sampling=HALF)
+    assert batch.routed_experts[0, :, 0, 0].tolist() == [2, 4, 6, 8, 10, 12]
+    found, names = to_verl(batch, pad_token_id=0)
+    assert set(found) == set(tensors)
+    routes = torch.where(tensors["attention_mask"][..., None, None] == 1, tensors["routed_experts"], -1)
+    for name, value in (tensors | {"routed_experts": routes.int()}).items():
+        assert torch.equal(found[name], value), name
+    assert names == {"uid": ["0", "1"], "param_version_start": [3, 4], "param_version_end": [3, 4]}
+    wide, _ = to_verl(batch, pad_token_id=9, prompt_length=5, response_length=6)
+    assert wide["prompts"].tolist() == [[9, 9, 9, 11, 12], [9, 9, 21, 22, 23]]
+    assert wide["responses"].tolist() == [[13, 14, 15, 16, 9, 9], [24, 25, 9, 9, 9, 9]]
+    assert wide["rm_scores"].nonzero().tolist() == [[0, 3], [1, 1]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=batches(ordinary=True))
+def test_verl_and_back(batch):
+    """Lost: sample ids, the names of groups, finish reasons, versions within a sequence, sampling parameters."""
+    found = from_verl(*to_verl(batch, pad_token_id=0), sampling=batch.sampling)
+    mask, kept = batch.response_mask, cut(known(batch))
+    oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1)
+    _, groups = numbered(batch.group_ids)
+    assert identical(
+        found,
+        dataclasses.replace(
+            kept,
+            sample_ids=torch.arange(len(mask)),
+            group_ids=groups,
+            finish_reasons=found.finish_reasons,
+            policy_versions=oldest.unsqueeze(1).expand(kept.tokens.shape),
+        ),
+    )
+
+
+def numbered(ids):
+    order = list(dict.fromkeys(ids.tolist()))
+    return order, torch.tensor([order.index(value) for value in ids.tolist()])
+
+
+def test_verl_without_a_response_keeps_its_reward():
+    batch = changed(example(False), "response_mask", False, 1)
+    tensors, others = to_verl(batch, pad_token_id=0)
+    found = from_verl(tensors, others, sampling=HALF)
+    assert found.rewards.tolist() == batch.rewards.tolist()
+    assert found.response_mask.sum(dim=1).tolist() == [2, 0, 3]
+    assert others["param_version_start"] == [4, 0, 6]
+
+
+def test_verls_older_forms_are_read():
+    tensors, others = verl_example()
+    tensors["token_level_scores"] = tensors["rm_scores"] * 2
+    del tensors["response_mask"], tensors["input_ids"], others["param_version_start"]
+    batch = from_verl(tensors, others, sampling=HALF, policy_version=8)
+    assert batch.response_mask.sum(dim=1).tolist() == [4, 2]
+    assert batch.rewards.tolist() == [1.0, -3.0]
+    assert batch.policy_versions.eq(8).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": None}, "prompts is missing"),
+        ({"responses": torch.zeros(3, 4)}, r"responses has shape \(3, 4\): expected \(2, any\)"),
+        ({"rollout_log_probs": None}, "rollout_log_probs is missing: set .*calculate_log_probs=True"),
+        ({"rollout_log_probs": torch.zeros(2, 7)}, r"rollout_log_probs has shape \(2, 7\): expected \(2, 4\)"),
+        ({"rollout_log_probs": torch.zeros(2, 3)}, "rollout_log_probs has shape"),
+        ({"attention_mask": torch.ones(2, 4)}, "attention_mask has shape"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]] * 2)},
+            "sequence 0 is not that of prompts padded on the l",
+        ),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * 2)}, "is not that of responses padded on the right"),
+        ({"response_mask": torch.ones(2, 4)}, "response_mask of sequence 1 has padding marked as sampled"),
+        ({"input_ids": torch.zeros(2, 7)}, "input_ids of sequence 0, column 1 is not what prompts and responses have"),
+        ({"rm_scores": None}, "token_level_scores and rm_scores are missing: score the responses first"),
+        ({"rm_scores": torch.zeros(2)}, "rm_scores has shape"),
+        ({"routed_experts": torch.zeros(2, 4, 2, 1).int()}, "routed_experts has shape"),
+        ({"uid": None}, "uid is missing in non_tensors"),
+        ({"uid": ["a"]}, "uid has 1 entries: expected 2"),
+        ({"uid": [["a"], ["b"]]}, "what should say which prompt a sample belongs to cannot be compared"),
+        ({"param_version_start": ["new", "old"]}, r"sequence 0 has the weight versions \['new'\]"),
+        ({"param_version_start": [3, 2**64]}, f"sequence 1 has the weight version {2**64}, beyond 32 bits: pass the"),
+    ],
+)
+def test_wrong_verl_batches_are_refused(change, message):
+    tensors, others = verl_example()
+    for name, value in change.items():
+        place = others if name in ("uid", "param_version_start") else tensors
+        place.pop(name, None)
+        if value is not None:
+            place[name] = value
+    with pytest.raises(ValueError, match=message):
+        from_verl(tensors, others, sampling=HALF)
+
+
+def test_verls_columns_must_suffice():
+    with pytest.raises(ValueError, match="prompt_length=3: the longest prompt needs 5, make it at least that"):
+        to_verl(example(), pad_token_id=0, prompt_length=3)
+    with pytest.raises(ValueError, match="response_length=2: the longest response needs 4"):
+        to_verl(example(), pad_token_id=0, response_length=2)

@@ -1,0 +1,75 @@
+"""Nothing that is read can run code: which sources read or write pickles."""
+
+import ast
+
+import pytest
+
+from tests.support.paths import ROOT
+
+LOADERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+
+
+def unsafe(source):
+    """What in a source reads or writes pickles."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (name for name in names if name.split(".")[0] in LOADERS)
+        elif isinstance(node, ast.Call):
+            name, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            owner, _, method = name.rpartition(".")
+            loads = method == "load" and owner in ("np", "numpy") and given.get("allow_pickle") != "False"
+            others = name in ("torch.load", "torch.save", "pd.read_pickle", "pandas.read_pickle")
+            if (
+                loads
+                or others
+                or method in ("to_pickle", "read_pickle")
+                or given.get("allow_pickle", "False") != "False"
+            ):
+                yield name
+
+
+# Only what this project's own processes send each other, and Megatron's format of checkpoints, which is read with an
+# unpickler that knows what belongs there.
+PICKLES = {
+    "launch/rewards/pool.py",
+    "launch/rewards/worker.py",
+    "launch/training/checkpoints/background.py",
+    "launch/training/checkpoints/megatron_writes.py",
+    "launch/training/checkpoints/unpickling.py",
+}
+
+
+def test_no_other_source_reads_or_writes_pickles():
+    files = [
+        path for folder in ("megatron_rc", "parallel", "launch", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(files) > 60
+    found = {path.relative_to(ROOT).as_posix() for path in files if list(unsafe(path.read_text(encoding="utf-8")))}
+    assert found == PICKLES
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "from pickle import loads",
+        "from cloudpickle.compat import x",
+        "import joblib",
+        "torch.load(path)",
+        "torch.load(path, weights_only=True)",
+        "torch.save(a, b)",
+        "np.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "read(path, allow_pickle=flag)",
+        "pd.read_pickle(path)",
+        "frame.to_pickle(path)",
+    ],
+)
+def test_pickles_are_seen(source):
+    assert list(unsafe(source))
+
+
+def test_safe_sources_are_not_accused():
+    assert not list(unsafe("np.load(path, allow_pickle=False); json.load(file); import json; model.load(path)"))

@@ -1,0 +1,168 @@
+"""The files of records: what they keep, and what is refused of those of others."""
+
+import builtins
+import dataclasses
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rc.records.rollout import load_rollouts, save_rollouts
+from tests.support.records import batches, changed, example, identical
+
+
+def payload(bits):
+    """A float32 NaN that carries ``bits``."""
+    return struct.unpack("f", struct.pack("I", 0x7FC00000 | bits))[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=batches(), bits=st.integers(1, 2**20))
+def test_files_keep_every_bit(tmp_path_factory, batch, bits):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    integers = torch.full(batch.tokens.shape, 0x7FC00000 | bits, dtype=torch.int32)
+    log_probs = torch.where(batch.response_mask, batch.rollout_log_probs, integers.view(torch.float32))
+    batch = dataclasses.replace(batch, rollout_log_probs=log_probs)
+    save_rollouts(batch, path)
+    found = load_rollouts(path)
+    assert identical(found, batch)
+    assert torch.equal(found.rollout_log_probs.view(torch.int32), log_probs.view(torch.int32))
+
+
+def test_a_file_holds_views_wide_dtypes_and_bad_values(tmp_path):
+    batch = example()
+    both = torch.cat([batch.rollout_log_probs, batch.rewards.unsqueeze(1)], dim=1).double()
+    batch = dataclasses.replace(
+        batch,
+        rollout_log_probs=both[:, :-1],
+        rewards=both[:, -1],
+        group_ids=batch.sample_ids,
+        tokens=batch.tokens.int(),
+    )
+    batch = changed(batch, "rollout_log_probs", math.inf, (0, 2))
+    save_rollouts(batch, tmp_path / "rollouts")
+    assert identical(load_rollouts(tmp_path / "rollouts"), batch)
+    save_rollouts(batch.rows([]), tmp_path / "rollouts")
+    assert load_rollouts(str(tmp_path / "rollouts")).num_sequences == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts"]
+
+
+def test_the_header_is_json_that_others_can_read(tmp_path):
+    save_rollouts(example(False), tmp_path / "file")
+    raw = (tmp_path / "file").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    own = json.loads(header["__metadata__"]["megatron_rc"])
+    assert own["schema_version"] == 1
+    assert own["sampling"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "log_probs_mode": "processed"}
+    assert own["shapes"]["tokens"] == [3, 8]
+    assert "routed_experts" not in own["shapes"]
+
+
+def test_a_file_that_is_cut_off_is_refused_wherever_it_is_cut(tmp_path):
+    path = tmp_path / "file"
+    save_rollouts(example(), path)
+    whole = path.read_bytes()
+    for size in (0, 4, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"file is cut off, damaged or no safetensors file .*: write it again"):
+            load_rollouts(path)
+
+
+def rewritten(path, tensors=None, header=None, metadata=None):
+    """The example's file with something else in it."""
+    from safetensors.torch import save_file
+
+    batch = example()
+    tensors = batch.tensors() | (tensors or {})
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    shapes = {name: list(value.shape) for name, value in tensors.items()}
+    own = {"schema_version": 1, "sampling": dataclasses.asdict(batch.sampling), "shapes": shapes} | (header or {})
+    own = {name: value for name, value in own.items() if value is not None}
+    save_file(tensors, path, metadata={"megatron_rc": json.dumps(own)} if metadata is None else metadata)
+    return path
+
+
+def test_the_rewritten_file_is_good_when_nothing_is_changed(tmp_path):
+    assert identical(load_rollouts(rewritten(tmp_path / "file")), example())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"header": {"schema_version": 2}}, "file: schema_version is 2: this release reads version 1"),
+        ({"header": {"schema_version": None}}, "schema_version is None"),
+        ({"header": {"schema_version": True}}, "schema_version is True"),
+        ({"header": {"notes": 1}}, "the header has notes, sampling, .*: expected schema_version, sampling, shapes"),
+        ({"header": {"shapes": {"tokens": [3, 8]}}}, "do not have the shapes that the header names"),
+        ({"header": {"sampling": {"temperature": 1}}}, "sampling parameters: .*top_k.* unknown or missing"),
+        ({"header": {"sampling": 3}}, "sampling parameters are 3: expected"),
+        ({"tensors": {"rewards": None}}, "tensors unknown or missing: rewards"),
+        ({"tensors": {"values": torch.zeros(3)}}, "tensors unknown or missing: values"),
+        (
+            {"tensors": {"rollout_log_probs": torch.zeros(3, 8).half()}},
+            "rollout_log_probs is torch.float16: expected fl",
+        ),
+        ({"tensors": {"response_mask": torch.zeros(3, 8).int()}}, "response_mask is torch.int32: expected bool"),
+        ({"tensors": {"rewards": torch.zeros(2)}}, "rewards has shape"),
+        (
+            {"metadata": {}},
+            "has tensors but no header of ours: expected a file that save_rollouts wrote",
+        ),
+        ({"metadata": {"megatron_rc": "{"}}, "the header of .* is no JSON"),
+        ({"metadata": {"megatron_rc": "[]"}}, "the header of .* is a list: expected a JSON object"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_rollouts(rewritten(tmp_path / "file", **change))
+
+
+def test_missing_files_and_folders_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is missing: expected a file of rollouts"):
+        load_rollouts(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="is a folder: expected a file of rollouts"):
+        load_rollouts(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere does not exist, create it first"):
+        save_rollouts(example(), tmp_path / "nowhere" / "file")
+    with pytest.raises(IsADirectoryError, match="is a folder: expected the name of a file to write"):
+        save_rollouts(example(), tmp_path)
+
+
+def test_a_batch_of_the_wrong_structure_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="rewards has shape"):
+        save_rollouts(dataclasses.replace(example(), rewards=torch.zeros(2)), tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    save_rollouts(example(), path)
+
+    def fail(tensors, name, metadata):
+        Path(name).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save_rollouts(example(False), path)
+    assert identical(load_rollouts(path), example())
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_safetensors_its_name_is_said(tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def refuse(name, *rest):
+        if name.startswith("safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name="safetensors")
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for call in (lambda: save_rollouts(example(), tmp_path / "file"), lambda: load_rollouts(tmp_path / "file")):
+        with pytest.raises(ImportError, match="need safetensors, which is not installed: pip install safetensors"):
+            call()
