@@ -10,9 +10,9 @@ import pytest
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criteria import CRITERIA
-from tests.launch.training.test_loop import rows, run_training
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
+from tests.support.training_runs import rows, run_training
 
 TEXT = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
 MODULES = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL))

@@ -6,9 +6,9 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.resolved import as_launch_file
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criteria import CRITERIA
-from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, rows, run_training
 
 USER = "python:tests.support.user_objects"
 RS = [f"--rollout-rs=token_k1,{USER}:SEQ_MIN", "--rollout-rs-threshold=0.5_2.5,0.01_100"]

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.shown import COLUMNS, MACHINE
-from tests.launch.training.test_loop import rows, run_training
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
+from tests.support.training_runs import rows, run_training
 
 PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("| try | flags |")[2].partition("\n\n")[0]

@@ -9,9 +9,9 @@ from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
-from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, rows, run_training
 
 EOS = 12
 GROUP = 4

@@ -12,10 +12,10 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.records.rollout import load_rollouts, save_rollouts
-from tests.launch.training.test_loop import HELD_OUT, LIVE, rows, run_training, without_times
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch, run_config
 from tests.support.records import identical
+from tests.support.training_runs import HELD_OUT, LIVE, rows, run_training, without_times
 
 SECONDS = 30  # nothing here waits for a time-out unless it is broken
 

@@ -13,9 +13,9 @@ from megatron_rc.launch.engines.answers import make_asks, make_sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rollouts.samples import GoodSamples, dropped
 from megatron_rc.records.rollout import SamplingParams, load_rollouts
-from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import VOCABULARY, flags, run_config
+from tests.support.training_runs import LIVE, rows, run_training
 
 LONGEST, PROMPTS = 4, [[1], [2], [3]]
 GOOD = Sample([3, 4], [-1.0, -2.0], "stop")

@@ -14,9 +14,9 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.waiting import EngineWaits
 from megatron_rc.launch.training.checkpoints.folders import iterations
-from tests.launch.training.test_loop import LIVE, rows, run_training, without_times
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags
+from tests.support.training_runs import LIVE, rows, run_training, without_times
 
 LAYOUT = Layout(dp=2)
 FOREVER = 60

@@ -20,10 +20,10 @@ from megatron_rc.launch.training.bad_steps import BadSteps
 from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.step_checks import BadStepError, StepChecks
 from megatron_rc.records.rollout import load_rollouts
-from tests.launch.training.test_loop import LIVE, rows, run_training, tensors_of
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, recorded_batch, run_config
+from tests.support.training_runs import LIVE, rows, run_training, tensors_of
 
 # No gradient is 0, even where all rewards are alike.
 MOVING = ["--grpo-entropy-term-weight=0.01"]

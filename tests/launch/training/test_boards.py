@@ -16,9 +16,9 @@ from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.training.boards import WandB, in_section
 from megatron_rc.launch.training.report import Reporter
-from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, run_training
 
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01, "rollout_corr/log_ratio_p50": 0.0, "grad_norm": 0.5}
 LOG_RATIO = {"rollout_corr/log_ratio": Distribution([-1.0, 0.0, 2.0], [3.0, 1.0])}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_rc.launch.training.step_checks import BadStepError
-from tests.launch.training.test_loop import rows, run_training
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch
+from tests.support.training_runs import rows, run_training
 
 PPO = ["--num-layers=2", "--lr=1e-3", "--grpo-kl-beta=0", "--advantage-estimator=gae", "--critic-lr=2e-3"]
 TWO = Layout(tp=2)

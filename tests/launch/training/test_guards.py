@@ -12,9 +12,9 @@ from megatron_rc.launch.train_ppo import end_together
 from megatron_rc.launch.training.checkpoints.folders import iterations
 from megatron_rc.launch.training.guards import Guards
 from megatron_rc.launch.training.loop import train
-from tests.launch.training.test_loop import LIVE, rows
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, rows
 
 KL = "rollout_corr/k3_kl"
 

@@ -7,9 +7,9 @@ import torch
 import transformers
 
 from megatron_rc.launch.errors import ConfigurationError
-from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
+from tests.support.training_runs import LIVE, run_training
 
 QWEN3_MOE = [*LLAMA, "--num-experts=4", "--moe-ffn-hidden-size=24", "--qk-layernorm", "--kv-channels=16"]
 

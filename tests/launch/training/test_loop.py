@@ -2,10 +2,7 @@
 
 import contextlib
 import io
-import json
 import math
-import os
-import signal
 from dataclasses import replace
 from unittest import mock
 
@@ -14,45 +11,13 @@ import torch
 
 from megatron_rc import RolloutCorrection, wrap_finalize
 from megatron_rc.launch.engines import Sample
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.tasks import Problem, make_task
 from megatron_rc.launch.training.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.records.rollout import load_rollouts, save_rollouts
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout, drawing
-from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, save_initial
-
-# One small step an iteration, from rollouts of a real engine.
-LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
-SHORT = ["--micro-batch-size=8", "--num-layers=2"]
-LIVE += SHORT
-# The same with problems that are held out.
-HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact", "--run-name=run", "--lr=1e-3"]
-HELD_OUT += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=2", "--num-layers=2"]
-HELD_OUT += ["--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4"]
-HELD_OUT += ["--rollout-rs-threshold=0.01_100,10"]
-
-
-def run_training(words):
-    """``train`` as under torchrun; what it raised."""
-    from megatron_rc.launch.distributed import AgreedError
-    from megatron_rc.launch.training.loop import train
-
-    config, task = configure(words, torch.distributed.get_world_size())
-    try:
-        train(config, task)
-    except (AgreedError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(folder):
-    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows(folder)]
+from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch
+from tests.support.training_runs import LIVE, SHORT, rows, run_training, run_until_signal, tensors_of, without_times
 
 
 @pytest.mark.parametrize(
@@ -268,13 +233,6 @@ def reject_all(config):
     return type(config).from_dict(fields)
 
 
-def tensors_of(state):
-    if isinstance(state, torch.Tensor):
-        return [state]
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else []
-    return [tensor for value in values for tensor in tensors_of(value)]
-
-
 BYPASS = ["--bypass-mode", "--loss-type=reinforce"]
 PACKED = ["--rl-use-sequence-packing", "--rl-sequence-packing-bin-size=32"]
 
@@ -401,137 +359,6 @@ def test_a_loss_that_is_not_finite_ends_all_alike(ranks, tmp_path, layout):
     assert messages[0].startswith("the loss of step 1 is nan: the step was not made")
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=str)
-def test_recorded_rollouts_train_as_the_sampled_ones_did(ranks, tmp_path, layout):
-    """Written by one process, read by two; at float32's distance, since the layouts differ."""
-    first, again = tmp_path / "first", tmp_path / "again"
-    written = flags(first, *LIVE, "--train-iters=2", f"--save-rollouts={tmp_path}/rollouts")
-    assert ranks.run(run_training, Layout(), written) == [None]
-    assert len(list((tmp_path / "rollouts").glob("*.safetensors"))) == 2
-    words = flags(again, *LIVE, "--train-iters=2", f"--load-rollouts={tmp_path}/rollouts", *layout.flags())
-    # One seed gives each layout weights of its own: start from the same ones.
-    start = [f"--load={tmp_path}/start", "--finetune"]
-    ranks.run(save_initial, Layout(), flags(tmp_path, *LIVE, f"--save={tmp_path}/start"))
-    assert set(ranks.run(run_training, layout, [*words, *start])) == {None}
-    for one, other in zip(rows(first), rows(again), strict=True):
-        for name in ("reward/mean", "rollout/tokens", "rollout_corr/kl", "loss/total"):
-            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-
-
-def test_recorded_rollouts_of_other_dtypes_reach_every_rank(ranks, tmp_path):
-    """What other programs' records become may hold int32 ids and float64 log-probs."""
-    folder = tmp_path / "rollouts"
-    ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
-    (path,) = folder.glob("*.safetensors")
-    batch = load_rollouts(path)
-    kinds = {torch.int64: torch.int32, torch.int32: torch.int16, torch.float32: torch.float64}
-    save_rollouts(replace(batch, **{n: v.to(kinds.get(v.dtype, v.dtype)) for n, v in batch.tensors().items()}), path)
-    words = flags(tmp_path, *LIVE, "--train-iters=1", f"--load-rollouts={folder}")
-    for layout in (Layout(tp=2), Layout(pp=2)):
-        assert set(ranks.run(run_training, layout, [*words, *layout.flags()])) == {None}
-        (row,) = rows(tmp_path)
-        assert row["rollout/tokens"] == int(batch.response_mask.sum())
-        assert row["reward/mean"] == pytest.approx(float(batch.rewards.mean()))
-
-
-def test_recorded_rollouts_that_do_not_fit_are_named(ranks, tmp_path):
-    folder = tmp_path / "rollouts"
-    ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, "--train-iters=1", f"--save-rollouts={folder}"))
-    (path,) = folder.glob("*.safetensors")
-
-    def run(*more):
-        (message,) = ranks.run(run_training, Layout(), flags(tmp_path, *LIVE, f"--load-rollouts={folder}", *more))
-        return message
-
-    assert "16 sequences, the flags ask for 32" in run("--train-iters=1", "--grpo-prompts-per-step=8")
-    assert "--seq-length 8 is too short: sample " in run("--train-iters=1", "--seq-length=8", "--max-response-length=4")
-    assert "--rl-default-temperature is 0.5: set it alike" in run("--train-iters=1", "--rl-default-temperature=0.5")
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "the rollout of step 0 failed: ValueError" in run("--train-iters=1")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--train-iters=3"], "holds 2 rollout batches, which make 2 optimizer steps: --train-iters 3 is more"),
-        (["--train-iters=2", "--save-rollouts=elsewhere"], "would write again what --load-rollouts"),
-        (["--train-iters=2", "--rollout-engine=vllm-server"], "--rollout-engine vllm-server does nothing with"),
-    ],
-)
-def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
-    for step in range(2):
-        (tmp_path / f"step-{step:07d}-replica-0000.safetensors").touch()
-    with pytest.raises(ConfigurationError, match=message):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", *more), 1)
-    (tmp_path / "step-0000001-replica-0001.safetensors").touch()
-    with pytest.raises(ConfigurationError, match="holds 1 rollout batches, which make 1 optimizer steps"):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
-    (tmp_path / "step-0000001-replica-0000.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match="has no rollout batch of all 2 replicas that wrote to it"):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
-    with pytest.raises(ConfigurationError, match="/none: no such folder"):
-        configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2"), 1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "interval", "steps"),
-    [(Layout(), 2, [0, 2, 3]), (Layout(dp=2, pp=2), 1, [0, 1, 2, 3]), (Layout(cp=2), 9, [0, 3])],
-    ids=str,
-)
-def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp_path, layout, interval, steps):
-    words = [*HELD_OUT, f"--eval-interval={interval}", "--eval-problems=5", "--train-iters=3", *layout.flags()]
-    assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
-    evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
-    assert [row["step"] for row in evaluations] == steps
-    assert all(
-        set(row) == {"step", "eval/reward", "eval/exact_match", "eval/pass@1", "eval/reward_errors"}
-        for row in evaluations
-    )
-    written = sorted((tmp_path / "run" / "eval").iterdir())
-    assert [path.name for path in written] == [f"step-{step:07d}.jsonl" for step in steps]
-    assert len(written[0].read_text().splitlines()) == 5
-    assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
-
-
-def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
-    """Stopped between two multiples of the interval: nothing is evaluated twice, and no interval goes by unseen."""
-    words = [*HELD_OUT, "--eval-interval=2", "--eval-problems=2", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    for iterations in (3, 7):
-        assert ranks.run(run_training, Layout(), flags(tmp_path, *words, f"--train-iters={iterations}")) == [None]
-    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 3, 4, 6, 7]
-    (tmp_path / "run").rename(tmp_path / "before")
-    ahead = ["--rollout-staleness=2", "--train-iters=12"]
-    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *ahead)) == [None]
-    # Weights are handed over after 7, 9 and 11 steps; in a new folder nothing says that those of 7 were evaluated.
-    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [7, 9, 11, 12]
-
-
-def run_until_signal(words, step):
-    """A run that is told to stop while it makes a step; whether nothing is lost."""
-    from megatron_rc.launch.training.loop import train
-    from megatron_rc.launch.training.trainer import Trainer
-
-    update = Trainer.update
-
-    def stop(trainer, *args):
-        metrics = update(trainer, *args)
-        if trainer.iteration == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return metrics
-
-    with mock.patch.object(Trainer, "update", stop):
-        return train(*configure(words, torch.distributed.get_world_size()))
-
-
-def test_an_evaluation_due_at_the_step_of_a_stop_is_made_when_the_run_goes_on(ranks, tmp_path):
-    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-problems=2", "--train-iters=4", *save)
-    assert ranks.run(run_until_signal, Layout(dp=2), words, 2) == [True, True]
-    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0]
-    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
-    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 4]
-
-
 def test_a_signal_in_the_last_step_loses_nothing(ranks, tmp_path):
     words = flags(tmp_path, *LIVE, "--train-iters=2")
     assert ranks.run(run_until_signal, Layout(), words, 2) == [True]
@@ -584,127 +411,3 @@ def close_after_failure(words):
 
 def test_an_engine_ends_where_what_comes_after_it_fails(ranks, tmp_path):
     assert ranks.run(close_after_failure, Layout(), flags(tmp_path, *LIVE)) == [("ValueError: no room", 1)]
-
-
-class Pupil:
-    """Knows the answer to some of the held-out problems, and to others at every second try."""
-
-    version = 0
-
-    def __init__(self, task, known, guessed=()):
-        self.task, self.known, self.guessed, self.asked, self.sampling = task, known, guessed, [], []
-
-    def load_weights(self, weights, version):
-        self.version = len(list(weights)) and version
-
-    def sample(self, prompts, params, max_new_tokens, seed):
-        self.sampling.append((params.top_k, params.temperature))
-        return [self.answer(self.task.text.decode(prompt)) for prompt in prompts]
-
-    def answer(self, prompt):
-        self.asked.append(prompt)
-        is_right = prompt not in self.guessed or self.asked.count(prompt) % 2
-        text = self.known.get(prompt, "99") if is_right else "99"
-        if text is None:
-            return Sample([], [], "stop")
-        ids = [*self.task.text.encode(Problem(text)), self.task.text.eos]
-        return Sample(ids, [0.0] * len(ids), "stop")
-
-
-def evaluate_pupil(words, known, guessed=()):
-    from megatron_rc.launch.rollouts.collector import RolloutCollector
-
-    config, task = configure(words, torch.distributed.get_world_size())
-    groups = ParallelGroups.from_megatron()
-    pupil = Pupil(task, known, guessed)
-    collector = RolloutCollector(config, task, groups, pupil)
-    metrics = collector.evaluate(6)
-    return metrics, pupil.asked, set(pupil.sampling)
-
-
-def failed_evaluation(words):
-    from megatron_rc.launch.distributed import AgreedError
-
-    try:
-        return evaluate_pupil(words, {})
-    except AgreedError as error:
-        return str(error)
-
-
-def first_problems(count):
-    """The problems, and their prompts as the engine sees them."""
-    task = make_task("python:tests.support.user_rewards:Doubles", 1234)
-    problems = task.problems(0, count, held_out=True)
-    return problems, [task.text.decode(task.text.encode(problem)) for problem in problems]
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
-def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks, tmp_path, layout):
-    problems, prompts = first_problems(5)
-    known = {prompt: problem.label for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *layout.flags())
-    found = ranks.run(evaluate_pupil, layout, words, known)
-    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
-    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
-    assert sorted(prompt for _, asked, _ in found for prompt in asked) == sorted(prompts)
-    assert {how for *_, sampling in found for how in sampling} == {(1, 1.0)}
-
-
-def test_a_response_that_is_left_out_counts_as_wrong_in_an_evaluation(ranks, tmp_path):
-    problems, prompts = first_problems(4)
-    known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True)} | {prompts[1]: None}
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=4", "--bad-samples=drop")
-    ((metrics, *_),) = ranks.run(evaluate_pupil, Layout(), words, known)
-    assert (metrics["eval/exact_match"], metrics["eval/reward"]) == (0.75, 0.75)
-
-
-@pytest.mark.parametrize(("layout", "written"), [(Layout(), 2), (Layout(dp=2), 2), (Layout(dp=2, pp=2), 4)], ids=str)
-def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_path, layout, written):
-    """Of 4 tries 2 are right for a problem that is guessed: one of two tries is right with 1 - 1/6."""
-    problems, prompts = first_problems(5)
-    known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True) if prompt != prompts[4]}
-    more = ["--eval-samples=4", "--eval-temperature=0.7", f"--eval-answers={written}"]
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
-    found = ranks.run(evaluate_pupil, layout, words, known, prompts[:2])
-    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
-    expected |= {"eval/pass@2": (2 * 5 / 6 + 2) / 5, "eval/pass@4": 0.8}
-    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
-    asked = [prompt for _, some, _ in found for prompt in some]
-    assert {prompt: asked.count(prompt) for prompt in prompts} == dict.fromkeys(prompts, 4)
-    assert {how for *_, sampling in found for how in sampling} == {(0, 0.7)}
-    lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
-    answers = [json.loads(line) for line in lines]
-    # Of two replicas the first has the first two problems.
-    assert [(answer["label"], answer["reward"]) for answer in answers] == [(p.label, 1.0) for p in problems[:written]]
-
-
-def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "eval").write_text("in the way")
-    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
-    first, second = ranks.run(failed_evaluation, Layout(dp=2), words)
-    assert first == second
-    assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in first
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--eval-interval=3", "--grpo-iterations=2"], "--eval-interval 3 must be a multiple of the 2 optimizer steps"),
-        (["--eval-interval=0"], "--eval-interval 0 must be positive"),
-        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 leaves some of the 2 data-parallel ranks"),
-        (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
-        (["--eval-problems=8"], "--eval-problems 8 does nothing without --eval-interval"),
-        (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
-    ],
-)
-def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
-    with pytest.raises(ConfigurationError, match=message):
-        configure(flags(tmp_path, *HELD_OUT, *more), 2)
-
-
-def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
-    save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
-    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
-    with pytest.raises(ConfigurationError, match="--eval-interval 2 needs an engine, which --load-rollouts"):
-        configure(words, 1)

@@ -8,10 +8,10 @@ import torch
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.documented import undocumented
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags, make_trainer, recorded_batch, run_config
+from tests.support.training_runs import LIVE, run_training
 
 EXPERTS = "--num-experts=4 --moe-ffn-hidden-size=16 --moe-token-dispatcher-type=alltoall --moe-router-topk=2"
 MODELS = {

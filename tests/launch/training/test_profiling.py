@@ -6,9 +6,9 @@ import json
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, run_training
 
 STEP_2 = ["--profile", "--profile-step-start=1", "--profile-step-end=2"]
 TP2 = ["--tensor-model-parallel-size=2"]

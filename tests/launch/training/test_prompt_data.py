@@ -8,9 +8,9 @@ import pytest
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.rollouts.recorded import find_rollouts
 from megatron_rc.records.rollout import load_rollouts
-from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import COMMON, LLAMA
+from tests.support.training_runs import LIVE, rows, run_training
 
 LAYOUT = Layout(dp=2)
 # 4 prompts a step of 11 that fit: the second epoch begins in the third step.

@@ -6,11 +6,11 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_rc.launch.errors import ConfigurationError
-from tests.launch.training.test_loop import run_training
 from tests.support.live import storages_of
 from tests.support.published_models import MODELS, changed, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config, save_initial
+from tests.support.training_runs import run_training
 
 KL = ["--grpo-kl-beta=0.1", "--kl-estimator=k2"]
 

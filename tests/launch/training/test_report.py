@@ -8,9 +8,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rc.launch.training.report import Reporter
 from megatron_rc.launch.training.run_page.page import page_data
-from tests.launch.training.test_loop import LIVE, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, run_training
 
 METRICS = {"reward/mean": 0.25, "rollout_corr/kl": 0.01}
 

@@ -14,9 +14,9 @@ import torch
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.launch.training.overlong import without_overlong
 from megatron_rc.records.rollout import FINISH_REASONS, load_rollouts, save_rollouts
-from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch
+from tests.support.training_runs import LIVE, rows, run_training
 
 USER = "python:tests.support.user_rewards"
 

@@ -5,9 +5,9 @@ import torch
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.records.rollout import RolloutBatch, load_rollouts
-from tests.launch.training.test_loop import LIVE, rows, run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
+from tests.support.training_runs import LIVE, rows, run_training
 
 pytestmark = pytest.mark.ranks
 # The engine's weights are the trainer's: it is another program that computes the same log-probs.

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_rc.launch.engines import Sample
-from tests.launch.training.test_loop import run_training
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, LLAMA, flags
+from tests.support.training_runs import run_training
 
 RUN = ["--grpo-iterations=1", "--lr=3e-3", "--run-name=run", "--rollout-rs-threshold=0.01_100,10", "--train-iters=3"]
 # An entropy bonus moves the weights even where no response earns anything.

@@ -13,9 +13,10 @@ from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import checkpoint_tensors, is_expert
 from tests.launch.test_check_engine import WIDE, findings
-from tests.launch.training.test_loop import LIVE, rows, run_broken, run_training
+from tests.launch.training.test_loop import run_broken
 from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
+from tests.support.training_runs import LIVE, rows, run_training
 
 EXPERTS = ["--num-experts=4", "--moe-ffn-hidden-size=24", "--untie-embeddings-and-output-weights"]
 QWEN3_MOE = [*LLAMA, *EXPERTS, "--qk-layernorm", "--kv-channels=16"]

@@ -1,0 +1,182 @@
+"""Evaluations of a run: when they are made, what is asked and counted, over layouts."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_rc.launch.engines import Sample
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.tasks import Problem, make_task
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.records.rollout import save_rollouts
+from tests.support.ranks import Layout
+from tests.support.recorded_training import flags, recorded_batch
+from tests.support.training_runs import HELD_OUT, rows, run_training, run_until_signal
+
+
+@pytest.mark.parametrize(
+    ("layout", "interval", "steps"),
+    [(Layout(), 2, [0, 2, 3]), (Layout(dp=2, pp=2), 1, [0, 1, 2, 3]), (Layout(cp=2), 9, [0, 3])],
+    ids=str,
+)
+def test_evaluations_come_at_the_start_by_the_interval_and_at_the_end(ranks, tmp_path, layout, interval, steps):
+    words = [*HELD_OUT, f"--eval-interval={interval}", "--eval-problems=5", "--train-iters=3", *layout.flags()]
+    assert set(ranks.run(run_training, layout, flags(tmp_path, *words))) == {None}
+    evaluations = [row for row in rows(tmp_path) if "eval/reward" in row]
+    assert [row["step"] for row in evaluations] == steps
+    assert all(
+        set(row) == {"step", "eval/reward", "eval/exact_match", "eval/pass@1", "eval/reward_errors"}
+        for row in evaluations
+    )
+    written = sorted((tmp_path / "run" / "eval").iterdir())
+    assert [path.name for path in written] == [f"step-{step:07d}.jsonl" for step in steps]
+    assert len(written[0].read_text().splitlines()) == 5
+    assert [row["step"] for row in rows(tmp_path) if "loss/total" in row] == [1, 2, 3]
+
+
+def test_a_resumed_run_goes_on_evaluating(ranks, tmp_path):
+    """Stopped between two multiples of the interval: nothing is evaluated twice, and no interval goes by unseen."""
+    words = [*HELD_OUT, "--eval-interval=2", "--eval-problems=2", f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    for iterations in (3, 7):
+        assert ranks.run(run_training, Layout(), flags(tmp_path, *words, f"--train-iters={iterations}")) == [None]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 3, 4, 6, 7]
+    (tmp_path / "run").rename(tmp_path / "before")
+    ahead = ["--rollout-staleness=2", "--train-iters=12"]
+    assert ranks.run(run_training, Layout(), flags(tmp_path, *words, *ahead)) == [None]
+    # Weights are handed over after 7, 9 and 11 steps; in a new folder nothing says that those of 7 were evaluated.
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [7, 9, 11, 12]
+
+
+def test_an_evaluation_due_at_the_step_of_a_stop_is_made_when_the_run_goes_on(ranks, tmp_path):
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=2", "--eval-problems=2", "--train-iters=4", *save)
+    assert ranks.run(run_until_signal, Layout(dp=2), words, 2) == [True, True]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0]
+    assert ranks.run(run_training, Layout(dp=2), words) == [None, None]
+    assert [row["step"] for row in rows(tmp_path) if "eval/reward" in row] == [0, 2, 4]
+
+
+class Pupil:
+    """Knows the answer to some of the held-out problems, and to others at every second try."""
+
+    version = 0
+
+    def __init__(self, task, known, guessed=()):
+        self.task, self.known, self.guessed, self.asked, self.sampling = task, known, guessed, [], []
+
+    def load_weights(self, weights, version):
+        self.version = len(list(weights)) and version
+
+    def sample(self, prompts, params, max_new_tokens, seed):
+        self.sampling.append((params.top_k, params.temperature))
+        return [self.answer(self.task.text.decode(prompt)) for prompt in prompts]
+
+    def answer(self, prompt):
+        self.asked.append(prompt)
+        is_right = prompt not in self.guessed or self.asked.count(prompt) % 2
+        text = self.known.get(prompt, "99") if is_right else "99"
+        if text is None:
+            return Sample([], [], "stop")
+        ids = [*self.task.text.encode(Problem(text)), self.task.text.eos]
+        return Sample(ids, [0.0] * len(ids), "stop")
+
+
+def evaluate_pupil(words, known, guessed=()):
+    from megatron_rc.launch.rollouts.collector import RolloutCollector
+
+    config, task = configure(words, torch.distributed.get_world_size())
+    groups = ParallelGroups.from_megatron()
+    pupil = Pupil(task, known, guessed)
+    collector = RolloutCollector(config, task, groups, pupil)
+    metrics = collector.evaluate(6)
+    return metrics, pupil.asked, set(pupil.sampling)
+
+
+def failed_evaluation(words):
+    from megatron_rc.launch.distributed import AgreedError
+
+    try:
+        return evaluate_pupil(words, {})
+    except AgreedError as error:
+        return str(error)
+
+
+def first_problems(count):
+    """The problems, and their prompts as the engine sees them."""
+    task = make_task("python:tests.support.user_rewards:Doubles", 1234)
+    problems = task.problems(0, count, held_out=True)
+    return problems, [task.text.decode(task.text.encode(problem)) for problem in problems]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2), Layout(cp=2, dp=2)], ids=str)
+def test_an_evaluation_asks_each_problem_once_and_counts_the_right_answers(ranks, tmp_path, layout):
+    problems, prompts = first_problems(5)
+    known = {prompt: problem.label for prompt, problem in zip(prompts[:3], problems[:3], strict=True)}
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *layout.flags())
+    found = ranks.run(evaluate_pupil, layout, words, known)
+    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
+    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
+    assert sorted(prompt for _, asked, _ in found for prompt in asked) == sorted(prompts)
+    assert {how for *_, sampling in found for how in sampling} == {(1, 1.0)}
+
+
+def test_a_response_that_is_left_out_counts_as_wrong_in_an_evaluation(ranks, tmp_path):
+    problems, prompts = first_problems(4)
+    known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True)} | {prompts[1]: None}
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=4", "--bad-samples=drop")
+    ((metrics, *_),) = ranks.run(evaluate_pupil, Layout(), words, known)
+    assert (metrics["eval/exact_match"], metrics["eval/reward"]) == (0.75, 0.75)
+
+
+@pytest.mark.parametrize(("layout", "written"), [(Layout(), 2), (Layout(dp=2), 2), (Layout(dp=2, pp=2), 4)], ids=str)
+def test_several_samples_are_counted_by_problem_over_all_replicas(ranks, tmp_path, layout, written):
+    """Of 4 tries 2 are right for a problem that is guessed: one of two tries is right with 1 - 1/6."""
+    problems, prompts = first_problems(5)
+    known = {prompt: problem.label for prompt, problem in zip(prompts, problems, strict=True) if prompt != prompts[4]}
+    more = ["--eval-samples=4", "--eval-temperature=0.7", f"--eval-answers={written}"]
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=5", *more, *layout.flags())
+    found = ranks.run(evaluate_pupil, layout, words, known, prompts[:2])
+    expected = {"eval/reward": 0.6, "eval/exact_match": 0.6, "eval/pass@1": 0.6, "eval/reward_errors": 0}
+    expected |= {"eval/pass@2": (2 * 5 / 6 + 2) / 5, "eval/pass@4": 0.8}
+    assert [metrics for metrics, *_ in found] == [pytest.approx(expected)] * layout.world
+    asked = [prompt for _, some, _ in found for prompt in some]
+    assert {prompt: asked.count(prompt) for prompt in prompts} == dict.fromkeys(prompts, 4)
+    assert {how for *_, sampling in found for how in sampling} == {(0, 0.7)}
+    lines = (tmp_path / "run" / "eval" / "step-0000006.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    # Of two replicas the first has the first two problems.
+    assert [(answer["label"], answer["reward"]) for answer in answers] == [(p.label, 1.0) for p in problems[:written]]
+
+
+def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "eval").write_text("in the way")
+    words = flags(tmp_path, *HELD_OUT, "--eval-interval=1", "--eval-problems=2", *Layout(dp=2).flags())
+    first, second = ranks.run(failed_evaluation, Layout(dp=2), words)
+    assert first == second
+    assert "eval/step-0000006.jsonl cannot be written (File exists): make room" in first
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--eval-interval=3", "--grpo-iterations=2"], "--eval-interval 3 must be a multiple of the 2 optimizer steps"),
+        (["--eval-interval=0"], "--eval-interval 0 must be positive"),
+        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 leaves some of the 2 data-parallel ranks"),
+        (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
+        (["--eval-problems=8"], "--eval-problems 8 does nothing without --eval-interval"),
+        (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
+    ],
+)
+def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message):
+        configure(flags(tmp_path, *HELD_OUT, *more), 2)
+
+
+def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
+    save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
+    words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
+    with pytest.raises(ConfigurationError, match="--eval-interval 2 needs an engine, which --load-rollouts"):
+        configure(words, 1)

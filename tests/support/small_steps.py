@@ -1,0 +1,129 @@
+"""Optimizer steps of the correction on a model of one number a token, with the gradient that they should have."""
+
+import torch
+
+from megatron_rc import (
+    MicroBatch,
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    masked_loss,
+    wrap_finalize,
+)
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+
+ROWS, WIDTH, PER_MICRO_BATCH = 8, 6, 2
+MINI_BATCHES = (range(0, 4), range(4, 8))
+BOUNDS = (0.8, 1.3)
+LIMIT = 1.1
+CONFIG = {
+    "rollout_is": "token",
+    "rollout_is_threshold": LIMIT,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": f"{BOUNDS[0]}_{BOUNDS[1]}",
+}
+MODES = {"decoupled": {}, "bypass": {"bypass_mode": True, "loss_type": "reinforce"}}
+
+
+class Model(torch.nn.Module):
+    """One number a token; its chunk of gradients is scaled and zeroed like that of Megatron's DDP."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.logits = torch.nn.Parameter(torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64))
+        self.logits.main_grad = torch.zeros_like(self.logits)
+        self.logits.register_post_accumulate_grad_hook(self._add_up)
+
+    @staticmethod
+    def _add_up(parameter):
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def forward(self, rows):
+        return torch.nn.functional.logsigmoid(self.logits[list(rows)])
+
+    def scale_gradients(self, factor):
+        self.logits.main_grad *= factor
+
+    def zero_grad_buffer(self):
+        self.logits.main_grad.zero_()
+
+    @property
+    def gradient(self):
+        return self.logits.main_grad.clone()
+
+
+class Training:
+    """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
+
+    def __init__(self, mode, fields=CONFIG, **loss):
+        algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
+        config = RolloutCorrectionConfig(**fields, **MODES[mode])
+        self.correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(**algorithm, **loss))
+        self.mode, self.model = mode, Model()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            self.old = self.model(range(ROWS))
+        noise = 0.2 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        self.rollout = (self.old + noise).clamp(max=-1e-3)
+        self.mask = torch.rand(ROWS, WIDTH, generator=generator) > torch.linspace(0.1, 0.6, ROWS).unsqueeze(1)
+        self.advantages = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+        self.finalize = wrap_finalize(self.correction, lambda model: None)
+
+    def planned(self):
+        """The plan of both mini-batches."""
+        old = None if self.mode == "bypass" else self.old
+        ids = torch.arange(ROWS) // 4
+        return self.correction.plan(
+            PlanInputs(old, self.rollout, self.mask, mini_batch_ids=ids), num_mini_batches=len(MINI_BATCHES)
+        )
+
+    def micro_batch(self, plan, rows):
+        layout = SequenceLayout.padded(len(rows), WIDTH)
+        given = {}
+        if self.mode == "decoupled":
+            given = {"weights": plan.weights, "mask": plan.mask, "sequence_lengths": plan.sequence_lengths}
+            given = {name: value[list(rows)] for name, value in given.items()}
+        old = self.old[list(rows)] if given else None
+        rollout, mask, advantages = (value[list(rows)] for value in (self.rollout, self.mask, self.advantages))
+        return MicroBatch(old, rollout, mask, layout, advantages, **given)
+
+    def scale(self, plan, mini_batch):
+        number = len(MINI_BATCHES[mini_batch]) // PER_MICRO_BATCH
+        return plan.loss_scale(mini_batch, num_microbatches=number)
+
+    def schedule(self, plan, mini_batch, scale=None, *, forward_only=False, fails_at=None, finalize=True):
+        """Forward and backward of every micro-batch, in place where Megatron works in place; then the end."""
+        scale = scale or self.scale(plan, mini_batch)
+        rows = list(MINI_BATCHES[mini_batch])
+        for index, start in enumerate(range(0, len(rows), PER_MICRO_BATCH)):
+            if index == fails_at:
+                raise OSError("out of memory")
+            piece = rows[start : start + PER_MICRO_BATCH]
+            loss, count, _ = masked_loss(self.correction, self.micro_batch(plan, piece), self.model(piece), None, scale)
+            loss /= count
+            loss /= scale.num_microbatches
+            if not forward_only:
+                loss.backward()
+        if finalize and not forward_only:
+            self.finalize([self.model])
+
+    def step(self, plan, mini_batch):
+        """(gradient, metrics) of a step that nothing disturbs."""
+        self.model.zero_grad_buffer()
+        self.schedule(plan, mini_batch)
+        if self.correction.step is not None:
+            self.correction.step.check()
+        return self.model.gradient, self.correction.loss_metrics()
+
+    def expected(self, mini_batch):
+        """The gradient by the formula -w A log π_θ over the accepted tokens, divided by their number."""
+        rows = list(MINI_BATCHES[mini_batch])
+        logits = self.model.logits.detach().clone().requires_grad_()
+        ratio = (self.old - self.rollout).exp()
+        accepted = (self.mask & (ratio >= BOUNDS[0]) & (ratio <= BOUNDS[1]))[rows]
+        loss = -(ratio.clamp(max=LIMIT) * self.advantages.unsqueeze(1) * torch.nn.functional.logsigmoid(logits))[rows]
+        (loss[accepted].sum() / accepted.sum()).backward()
+        return logits.grad

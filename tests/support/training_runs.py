@@ -1,0 +1,64 @@
+"""Whole runs on the ranks of the pool: their flags, how they are started, and what they leave."""
+
+import json
+import os
+import signal
+from unittest import mock
+
+import torch
+
+from megatron_rc.launch.flags.configure import configure
+
+# One small step an iteration, from rollouts of a real engine.
+LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
+SHORT = ["--micro-batch-size=8", "--num-layers=2"]
+LIVE += SHORT
+# The same with problems that are held out.
+HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact", "--run-name=run", "--lr=1e-3"]
+HELD_OUT += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=2", "--num-layers=2"]
+HELD_OUT += ["--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4"]
+HELD_OUT += ["--rollout-rs-threshold=0.01_100,10"]
+
+
+def run_training(words):
+    """``train`` as under torchrun; what it raised."""
+    from megatron_rc.launch.distributed import AgreedError
+    from megatron_rc.launch.training.loop import train
+
+    config, task = configure(words, torch.distributed.get_world_size())
+    try:
+        train(config, task)
+    except (AgreedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(folder):
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows(folder)]
+
+
+def tensors_of(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else []
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def run_until_signal(words, step):
+    """A run that is told to stop while it makes a step; whether nothing is lost."""
+    from megatron_rc.launch.training.loop import train
+    from megatron_rc.launch.training.trainer import Trainer
+
+    update = Trainer.update
+
+    def stop(trainer, *args):
+        metrics = update(trainer, *args)
+        if trainer.iteration == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return metrics
+
+    with mock.patch.object(Trainer, "update", stop):
+        return train(*configure(words, torch.distributed.get_world_size()))
