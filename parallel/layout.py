@@ -179,8 +179,7 @@ class SequenceLayout:
         self._check(values, self.shape)
         if len(self.shape) == 2:
             return values.sum(1, dtype=torch.float64)
-        sums = torch.zeros(self.num_sequences, dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, _sent(self.sequence_index, values.device), values.double())
+        return torch.segment_reduce(values.double(), "sum", lengths=self._lengths_on(values.device), unsafe=True)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """Give every local token its sequence's value: ``[n]`` to the local shape.
@@ -192,7 +191,8 @@ class SequenceLayout:
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
         if len(self.shape) == 2:
             return per_sequence.unsqueeze(1).repeat(1, self.shape[1])
-        return per_sequence[_sent(self.sequence_index, per_sequence.device)]
+        lengths = self._lengths_on(per_sequence.device)
+        return torch.repeat_interleave(per_sequence, lengths, output_size=self.shape[0])
 
     @property
     def num_chunks(self) -> int:
@@ -232,7 +232,7 @@ class SequenceLayout:
         chunks = 2 if self.cp_size > 1 and self.split == "zigzag" else 1
         if len(self.shape) == 2:
             return (places + 1) % max(self.shape[1] // chunks, 1) != 0
-        local = _sent(self.local_lengths, places.device)
+        local = self._lengths_on(places.device)
         ends = local.cumsum(0)
         sequences = torch.searchsorted(ends, places, right=True)
         behind = ends[sequences] - places - 1
@@ -251,7 +251,7 @@ class SequenceLayout:
         """
         if self.cp_size == 1:
             return offsets
-        local = _sent(self.local_lengths, sequences.device)[sequences]
+        local = self._lengths_on(sequences.device)[sequences]
         if self.split == "contiguous":
             return offsets + local * self.cp_rank
         chunk = local // 2
@@ -264,6 +264,16 @@ class SequenceLayout:
         if len(self.shape) == 2:
             return torch.full((self.num_sequences,), self.shape[1], dtype=torch.int64)
         return torch.tensor(self.full_lengths, dtype=torch.int64) // self.cp_size
+
+    def _lengths_on(self, device: torch.device) -> Tensor:
+        """:attr:`local_lengths` on a device, sent there once: a number a sequence, not one a token."""
+        if device not in self._sent_lengths:
+            self._sent_lengths[device] = _sent(self.local_lengths, device)
+        return self._sent_lengths[device]
+
+    @cached_property
+    def _sent_lengths(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @property
     def _full_shape(self) -> tuple[int, ...]:

@@ -196,6 +196,25 @@ def test_when_time_is_up_the_rest_is_not_reached(tmp_path):
     assert status == 1
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_what_is_known_is_left_when_the_command_is_ended(tmp_path, monkeypatch, rows):
+    from tests.gpu import __main__ as program
+
+    def run_file(*_):
+        yield from [program.Row("one", "passed")] * rows
+        raise KeyboardInterrupt
+
+    found = tmp_path / "out" / "found.json"
+    monkeypatch.setattr(program, "run_file", run_file)
+    monkeypatch.setattr(program, "_machine", lambda python: {"torch": "1"})
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--device=cpu", f"--json={found}"])
+    with pytest.raises(KeyboardInterrupt):
+        program.main()
+    content = json.loads(found.read_text(encoding="utf-8"))
+    assert content["machine"] == {"torch": "1"}
+    assert [row["result"] for row in content["checks"]] == ["passed"] * rows
+
+
 @pytest.mark.processes
 def test_where_no_name_fits_the_exit_status_says_so(tmp_path):
     checks = write_checks(tmp_path, "def test_one():\n    pass\n")
@@ -252,7 +271,7 @@ def test_whatever_did_not_run_is_no_success(tmp_path, result):
 
     rows = [program.Row("one", "passed"), program.Row("other", result)]
     with pytest.raises(SystemExit) as stopped:
-        program._finish(rows, {}, tmp_path / "found.json", 1.0)
+        program._finish(rows, tmp_path / "found.json", 1.0)
     assert stopped.value.code == (result not in ("skipped", "passed"))
 
 
@@ -261,7 +280,7 @@ def test_where_nothing_passed_the_exit_status_says_so(tmp_path, capsys, result):
     from tests.gpu import __main__ as program
 
     with pytest.raises(SystemExit) as stopped:
-        program._finish([program.Row("one", result)], {}, tmp_path / "found.json", 1.0)
+        program._finish([program.Row("one", result)], tmp_path / "found.json", 1.0)
     assert stopped.value.code == 1
     assert capsys.readouterr().err == "error: no check passed\n"
 

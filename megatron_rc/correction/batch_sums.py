@@ -194,10 +194,13 @@ def token_staleness(
     valid: Tensor, log_ratio: Tensor, accepted: Tensor, versions: Tensor, shards: Shards
 ) -> tuple[Tensor, Tensor]:
     """The sums by staleness of some tokens that have their own versions, and how many versions are too new."""
-    columns = torch.stack([valid.double(), (valid & ~accepted).double(), log_ratio.double()], dim=-1)
-    index = staleness(versions, shards).reshape(-1)
+    columns = torch.stack([valid.double(), (valid & ~accepted).double(), log_ratio.double()], dim=-1).reshape(-1, 3)
     newer = valid & (versions > (shards.counts.current_version or 0))
-    return _bucket(index, shards.counts.max_staleness + 1, columns.reshape(-1, 3)), newer.sum()
+    # Additions to one number wait for each other on a GPU: the tokens go to so many tables in turns.
+    buckets, tables = shards.counts.max_staleness + 1, 64
+    turns = torch.arange(len(columns), device=columns.device) % tables
+    found = _bucket(staleness(versions, shards).reshape(-1) + buckets * turns, buckets * tables, columns)
+    return found.view(tables, buckets, 3).sum(0), newer.sum()
 
 
 def staleness(versions: Tensor, shards: Shards) -> Tensor:

@@ -28,6 +28,7 @@ _FIRST = (_LOWEST + 127) * _PER_OCTAVE
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 _EVEN_BINS = 40
+_GPU_COUNTERS = 32
 
 
 class Distribution(NamedTuple):
@@ -77,12 +78,15 @@ class CodeCounter:
     """Counts how often each code occurs.
 
     Attributes:
-        counts: [counters, NUM_CODES] float64: a counter a thread, as a scatter runs in parallel over rows only.
+        counts: [counters, NUM_CODES] float64: on a CPU a counter a thread, as a scatter runs in parallel over rows
+            only; on a GPU many, as additions to one number wait for each other, and most tokens have one of few codes.
         num_values: how many were counted.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(torch.get_num_threads(), NUM_CODES, dtype=torch.float64, device=device)
+        self._in_turns = device.type != "cpu"
+        counters = _GPU_COUNTERS if self._in_turns else torch.get_num_threads()
+        self.counts = torch.zeros(counters, NUM_CODES, dtype=torch.float64, device=device)
         self.num_values = 0
         self._one = self.counts.new_ones(1, 1)
 
@@ -96,7 +100,8 @@ class CodeCounter:
         self.num_values += codes.numel()
 
     def _add(self, counts: Tensor, codes: Tensor) -> None:
-        shares = codes.view(len(counts), -1)
+        # Threads of a GPU that run side by side read neighbours, so these belong to different counters there.
+        shares = codes.view(-1, len(counts)).t() if self._in_turns else codes.view(len(counts), -1)
         counts.scatter_add_(1, shares, self._one.expand(shares.shape))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import CASES, clear_batch
 from tests.support.correction_comparison import assert_same, correct, pack
 from tests.support.far_device import NAME, far_device
@@ -58,6 +58,23 @@ def test_a_tensor_on_another_device_is_noticed():
         assert sum(device.waits.values()) == 1
         there[there > 0] = 2.0
         assert sum(device.waits.values()) == 2
+
+
+def test_a_packed_layout_is_sent_once():
+    """And as one number a sequence, not a token."""
+    layout = SequenceLayout.packed([0, 3, 3, 8])
+    with far_device() as device:
+        values, each = torch.arange(8.0).to(NAME), torch.arange(3.0).to(NAME)
+        device.waits.clear()
+        work = []
+        for _ in range(2):
+            device.kernels = 0
+            sums, spread = layout.sum_sequences(values), layout.expand(each)
+            work.append(device.kernels)
+        assert work[1] == work[0] - 1
+        assert not device.waits
+        assert sums.to("cpu").tolist() == [3, 0, 25]
+        assert spread.to("cpu").tolist() == [0, 0, 0, 2, 2, 2, 2, 2]
 
 
 def test_a_plan_in_both_modes():

@@ -25,7 +25,7 @@ from tests.gpu.environment import ROOT, UNUSABLE, prepare
 from tests.gpu.machine import end, require_gpu
 
 # What tells most comes first.
-CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts"))
+CHECKS = tuple(f"check_{name}.py" for name in ("kernels", "correction", "training", "runs", "layouts", "compiled"))
 BENCHMARKS = tuple(f"bench_{name}.py" for name in ("vocab", "correction", "step", "linear"))
 TOTAL_SECONDS = 450
 PROCESSES_PER_FILE = 12
@@ -71,14 +71,18 @@ def main() -> None:
         end(f"{versions} does not find the GPU that is here: install one that fits its driver", UNUSABLE)
     begun = time.monotonic()
     _say(COLUMNS.format("check", "result", "seconds", "figures"))
-    rows = []
+    rows: list[Row] = []
     files = [Path(__file__).parent / name for name in (BENCHMARKS if args.bench else CHECKS)]
+    path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(rows, machine, path, 0.0)
     for file in args.files or files:
         for row in run_file(python, file, args.device, args.only, begun + args.seconds):
             _say(str(row))
             rows.append(row)
-    path = args.json or ROOT / "runs" / "gpu" / ("bench.json" if args.bench else "checks.json")
-    _finish(rows, machine, path, time.monotonic() - begun)
+            # Each time, so that whatever ends this process leaves what is known.
+            _write(rows, machine, path, time.monotonic() - begun)
+    _finish(rows, path, time.monotonic() - begun)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -213,14 +217,16 @@ def _machine(python: Path) -> dict[str, Any]:
     return json.loads(done.stdout) if done.returncode == 0 else {"unknown": done.stderr[-500:]}
 
 
-def _finish(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float) -> None:
+def _write(rows: list[Row], machine: dict[str, Any], path: Path, seconds: float) -> None:
+    content = {"machine": machine, "seconds": round(seconds, 1), "checks": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _finish(rows: list[Row], path: Path, seconds: float) -> None:
     failed = [row for row in rows if row.result in ("failed", "crashed")]
     for row in failed:
         _say(f"\n== {row.name}: {row.result}")
         _say("\n".join(row.message.splitlines()[-LINES_OF_MESSAGE:]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine, "seconds": round(seconds, 1), "checks": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     counts = {result: sum(row.result == result for row in rows) for result in dict.fromkeys(row.result for row in rows)}
     _say(f"\n{', '.join(f'{number} {result}' for result, number in counts.items())} in {seconds:.0f} s; {path}")
     if not any(row.result == "passed" for row in rows):

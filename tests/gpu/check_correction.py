@@ -1,4 +1,4 @@
-"""The correction on the device: the numbers of the CPU, eager and compiled, and what it costs."""
+"""The correction on the device: the numbers of the CPU, and what it costs."""
 
 import dataclasses
 
@@ -77,21 +77,6 @@ def test_float32(device, on_gpu, figures, name):
     figures(metric_error=of_metrics, weight_error=of_weights)
     assert of_metrics <= 1e-4
     assert of_weights <= 1e-4
-
-
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_compiled(device, on_gpu, figures, seconds, name):
-    batch = large_batch((512, 2048) if on_gpu else (8, 128))
-    there = [tensor.to(device) for tensor in batch]
-    found = correct_rollouts(*there, CONFIGS[name], compile=True)
-    figures(compile_seconds=seconds())
-    of_metrics, of_weights = differences(found, correct_rollouts(*batch, CONFIGS[name]))
-    figures(metric_error=of_metrics, weight_error=of_weights)
-    assert of_metrics <= 1e-4
-    assert of_weights <= 1e-4
-    if on_gpu:
-        figures(**measure.costs(lambda: correct_rollouts(*there, CONFIGS[name], compile=True).check()))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
