@@ -110,8 +110,8 @@ def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
     for position, value in enumerate(log_probs):
         if not _is_log_prob(value):
             return (
-                f"{where} the log-prob of response token {position} is {value}, expected a finite number of at most 0: "
-                "check the engine's weights and precision"
+                f"{where} the log-prob of response token {position} is {str(value)[:40]}, expected a finite number of "
+                "at most 0: check the engine's weights and precision"
             )
     return None
 
@@ -147,7 +147,7 @@ def _is_log_prob(value: Any) -> bool:
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
-        and math.isfinite(value)
+        # False of NaN and both infinities, and no error for an integer beyond all floats.
         and LOWEST < value <= POSITIVE_LIMIT
     )
 

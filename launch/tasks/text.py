@@ -148,9 +148,12 @@ class HuggingFaceText:
                 "--tokenizer-model, or use --tokenizer-type CharacterTokenizer"
             )
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of the many kinds that broken files bring up
-            raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {error}") from error
+            why = " ".join(str(error).split())
+            if "trust_remote_code" in why:  # no flag of ours: unset, transformers would ask on the terminal
+                why = "it needs code that lies there, which is never run: give one that transformers has a class for"
+            raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {why}") from error
         if self.tokenizer.eos_token_id is None:
             raise ConfigurationError(f"the tokenizer in {folder} has no eos_token: name it in tokenizer_config.json")
         self.has_template = self.tokenizer.chat_template is not None

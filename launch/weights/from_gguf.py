@@ -35,11 +35,13 @@ def unpack(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+    # Unset, transformers would ask on the terminal whether to run code that lies there.
+    source["trust_remote_code"] = False
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model, report = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} cannot be unpacked: {error}") from error
+        raise ConfigurationError(f"{file} cannot be unpacked: {' '.join(str(error).split())}") from error
     check_complete(file, report)
     try:
         _write(model, tokenizer, folder)

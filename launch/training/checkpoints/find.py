@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch.distributed as dist
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import manifest
-from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder, iterations, latest_iteration
+from megatron_rc.launch.training.checkpoints.folders import (
+    TRACKER,
+    iteration_folder,
+    iterations,
+    latest_iteration,
+    restore,
+)
 from megatron_rc.parallel.collectives import all_reduce_max
 
 _log = logging.getLogger("megatron_rc")
@@ -63,6 +70,8 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
     Raises:
         AgreedError: on every rank alike: the newest is damaged; the message names the last one that is whole.
     """
+    if load == config.checkpoints.save:
+        _restore_own(load, config)
     found, damage = _agreed_latest_iteration(load, config, name)
     if damage is None and found is not None:
         damage = _agreed_damage(load, found, config, name)
@@ -81,6 +90,14 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
     if dist.get_rank() == 0:
         _log.warning("%s %s: %s; the run goes on from checkpoint %d", name, load, damage, whole)
     return whole
+
+
+def _restore_own(load: str, config: RunConfig) -> None:
+    """What a run that was killed while it replaced a checkpoint has left; in another's folder nothing is touched."""
+    if dist.get_rank() == 0:
+        with suppress(OSError):  # then what is missing is named
+            restore(load)
+    agree(config)
 
 
 def _agreed_latest_iteration(load: str, config: RunConfig, name: str) -> tuple[int | None, str | None]:

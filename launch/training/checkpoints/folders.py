@@ -49,14 +49,19 @@ def iterations(folder: str | Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def begin(folder: str | Path, iteration: int) -> None:
-    """An empty place for a new checkpoint; what killed runs left behind goes.
-
-    But for a checkpoint that was to be replaced by another one that never got its name: it comes back.
-    """
+def restore(folder: str | Path) -> None:
+    """Bring back a checkpoint that was to be replaced by another one, which never got its name."""
     for older in Path(folder).glob(f"iter_*{_REPLACED}"):
         if not older.with_suffix("").exists():
             older.rename(older.with_suffix(""))
+
+
+def begin(folder: str | Path, iteration: int) -> None:
+    """An empty place for a new checkpoint; what killed runs left behind goes.
+
+    But for what :func:`restore` brings back.
+    """
+    restore(folder)
     for suffix in (_PARTIAL, _REMOVED, _REPLACED):
         for left in Path(folder).glob(f"iter_*{suffix}"):
             shutil.rmtree(left, ignore_errors=True)

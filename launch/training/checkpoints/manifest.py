@@ -54,6 +54,7 @@ def damage(folder: Path, *, checksums: bool) -> str | None:
         checksums: read the files; False: sizes alone.
     """
     try:
+        _check_kinds(folder)
         _check_sizes(folder)
         if has_manifest(folder):
             _check_manifest(folder, checksums=checksums)
@@ -69,6 +70,13 @@ def damage(folder: Path, *, checksums: bool) -> str | None:
 def _share(names: list[str]) -> list[str]:
     """This rank's part; all of them in a process by itself."""
     return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
+
+
+def _check_kinds(folder: Path) -> None:
+    """A pipe or a device has no size: reading it might never end."""
+    for path in folder.rglob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path.name} is no file")
 
 
 def _check_sizes(folder: Path) -> None:

@@ -134,6 +134,7 @@ WRONG_COMPLETIONS = {
     "nan": (with_log_probs(lambda values: [*values[:3], float("nan")]), f"token 3 is nan, {NO_LOG_PROB}"),
     "minus-infinity": (with_log_probs(lambda values: [-9999.0, *values[1:]]), f"token 0 is -9999.0, {NO_LOG_PROB}"),
     "positive": (with_log_probs(lambda values: [0.5, *values[1:]]), f"token 0 is 0.5, {NO_LOG_PROB}"),
+    "digits": (with_log_probs(lambda values: [-(10**400), *values[1:]]), f"token 0 is -10{{38}}, {NO_LOG_PROB}"),
     "text": (with_log_probs(lambda values: ["-1", *values[1:]]), f"token 0 is -1, {NO_LOG_PROB}"),
     "prompt-cut": (in_choice(prompt_token_ids=[6]), "read 1 prompt tokens, not the 2 that were sent"),
     "prompt-completed": (in_choice(prompt_token_ids=[0, 5, 6]), "read 3 prompt tokens, not the 2 that were sent"),

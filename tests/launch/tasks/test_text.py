@@ -40,6 +40,18 @@ def test_plain_text_shows_the_examples_first(tmp_path):
     assert (text.pad, text.eos, text.size) == (0, 2, 259)
 
 
+def test_code_beside_a_tokenizer_is_neither_run_nor_asked_about(tmp_path, capsys):
+    path, mark = tokenizer_folder(tmp_path) / "tokenizer_config.json", tmp_path / "was here"
+    named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    (tmp_path / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
+    with pytest.raises(ConfigurationError, match="needs code that lies there, which is never run") as error:
+        HuggingFaceText(tmp_path, chat=False)
+    assert "\n" not in str(error.value)
+    assert not mark.exists()
+    assert capsys.readouterr().out == ""
+
+
 def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once(tmp_path):
     text = HuggingFaceText(tokenizer_folder(tmp_path, bos="<s>", template="<s>" + TEMPLATE), chat=False)
     assert text.encode(PROBLEM).count(1) == 1

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import importlib
 import io
 import json
@@ -210,6 +211,31 @@ def test_where_none_is_whole_the_error_says_so(ranks, saved, copy):
         (said, *_), _ = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
         assert "common.pt has" in said
         assert said.endswith("no older checkpoint there is whole")
+
+
+def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, saved, copy):
+    """As a run leaves it that is killed before the new one has its name; in its own folder alone."""
+    replaced = iteration_folder(copy, 2).with_suffix(".replaced")
+    iteration_folder(copy, 2).rename(replaced)
+    ((said,), _) = ranks.run(find_each, TWO, saved[1], [copy])
+    assert "names checkpoint 2, which is not complete" in said
+    assert replaced.is_dir()
+    own = [*saved[1], f"--load={copy}", f"--save={copy}"]
+    assert ranks.run(find_each, TWO, own, [copy]) == [["2"]] * 2
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SETTINGS, "common.pt", "other"])
+@pytest.mark.parametrize("checksums", [True, False])
+def test_what_is_no_file_is_not_read(copy, name, checksums):
+    """A pipe waits for whoever writes to it, and a device may never end; either can be sealed with a manifest."""
+    folder = iteration_folder(copy, 2)
+    listed = json.loads((folder / MANIFEST).read_text())
+    listed["files"][name] = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(listed))
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"checkpoint 2 is damaged: {name} is no file"):
+        checked_checkpoint(copy, checksums=checksums)
 
 
 def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
