@@ -136,3 +136,10 @@ def _memories(config: RunConfig) -> list[StageMemory]:
     except (ValueError, AssertionError, NotImplementedError) as error:  # Megatron checks its configs by all three
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"Megatron-Core cannot build or run this model ({reason})") from error
+    except (OverflowError, RuntimeError) as error:
+        if "overflow" not in str(error).lower():
+            raise
+        raise ConfigurationError(
+            "this model has tensors of more bytes than 64 bits count: lower --seq-length, --micro-batch-size or the "
+            "widths of its layers"
+        ) from error

@@ -63,6 +63,18 @@ class Parser(argparse.ArgumentParser):
 
     listing = "--help"
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but for a value of two dashes, of which it makes no value before Python 3.13.
+
+        Raises:
+            ConfigurationError: a word is wrong.
+        """
+        for word in args or ():
+            name, _, value = word.partition("=")
+            if value == "--":
+                self.error(f"argument {name}: expected a value, got '--'")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raise the parser's message instead of ending the process.
 

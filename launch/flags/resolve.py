@@ -26,7 +26,7 @@ from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.megatron import ExpertSection, LatentSection
-from megatron_rc.launch.run_config.options import Section, options_of
+from megatron_rc.launch.run_config.options import Section, options_of, out_of_range
 from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -94,10 +94,9 @@ def _check_values(args: argparse.Namespace) -> None:
         )
     for option in options:
         value = getattr(args, option.flag)
-        if value is not None and option.positive and not 0 < value < float("inf"):
-            raise ConfigurationError(f"{flag(option.flag)} {value} must be positive")
-        if value is not None and option.not_negative and not 0 <= value < float("inf"):
-            raise ConfigurationError(f"{flag(option.flag)} {value} must be 0 or more")
+        words = out_of_range(option, value)
+        if words:
+            raise ConfigurationError(f"{flag(option.flag)} {value} {words}")
 
 
 def _resolve_launch(args: argparse.Namespace) -> None:

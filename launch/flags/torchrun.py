@@ -16,6 +16,8 @@ _HANDED_ON = (
     *("log_dir", "redirects", "tee", "local_ranks_filter", "numa_binding", "shutdown_timeout"),
 )
 _STATIC = "static"
+# More than any cluster has, and what a table of ranks is made of in seconds.
+_MOST_PROCESSES = 2**18
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ def machines_of(mine: argparse.Namespace) -> Machines:
         ConfigurationError: a number that cannot be, or a flag that would do nothing beside the others.
     """
     machines = Machines(_processes(mine.nproc_per_node), *_range(mine.nnodes))
+    if machines.processes * machines.most > _MOST_PROCESSES:
+        raise ConfigurationError(
+            f"--nproc-per-node {mine.nproc_per_node} · --nnodes {mine.nnodes} must be at most {_MOST_PROCESSES} "
+            "processes"
+        )
     _check_dry_run(mine)
     if mine.max_restarts < 0:
         raise ConfigurationError(f"--max-restarts {mine.max_restarts} must be 0 or more")

@@ -55,11 +55,11 @@ class ParallelSection:
 class TransformerSection:
     """The shape of a layer, without its experts: fields of ``TransformerConfig``."""
 
-    num_layers: int = option("transformer layers", required=True, positive=True)
-    hidden_size: int = option("width of the residual stream", required=True, positive=True)
-    ffn_hidden_size: int = option("width of the MLP; default: Megatron-LM's 4·hidden-size", positive=True)
-    num_attention_heads: int = option("query heads", required=True, positive=True)
-    kv_channels: int = option("width of a head; default: hidden-size / heads", positive=True)
+    num_layers: int = option("transformer layers", required=True, positive=True, most=1000)
+    hidden_size: int = option("width of the residual stream", required=True, positive=True, most=2**20)
+    ffn_hidden_size: int = option("width of the MLP; default: Megatron-LM's 4·hidden-size", positive=True, most=2**24)
+    num_attention_heads: int = option("query heads", required=True, positive=True, most=2**16)
+    kv_channels: int = option("width of a head; default: hidden-size / heads", positive=True, most=2**16)
     num_query_groups: int = option("key/value heads with --group-query-attention", default=1, positive=True)
     normalization: Literal["LayerNorm", "RMSNorm"] = option("kind of norm", default="LayerNorm")
     layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5, positive=True)
@@ -81,14 +81,18 @@ class LatentSection:
     """
 
     multi_latent_attention: bool = option("queries, keys and values from narrow latents", default=False)
-    q_lora_rank: int | None = option("width of the queries' latent; default: none, they come directly", positive=True)
-    kv_lora_rank: int = option("width of the latent of keys and values", default=32, positive=True)
-    qk_head_dim: int = option("width of a head's query and key without position", default=128, positive=True)
-    qk_pos_emb_head_dim: int = option("further width, with rotary position", default=64, positive=True)
-    v_head_dim: int = option("width of a head's value", default=128, positive=True)
+    q_lora_rank: int | None = option(
+        "width of the queries' latent; default: none, they come directly", positive=True, most=2**16
+    )
+    kv_lora_rank: int = option("width of the latent of keys and values", default=32, positive=True, most=2**16)
+    qk_head_dim: int = option(
+        "width of a head's query and key without position", default=128, positive=True, most=2**16
+    )
+    qk_pos_emb_head_dim: int = option("further width, with rotary position", default=64, positive=True, most=2**16)
+    v_head_dim: int = option("width of a head's value", default=128, positive=True, most=2**16)
     rope_type: Literal["rope", "yarn"] = option("rotary frequencies: plain, or stretched by YaRN", default="yarn")
     rotary_scaling_factor: float = option("YaRN: by this much", default=1.0, positive=True)
-    original_max_position_embeddings: int = option("YaRN: length before that", default=4096, positive=True)
+    original_max_position_embeddings: int = option("YaRN: length before that", default=4096, positive=True, most=2**24)
     beta_fast: float = option(
         "YaRN: turns over that length, above which none is stretched", default=32.0, positive=True
     )
@@ -105,9 +109,9 @@ class ExpertSection:
     """
 
     num_moe_experts: int = option(
-        "experts in the place of each MLP; default: a dense model", flag="num_experts", positive=True
+        "experts in the place of each MLP; default: a dense model", flag="num_experts", positive=True, most=4096
     )
-    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True)
+    moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True, most=2**24)
     moe_router_topk: int = option("experts of each token", default=2, positive=True)
     moe_router_pre_softmax: bool = option(
         "weigh a token's experts by their softmax over all experts, not over the chosen ones", default=False
@@ -119,7 +123,7 @@ class ExpertSection:
         metavar="PATTERN",
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        "width of the experts that every token passes, all together; default: none", positive=True
+        "width of the experts that every token passes, all together; default: none", positive=True, most=2**24
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
         "what makes an expert's score of its logit", default="softmax"

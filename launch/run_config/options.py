@@ -17,6 +17,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _KEY = "option"
+# Whole numbers beyond are none of any run, and not exact as float64.
+MOST = 2**53
 Section = TypeVar("Section")
 
 
@@ -32,6 +34,7 @@ class Option:
         required: there is no default.
         positive: must be a finite number above 0 where it is given.
         not_negative: must be a finite number of at least 0 where it is given.
+        most: the largest whole number that it may be: more would fill time and memory before anything objects.
         metavar: stands for the value in ``--help``.
         read: makes a value of a word, where its type would take words that mean nothing.
         field: name of the field.
@@ -47,6 +50,7 @@ class Option:
     required: bool = False
     positive: bool = False
     not_negative: bool = False
+    most: int = MOST
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
     field: str = ""
@@ -78,6 +82,17 @@ def _read_options(section: type) -> tuple[Option, ...]:
                 )
             )
     return tuple(found)
+
+
+def out_of_range(option: Option, value: Any) -> str:
+    """What a value must be that it is not, in words; nothing where it may stand."""
+    if not isinstance(value, int | float):
+        return ""
+    if option.positive and not 0 < value < float("inf"):
+        return "must be positive"
+    if option.not_negative and not 0 <= value < float("inf"):
+        return "must be 0 or more"
+    return f"must be at most {option.most}" if isinstance(value, int) and value > option.most else ""
 
 
 def values_of(section: Any) -> dict[str, Any]:

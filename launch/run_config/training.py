@@ -36,7 +36,7 @@ class LaunchSection:
 class ModelSection:
     """Megatron's GPTModel beside its layers."""
 
-    max_position_embeddings: int = option("longest sequence that the model can take", positive=True)
+    max_position_embeddings: int = option("longest sequence that the model can take", positive=True, most=2**31)
     position_embedding_type: Literal["learned_absolute", "rope"] = option("positions", default="learned_absolute")
     rotary_base: int = option("base of the rotary frequencies", default=10000, positive=True)
     rope_scaling: bool = option(
@@ -48,9 +48,9 @@ class ModelSection:
     )
     openai_gelu: bool = option("GELU by its tanh approximation, as GPT-2 was published", default=False)
     untie_embeddings_and_output_weights: bool = option("an output layer with weights of its own", default=False)
-    vocab_size: int = option("tokens of the model; default: the tokenizer's", positive=True)
-    make_vocab_size_divisible_by: int = option("pads the vocabulary, times TP", default=128, positive=True)
-    padded_vocab_size: int = option("rows of the embedding; default: the padded vocabulary", positive=True)
+    vocab_size: int = option("tokens of the model; default: the tokenizer's", positive=True, most=2**31)
+    make_vocab_size_divisible_by: int = option("pads the vocabulary, times TP", default=128, positive=True, most=2**20)
+    padded_vocab_size: int = option("rows of the embedding; default: the padded vocabulary", positive=True, most=2**31)
     hf_model_type: str | None = option(
         "model_type of Hugging Face's that the model is to other programs; default: that of --load-hf, else what its "
         "shape is"
@@ -64,8 +64,10 @@ class ModelSection:
 class TrainingSection:
     """Steps and batches."""
 
-    seq_length: int = option("tokens of a sequence: prompt, response and padding", required=True, positive=True)
-    micro_batch_size: int = option("sequences of one forward-backward", default=1, positive=True)
+    seq_length: int = option(
+        "tokens of a sequence: prompt, response and padding", required=True, positive=True, most=2**31
+    )
+    micro_batch_size: int = option("sequences of one forward-backward", default=1, positive=True, most=2**21)
     optimizer_offload: bool = option(
         "keep the policy's moments and float32 weights in host memory between optimizer steps", default=False
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.numerics import NUM_SEQUENCE_IDS
+
+_MOST_MINI_BATCHES = 1024
 
 
 def check_batches(config: RunConfig) -> None:
@@ -14,10 +17,21 @@ def check_batches(config: RunConfig) -> None:
             f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} must be a multiple of the {dp} data-parallel "
             "ranks"
         )
+    if rollouts.sequences > NUM_SEQUENCE_IDS:
+        raise ConfigurationError(
+            f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size {rollouts.grpo_group_size} "
+            f"= {rollouts.sequences} sequences: a rollout batch has at most {NUM_SEQUENCE_IDS}"
+        )
     if rollouts.sequences % size:
         raise ConfigurationError(
             f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size {rollouts.grpo_group_size} "
             f"= {rollouts.sequences} sequences do not split into batches of --global-batch-size {size}"
+        )
+    if rollouts.sequences // size > _MOST_MINI_BATCHES:
+        raise ConfigurationError(
+            f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size {rollouts.grpo_group_size} "
+            f"make {rollouts.sequences // size} batches of --global-batch-size {size}: at most {_MOST_MINI_BATCHES}, "
+            "since the later ones learn from a policy that is long gone"
         )
     tokens = size * config.training.seq_length
     if config.compute.calculate_per_token_loss and tokens >= 2**31:

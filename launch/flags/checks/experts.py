@@ -18,7 +18,7 @@ def check_experts(config: RunConfig) -> None:
             )
         return
     _check_parallelism(config, experts)
-    _check_layers(config, experts)
+    check_expert_layers(config, experts)
     _check_router(experts)
     _check_choice(experts)
     _check_auxiliary_losses(config)
@@ -74,8 +74,13 @@ def _check_flex(config: RunConfig) -> None:
         )
 
 
-def _check_layers(config: RunConfig, experts: ExpertSection) -> None:
-    """Which layers have experts, and the width of those that every token passes."""
+def check_expert_layers(config: RunConfig, experts: ExpertSection) -> None:
+    """Which layers have experts, and the width of those that every token passes.
+
+    Raises:
+        ConfigurationError: another number of layers than the model has, or none with experts, or a width to be split
+            that does not.
+    """
     layers, number = config.layers_with_experts, config.transformer.num_layers
     if len(layers) != number:
         raise ConfigurationError(

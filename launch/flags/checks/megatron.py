@@ -21,6 +21,7 @@ from megatron_rc.launch.run_config.megatron_configs import (
     has_module,
 )
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
+from megatron_rc.launch.run_config.options import MOST
 
 # Patterns of fields, and why they may have Megatron's default alone.
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -158,6 +159,8 @@ def _chosen(config: RunConfig) -> Iterator[tuple[str, tuple[MegatronField, Any]]
 def _check_range(field: MegatronField, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigurationError(f"{field.as_flag(value)} must be a finite number")
+    if isinstance(value, int) and abs(value) > MOST:
+        raise ConfigurationError(f"{field.as_flag(value)} must be at most {MOST}")
     if field.name in _POSITIVE and value <= 0:
         raise ConfigurationError(f"{field.as_flag(value)} must be positive")
 

@@ -161,6 +161,14 @@ def test_a_long_table_is_cut_in_the_middle():
     assert len(places_in_words(places(made("", 32)))) == 17
 
 
+def test_a_model_whose_bytes_nobody_can_count_is_one_sentence(capsys):
+    sizes = "--seq-length=2147483648 --ffn-hidden-size=16777216 --micro-batch-size=256"
+    one = "--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-sequence-parallel"
+    code, output, errors = dry_run(capsys, f"--config count_up --cpu {sizes} {one}", ranks=1)
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: this model has tensors of more bytes than 64 bits count: lower --seq-length, --mi")
+
+
 def test_a_correction_inside_the_loss_is_traced():
     from megatron_rc.launch.dry_run.collectives import bytes_sent, correction_calls
 
