@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from examples.custom_criterion import SEQ_MIN
 from megatron_rc import (
     PlanInputs,
     PolicyLossConfig,
@@ -27,7 +28,6 @@ from tests.support.correction_comparison import use_blocks
 
 LOWER, HIGHER = 0.5, 1.0
 DISTANCE = Divergence("distance", "|log ρ|", of=torch.abs, least=0.0)
-SEQ_MIN = dataclasses.replace(user_objects.SEQ_MIN, name="seq_min_k1")
 # With a divergence of its own, on tokens, sequences and prompts.
 TOKEN_DISTANCE = Criterion(
     "token_distance",

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+from unittest import mock
 
 import pytest
 
@@ -29,14 +30,11 @@ SMALL = """--tensor-model-parallel-size=1 --pipeline-model-parallel-size=1 --no-
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the module and the examples; the tables of the library are as before afterwards."""
-    before = [(table, dict(table)) for table in (OBJECTIVES, CRITERIA)]
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    yield tmp_path
-    for table, entries in before:
-        table.clear()
-        table.update(entries)
+    with mock.patch.dict(OBJECTIVES), mock.patch.dict(CRITERIA):
+        yield tmp_path
     for name in MODULES:
         sys.modules.pop(name.removesuffix(".py"), None)
 

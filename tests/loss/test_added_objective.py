@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from examples.custom_objective import GOOD_ONLY as GOOD
 from megatron_rc import (
     MicroBatch,
     PlanInputs,
@@ -21,10 +22,7 @@ from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.schedule import masked_loss, wrap_finalize
-from tests.support import user_objects
 from tests.support.chunk import Chunk
-
-GOOD = dataclasses.replace(user_objects.GOOD_ONLY, name="good_only")
 
 
 def tight(terms):

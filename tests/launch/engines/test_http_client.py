@@ -158,8 +158,11 @@ def test_an_answer_has_a_limit_of_size(server, tmp_path):
         with pytest.raises(EngineError, match=r"answered with more than 1155072 bytes: is this the rollout server's"):
             sample(engine, tokens=102)
         assert sent[0] < 8 << 20, "sockets hold some of what was sent"
-    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
     engine.client.url = server.url
+    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 1_155_000}]
+    with pytest.raises(EngineError, match="more than 1155072 bytes"):
+        sample(engine, tokens=102)
+    server.faults["/v1/completions"] = [lambda answer: answer | {"id": "-" * 900_000}]
     assert sample(engine), "a large answer that may be one is read"
 
 

@@ -1,5 +1,7 @@
 """Objectives and criteria of a user's module: named by a flag, then known by their own names."""
 
+from unittest import mock
+
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -17,11 +19,8 @@ RS = [f"--rollout-rs=token_k1,{USER}:SEQ_MIN", "--rollout-rs-threshold=0.5_2.5,0
 @pytest.fixture(autouse=True)
 def tables():
     """As they were."""
-    before = [(table, dict(table)) for table in (OBJECTIVES, CRITERIA)]
-    yield
-    for table, entries in before:
-        table.clear()
-        table.update(entries)
+    with mock.patch.dict(OBJECTIVES), mock.patch.dict(CRITERIA):
+        yield
 
 
 def test_an_objective_is_defined_by_the_flag_that_names_it(tmp_path):

@@ -113,13 +113,25 @@ def _cut(cut, whole):
     return torch.where(row >= 0, whole[row.clamp(min=0), cut.local.positions], torch.zeros((), dtype=whole.dtype))
 
 
+def shares_of_decided():
+    """For each case the share of responses with an advantage at any token that counts."""
+    mask, accepted = recorded_batch(0).label_aligned()[1], tables()[3]
+    counted = {"all": mask, "accepted": mask & accepted}
+    return [
+        round(float(((reference(*case).abs() > 1e-9) & counted[case[2]]).any(1).double().mean()), 9) for case in CASES
+    ]
+
+
 @pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout(dp=4)], ids=str)
 def test_every_estimator_is_the_reference(ranks, tmp_path, layout):
+    shares = shares_of_decided()
+    assert min(shares) < max(shares)
     for packed in (False, True):
         found = ranks.run(local_advantages, layout, tmp_path, packed)
         for worst, summaries in found:
             assert {case: value for case, value in worst.items() if value > 2e-6} == {}
             assert summaries == found[0][1]
+            assert [share for *_, share, _ in summaries] == shares
             assert all(bool(metrics) == (kl != "none") for _, kl, _, _, metrics in summaries)
 
 
