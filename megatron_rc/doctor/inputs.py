@@ -17,7 +17,7 @@ from megatron_rc.doctor.series import facts_of_series
 from megatron_rc.doctor.tables import own_rows, parse_json, rows_of_csv, rows_of_objects
 
 METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
-_PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".npz", ".npy", ".parquet", ".arrow")
+_PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".dp", ".npz", ".npy", ".parquet", ".arrow")
 _SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
 _STEP = re.compile(r"(step-\d+)-replica-\d+\.safetensors")
 

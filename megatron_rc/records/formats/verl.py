@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.records.formats.nested import padded
 from megatron_rc.records.formats.rows import (
     as_int32,
     finish_reasons,
@@ -39,7 +40,9 @@ def from_verl(
     Args:
         tensors: prompts [n, p], responses [n, r], attention_mask [n, p + r], rollout_log_probs [n, r],
             token_level_scores or rm_scores [n, r]; response_mask and old_log_probs [n, r], input_ids [n, p + r] and
-            routed_experts [n, p + r, layers, top_k] where there are any. Whatever else it has is not read.
+            routed_experts [n, p + r, layers, top_k] where there are any. Whatever else it has is not read. Where
+            prompts or responses are nested, as in verl's default trainer since 0.9, nothing is padded: every field has
+            a row a sequence, and there is no attention_mask.
         non_tensors: uid, one a sequence; param_version_start where there is one.
         sampling: how the tokens were sampled, which a DataProto does not say.
         policy_version: of the weights that sampled. Default: what ``non_tensors`` says, and 0 where it says nothing, as
@@ -51,7 +54,7 @@ def from_verl(
     Raises:
         ValueError: names the field that is missing, of another shape, or padded on the wrong side.
     """
-    tensors = dict(tensors.items())  # a TensorDict has no `in`
+    tensors = padded(dict(tensors.items()))  # a TensorDict has no `in`
     tokens, attention, width = _tokens(tensors)
     responses = (len(tokens), tokens.shape[1] - width)
     mask = _response_mask(tensors, attention[:, width:])
@@ -135,7 +138,8 @@ def _tokens(tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
     prompts = tensor_of(tensors, "prompts", (None, None))
     rows, width = prompts.shape
     tokens = torch.cat([prompts, tensor_of(tensors, "responses", (rows, None))], dim=1)
-    attention = tensor_of(tensors, "attention_mask", tuple(tokens.shape)) != 0
+    remedy = "ones where nothing is padded"
+    attention = tensor_of(tensors, "attention_mask", tuple(tokens.shape), remedy) != 0
     prompt, response = attention[:, :width], attention[:, width:]
     for name, wrong in (
         ("prompts padded on the left", prompt[:, :-1] & ~prompt[:, 1:]),

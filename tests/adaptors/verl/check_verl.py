@@ -1,6 +1,7 @@
 """verl's own driver and losses beside the adaptor: ``make test-adaptors``, which installs verl 0.9.1."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -15,8 +16,11 @@ from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from megatron_rc import RolloutCorrectionConfig
+from megatron_rc import RolloutCorrectionConfig, SamplingParams, from_verl
 from megatron_rc.adaptors.verl import VerlCorrection
+from megatron_rc.doctor.__main__ import main
+from megatron_rc.doctor.inputs import read_evidence
+from megatron_rc.doctor.report import UNUSABLE
 from tests.adaptors.pages import blocks
 from tests.support.paths import ROOT
 
@@ -160,6 +164,59 @@ def test_the_page_puts_both_into_verl(tmp_path):
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "my_correction", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "seq_mean_k1", done.stderr
+
+
+def columns(old, rollout, mask):
+    """Whole responses with prompts of two to four tokens, padded as verl does, and what else a record needs."""
+    width = torch.arange(4) >= 2 - torch.arange(ROWS).unsqueeze(1) % 3
+    tokens = torch.arange(1, ROWS * (4 + WIDTH) + 1).view(ROWS, 4 + WIDTH)
+    attention = torch.cat([width, mask != 0], dim=1)
+    return {
+        "prompts": tokens[:, :4] * width,
+        "responses": tokens[:, 4:] * mask,
+        "attention_mask": attention.long(),
+        "response_mask": mask,
+        "rollout_log_probs": rollout * mask,
+        "old_log_probs": old * mask,
+        "rm_scores": mask / mask.sum(1, keepdim=True),
+    }
+
+
+@pytest.mark.parametrize("method", ["torch", "numpy"])
+def test_what_verl_saves_becomes_a_record_of_the_doctor(tmp_path, monkeypatch, method):
+    """The block of docs/rollouts.md on a file of DataProto.save_to_disk."""
+    monkeypatch.setenv("VERL_DATAPROTO_SERIALIZATION_METHOD", method)
+    monkeypatch.chdir(tmp_path)
+    old, rollout, _, _, mask = batch(3)
+    tensors = columns(old, rollout, mask)
+    uid = [f"prompt {row // 4}" for row in range(ROWS)]
+    DataProto.from_dict(tensors, non_tensors={"uid": uid}).save_to_disk("batch.pkl")
+    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    (block,) = [one for one in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S) if "verl" in one]
+    exec(compile(block, "docs/rollouts.md", "exec"), {})
+    assert main(["batch.pkl"]) == UNUSABLE
+    evidence = read_evidence(tmp_path / "step_12.safetensors")
+    assert evidence.facts["num_tokens"] == mask.sum()
+    kl = ((rollout - old) * mask).sum() / mask.sum()
+    assert evidence.facts["kl"] == pytest.approx(float(kl), rel=1e-4)
+
+
+def test_the_nested_tensors_of_verls_default_trainer_are_records():
+    old, rollout, _, _, mask = batch(3)
+    padded = columns(old, rollout, mask)
+    uid = [f"prompt {row // 4}" for row in range(ROWS)]
+    each = []
+    for row in range(ROWS):
+        kept = padded["attention_mask"][row] != 0
+        fields = {name: value[row][kept[4:]] for name, value in padded.items() if value.shape[1] == WIDTH}
+        each.append({"prompts": padded["prompts"][row][kept[:4]], "uid": uid[row], **fields})
+    data = tensordict_utils.list_of_dict_to_tensordict(each)
+    assert data["prompts"].is_nested
+    sampling = SamplingParams()
+    found = from_verl(data, {"uid": data["uid"].tolist()}, sampling=sampling)
+    expected = from_verl(padded, {"uid": uid}, sampling=sampling)
+    for name in ("tokens", "response_mask", "rollout_log_probs", "old_log_probs", "group_ids", "rewards"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=0)
 
 
 def test_nothing_of_verl_is_imported_by_the_library():

@@ -153,3 +153,57 @@ def test_verls_columns_must_suffice():
         to_verl(example(), pad_token_id=0, prompt_length=3)
     with pytest.raises(ValueError, match="response_length=2: the longest response needs 4"):
         to_verl(example(), pad_token_id=0, response_length=2)
+
+
+def nested_example():
+    """The same as verl's default trainer has it: a row of its own length for every sequence, no attention mask."""
+    tensors, others = verl_example()
+    tensors["routed_experts"] = torch.arange(2 * 7 * 2).view(2, 7, 2, 1) * tensors["attention_mask"][..., None, None]
+    kept = tensors["attention_mask"] != 0
+    columns = {3: kept[:, :3], 4: kept[:, 3:], 7: kept}
+    rows = {
+        name: [row[mask] for row, mask in zip(value, columns[value.shape[1]], strict=True)]
+        for name, value in tensors.items()
+        if name != "attention_mask"
+    }
+    return (
+        {name: torch.nested.as_nested_tensor(one, layout=torch.jagged) for name, one in rows.items()},
+        tensors,
+        others,
+    )
+
+
+def test_verls_nested_tensors_are_the_same_records():
+    nested, tensors, others = nested_example()
+    found, expected = (from_verl(one, others, sampling=HALF) for one in (nested, tensors))
+    # Nobody knows the limit of a response without the columns of padding.
+    assert [FINISH_REASONS[index] for index in found.finish_reasons] == ["stop", "stop"]
+    assert identical(dataclasses.replace(found, finish_reasons=expected.finish_reasons), expected)
+    found.validate(vocab_size=26)
+
+
+def test_rows_of_one_length_need_not_be_nested():
+    """verl stacks what has one length."""
+    nested, _, others = nested_example()
+    nested["prompts"] = torch.tensor([[10, 11, 12], [21, 22, 23]])
+    nested |= {"input_ids": None, "routed_experts": None, "old_log_probs": None}
+    assert from_verl(nested, others, sampling=HALF).tokens[0].tolist() == [10, 11, 12, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout_log_probs": None}, "rollout_log_probs is missing: set .*calculate_log_probs=True"),
+        ({"rollout_log_probs": torch.zeros(2, 4)}, "rollout_log_probs has 4 tokens in sequence 1: expected 2"),
+        ({"response_mask": torch.ones(3, 4)}, "response_mask has 3 rows: expected 2, one a sequence"),
+        ({"old_log_probs": [[-1.0] * 4, [-1.0] * 2]}, "old_log_probs is list: expected a nested tensor, a row a seq"),
+        ({"prompts": torch.ones(3, 2)}, "prompts has 3 rows and responses 2: expected one each"),
+        ({"prompts": None}, "prompts is NoneType: expected a nested tensor"),
+        ({"routed_experts": torch.zeros(2, 7, 2, 1).int()}, "routed_experts has 7 tokens in sequence 0: expected 6"),
+        ({"input_ids": torch.ones(2, 5).long()}, "input_ids has 5 tokens in sequence 0: expected 6"),
+    ],
+)
+def test_nested_tensors_that_do_not_fit_are_refused(change, message):
+    nested, _, others = nested_example()
+    with pytest.raises(ValueError, match=message):
+        from_verl(nested | change, others, sampling=HALF)
