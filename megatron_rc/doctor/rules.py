@@ -12,7 +12,10 @@ from megatron_rc.doctor.signs import K3
 
 _UNKNOWN = re.compile(r"\bnan%?")
 
-YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+YAO = (
+    "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, "
+    "fengyao.notion.site/off-policy-rl"
+)
 MA = (
     "Ma et al. 2025, Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers, "
     "arXiv 2510.11370"

@@ -36,7 +36,8 @@ class Presets:
     def decoupled_token_is(cls: type[C], threshold: float = 2.0) -> C:
         """Token-level truncated importance sampling: w_t = min(ρ_t, threshold). Low variance, biased; the first to try.
 
-        Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+        Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+        fengyao.notion.site/off-policy-rl.
         """
         return cls(**_weights("token", threshold))
 
