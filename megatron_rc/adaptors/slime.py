@@ -155,6 +155,11 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for what slime's call cannot carry out."""
+    if config.bypass_mode:
+        raise ValueError(
+            "bypass_mode=True: slime makes the ratio of its loss itself: leave bypass_mode out; slime's own "
+            "--use-rollout-logprobs is PPO against the engine's log-probs, without weights"
+        )
     for criterion in config.criteria:
         if criterion.only_negative:
             raise ValueError(

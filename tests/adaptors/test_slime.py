@@ -193,7 +193,7 @@ GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bypass_mode": True}, "bypass_mode=True: slime makes the ratio"),
+        ({"bypass_mode": True}, "bypass_mode=True: slime makes the ratio .*--use-rollout-logprobs is PPO"),
         ({"proximal_interpolation": True}, "proximal_interpolation=True: slime"),
         ({"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True: slime asks"),
         ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime asks"),
