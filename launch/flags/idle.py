@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.resolve_critic import WITH_CRITIC
@@ -155,7 +156,8 @@ def _idle_advantages(args: argparse.Namespace) -> Iterator[_Idle]:
     for name, users in {
         "gamma": ("reinforce-pp", "gae"),
         "gae_lambda": ("gae",),
-        "advantage_scope": ("grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp", "reinforce-pp-baseline", "gae"),
+        "gpg_f_norm": ("gpg",),
+        "advantage_scope": (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae"),
     }.items():
         if estimator not in users:
             why = f"with --advantage-estimator {estimator}: drop it, or use {' or '.join(users)}"

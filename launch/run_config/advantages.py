@@ -13,12 +13,23 @@ class AdvantageSection:
     """The estimator, what its baselines are made of, and what is done to rewards before it sees them."""
 
     advantage_estimator: Literal[
-        "grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax"
+        "grpo",
+        "grpo-no-std",
+        "grpo-passk",
+        "rloo",
+        "rloo-vectorized",
+        "opo",
+        "gpg",
+        "reinforce-pp",
+        "reinforce-pp-baseline",
+        "gae",
+        "remax",
     ] = option("from rewards to advantages; docs/advantages.md", default="grpo")
     gamma: float = option(
         "discount of later rewards, with --advantage-estimator reinforce-pp or gae", default=1.0, not_negative=True
     )
     gae_lambda: float = option("λ of --advantage-estimator gae", default=1.0, not_negative=True)
+    gpg_f_norm: float = option("what --advantage-estimator gpg divides advantages by", default=1.0, positive=True)
     advantage_scope: Literal["all", "accepted"] = option(
         "what a response is measured by: all responses to its prompt (and all tokens, where advantages are whitened), "
         "or those alone that the rejection leaves",

@@ -80,8 +80,8 @@ class Advantages:
             scores: of the rollout batch.
             accepted: bool, like the tokens: what the rejection leaves; None: all counts.
 
-        Collectives: those of :mod:`megatron_rc.advantages` where tokens have advantages of their own; with
-        ``accepted``, with a KL in the rewards, and for those advantages, a SUM of a number a sequence over ``cp``.
+        Collectives: those of :mod:`megatron_rc.advantages` where tokens have advantages of their own, and of ``gpg``;
+        with ``accepted``, with a KL in the rewards, and for those advantages, a SUM of a number a sequence over ``cp``.
         """
         mask = scores.cut.local.response_mask
         kl = self._kl(scores) if self.wanted.kl_in_reward else None
@@ -105,7 +105,15 @@ class Advantages:
         if accepted is not None:
             kept &= self._by_row(scores, accepted) > 0
         lengths = scores.batch.response_mask.sum(1)
-        return group_advantages(rewards, scores.batch.group_ids, estimator=name, lengths=lengths, kept=kept)
+        return group_advantages(
+            rewards,
+            scores.batch.group_ids,
+            estimator=name,
+            lengths=lengths,
+            kept=kept,
+            f_norm=self.wanted.gpg_f_norm,
+            groups=self.groups,
+        )
 
     def _of_tokens(self, scores: Scores, kl: Tensor | None, accepted: Tensor | None) -> TokenAdvantages:
         """Like the tokens, not whitened yet."""

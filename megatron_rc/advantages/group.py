@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from megatron_rc.advantages.shards import check_sequences
-from megatron_rc.parallel.collectives import all_reduce_sum
+from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
 EPSILON = 1e-6
@@ -26,12 +27,19 @@ def _rloo(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
     return centred * torch.where(size > 1, size / (size - 1).clamp(min=1), 1)
 
 
+def _rloo_vectorized(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
+    return torch.where(size > 1, _rloo(centred, variance, size), 0)
+
+
 # From the reward less the mean of its group, the group's variance and its size, [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": _grpo,
     "grpo-no-std": _grpo_no_std,
     "rloo": _rloo,
+    "rloo-vectorized": _rloo_vectorized,
     "opo": _grpo_no_std,  # over another mean
+    "grpo-passk": _grpo,  # of the lead over the second best
+    "gpg": _grpo_no_std,  # times one factor for the batch
 }
 
 
@@ -42,6 +50,7 @@ def group_advantages(
     estimator: str = "grpo",
     lengths: Tensor | None = None,
     kept: Tensor | None = None,
+    f_norm: float = 1.0,
     num_groups: int | None = None,
     groups: ParallelGroups | None = None,
 ) -> Tensor:
@@ -51,9 +60,15 @@ def group_advantages(
     ``grpo`` (x - mean) / (std + 1e-6)     Shao et al. 2024, "DeepSeekMath"
     ``grpo-no-std`` x - mean               Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
     ``rloo`` x - mean of the other ones    Ahmadian et al. 2024, "Back to Basics"
+    ``rloo-vectorized``                    the same, and 0 for the only response to a prompt
     ``opo`` x - mean weighted by lengths   Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline"
+    ``grpo-passk`` (x - x of the second best) / (std + 1e-6) for the best response, 0 for all others
+                                           Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives
+                                           using Reinforcement Learning", divided as verl's ``grpo_passk`` is
+    ``gpg`` α (x - mean) / f_norm          Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
+                                           with verl's α: kept responses over those of them whose reward is not 0
     A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken. Where one alone of several
-    is kept, it has 0.
+    is kept, it has 0. ``grpo-passk`` gives 0 in both cases, and where two share the highest reward.
 
     Args:
         rewards: [n], one for each response; summed in float64.
@@ -61,30 +76,27 @@ def group_advantages(
         estimator: see above.
         lengths: [n], tokens of each response that count; ``opo`` needs it, the others have no use for it.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
+        f_norm: of ``gpg``; the others have no use for it.
         num_groups: number of prompts of the whole batch, where the responses to one lie on several data-parallel ranks;
             ids lie below it. Default: all responses to a prompt lie on this rank.
-        groups: with ``num_groups``: the ranks that hold the others.
+        groups: with ``num_groups``, and for the α of ``gpg``: the ranks that hold the others. Default: this process
+            alone.
 
     Returns:
         [n], float64; equal on the ranks of ``groups.cp``.
 
-    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups, 4] and [num_groups] doubles; else none.
+    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups, 4] and [num_groups] doubles, and for
+    ``grpo-passk`` one SUM and two MAX of [num_groups] more. For ``gpg`` one SUM of two doubles over ``dp_cp``.
     Gradient: none.
 
     Raises:
-        ValueError: the estimator is unknown or lacks the lengths, or shapes or dtypes are wrong.
+        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, or shapes or dtypes are wrong.
     """
-    if estimator not in GROUP_ESTIMATORS:
-        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
-    check_sequences("rewards", rewards, len(group_ids))
-    if group_ids.dtype != torch.int64:
-        raise ValueError(f"group_ids is {group_ids.dtype}: expected int64")
-    kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
-    if kept.dtype != torch.bool or kept.shape != rewards.shape:
-        raise ValueError(
-            f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
-        )
+    kept = _kept(rewards, group_ids, estimator, kept)
+    if not (math.isfinite(f_norm) and f_norm > 0):
+        raise ValueError(f"f_norm={f_norm} must be finite and above 0")
     weights = _weights(rewards, estimator, lengths)
+    batch = groups or ParallelGroups()
     group, number = group_ids, num_groups
     if num_groups is None:
         known, group = group_ids.unique(return_inverse=True)
@@ -95,7 +107,26 @@ def group_advantages(
     centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
     (squares,) = add(torch.where(kept, centred.square(), 0))
     variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)
-    return torch.where(kept, GROUP_ESTIMATORS[estimator](centred, variance[group], size[group]), 0)
+    above = add.lead(rewards, kept) if estimator == "grpo-passk" else centred
+    found = GROUP_ESTIMATORS[estimator](above, variance[group], size[group])
+    if estimator == "gpg":
+        found = found * (_over_nonzero(rewards, kept, batch) / f_norm)
+    return torch.where(kept, found, 0)
+
+
+def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | None) -> Tensor:
+    """The responses that count, [n] bool, of arguments that are checked."""
+    if estimator not in GROUP_ESTIMATORS:
+        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
+    check_sequences("rewards", rewards, len(group_ids))
+    if group_ids.dtype != torch.int64:
+        raise ValueError(f"group_ids is {group_ids.dtype}: expected int64")
+    kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
+    if kept.dtype != torch.bool or kept.shape != rewards.shape:
+        raise ValueError(
+            f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
+        )
+    return kept
 
 
 def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
@@ -112,6 +143,16 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
     return lengths.double()
 
 
+def _over_nonzero(rewards: Tensor, kept: Tensor, groups: ParallelGroups) -> Tensor:
+    """Kept responses of the batch over those of them whose reward is not 0; over 1 where there is none."""
+    counts = torch.stack([kept.sum(), (kept & (rewards != 0)).sum()]).double()
+    if group_rank(groups.cp):
+        counts = torch.zeros_like(counts)
+    responses, nonzero = all_reduce_sum(counts, groups.dp_cp)
+    factor: Tensor = responses / nonzero.clamp(min=1)
+    return factor
+
+
 class _Totals:
     """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
 
@@ -124,3 +165,18 @@ class _Totals:
         if group_rank(self.groups.cp):
             sums = torch.zeros_like(sums)
         return all_reduce_sum(sums, self.groups.dp_cp).unbind(1)
+
+    def lead(self, rewards: Tensor, kept: Tensor) -> Tensor:
+        """[n] by how much a prompt's best kept response exceeds its second best; 0 for the others, and without one."""
+        best = self._highest(rewards, kept)[self.group]
+        is_best = kept & (rewards == best)
+        (sharing,) = self(is_best.double())
+        second = self._highest(rewards, kept & ~is_best)[self.group]
+        leads = is_best & (sharing[self.group] == 1) & second.isfinite()
+        return torch.where(leads, rewards - second, 0)
+
+    def _highest(self, values: Tensor, counted: Tensor) -> Tensor:
+        """The highest counted value of each prompt, -inf where none is."""
+        values = torch.where(counted, values, -torch.inf)
+        highest = values.new_full((self.number,), -torch.inf).scatter_reduce_(0, self.group, values, "amax")
+        return all_reduce_max(highest, self.groups.dp_cp)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rc import gae, group_advantages, outcome_rewards, reinforce_plus_plus, remax, whiten
+from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
 from tests.golden.load import cases
@@ -15,9 +16,7 @@ from tests.support import advantages_oracle as oracle
 from tests.support.ranks import Layout
 
 RTOL, ATOL = 1e-6, 1e-8
-# verl's name of what is not here: it needs the two highest rewards of a prompt, which are no sums over ranks.
-LEFT_OUT = {"grpo_passk"}
-GOLDEN = {case["id"]: case for case in cases("advantages") if case["estimator"] not in LEFT_OUT}
+GOLDEN = {case["id"]: case for case in cases("advantages")}
 # How the tokens of one data-parallel rank lie on its context-parallel ones.
 CUTS = [("padded", "zigzag"), ("padded", "contiguous"), ("packed", "zigzag"), ("packed", "contiguous")]
 LAYOUTS = [Layout(cp=4), Layout(cp=2, dp=2), Layout(dp=4)]
@@ -44,26 +43,14 @@ def estimate(case, arrays, layout=None, groups=None, num_groups=None):
         return found.advantages, found.returns
     layout = layout or SequenceLayout.padded(*mask.shape)
     scores = all_sum(layout.sum_sequences(rewards), groups)
-    name = {"rloo_vectorized": "rloo", "gpg": "grpo-no-std"}.get(estimator, estimator)
+    name = estimator.replace("_", "-")
     if estimator.endswith("baseline") or not config.get("norm_adv_by_std_in_grpo", True):
         name = "grpo-no-std"
     lengths = all_sum(layout.sum_sequences(mask.double()), groups)
-    where_groups = {"num_groups": num_groups, "groups": groups}
+    where_groups = {"num_groups": num_groups, "groups": groups, "f_norm": config.get("f_norm", 1.0)}
     each = group_advantages(scores, arrays["index"], estimator=name, lengths=lengths, **where_groups)
-    each = as_verl(each, case, scores, arrays["index"])
     per_token = torch.where(mask, layout.expand(each), 0)
     return (whiten(per_token, mask, **where) if estimator.endswith("baseline") else per_token), None
-
-
-def as_verl(each, case, scores, index):
-    """[n] rloo or grpo-no-std to verl's numbers where these are others."""
-    whole = arrays_of(case)
-    if case["estimator"] == "rloo_vectorized":  # 0 for the only response to a prompt
-        return torch.where(torch.bincount(whole["index"])[index] > 1, each, 0)
-    if case["estimator"] == "gpg":  # one factor for the batch: rows over those whose reward is not 0
-        rewards = torch.where(whole["response_mask"], whole["rewards"], 0).sum(1)
-        return each * len(rewards) / rewards.count_nonzero() / case["config"]["f_norm"]
-    return each
 
 
 def all_sum(values, groups):
@@ -96,12 +83,12 @@ def test_golden_cases_that_are_compared():
         "rloo": 3,
         "rloo_vectorized": 1,
         "opo": 3,
+        "grpo_passk": 2,
         "gpg": 2,
         "reinforce_plus_plus": 3,
         "reinforce_plus_plus_baseline": 3,
         "remax": 3,
     }
-    assert {case["estimator"] for case in cases("advantages")} == set(counts) | LEFT_OUT
 
 
 class Shard:
@@ -267,6 +254,10 @@ def collectives_on_ranks(length):
             "outcome": lambda: outcome_rewards(local["outcome"], mask, **where),
             "group": lambda: group_advantages(local["outcome"], local["index"], num_groups=4, groups=groups),
             "local group": lambda: group_advantages(local["outcome"], local["index"]),
+            "passk": lambda: group_advantages(
+                local["outcome"], local["index"], estimator="grpo-passk", num_groups=4, groups=groups
+            ),
+            "gpg": lambda: group_advantages(local["outcome"], local["index"], estimator="gpg", groups=groups),
         }.items():
             seen.clear()
             run()
@@ -286,22 +277,35 @@ def test_collectives_do_not_grow_with_the_tokens(ranks):
         assert found["outcome"] == [(True, 2, sequences)]
         assert found["group"] == [(False, 4, 4 * 4), (False, 4, 4)]
         assert found["local group"] == []
+        assert found["passk"] == [*found["group"], (True, 4, 4), (False, 4, 4), (True, 4, 4)]
+        assert found["gpg"] == [(False, 4, 2)]
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "grpo-no-std", "rloo", "opo"])
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_of_kept_responses(estimator, seed):
     generator = torch.Generator().manual_seed(seed)
     rewards, ids = torch.randn(20, generator=generator), torch.randint(0, 8, (20,), generator=generator)
+    rewards[::4] = torch.round(rewards[::4])  # some are 0, and some alike
     kept = torch.rand(20, generator=generator) < 0.6
     lengths = torch.randint(0, 9, (20,), generator=generator)
     for mask in (kept, None):
-        got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, kept=mask)
+        got = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, kept=mask, f_norm=3.0)
         counted = [True] * 20 if mask is None else mask.tolist()
-        want = oracle.group(estimator, rewards.double().tolist(), ids.tolist(), counted, lengths.tolist())
+        want = oracle.group(estimator, rewards.double().tolist(), ids.tolist(), counted, lengths.tolist(), 3.0)
         torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-        numbered = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, kept=mask, num_groups=9)
+        where = {"kept": mask, "num_groups": 9, "f_norm": 3.0}
+        numbered = group_advantages(rewards, ids, estimator=estimator, lengths=lengths, **where)
         assert torch.equal(numbered, got)
+
+
+def test_only_a_best_response_of_its_own_leads():
+    rewards, ids = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 1.0, 7.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    kept = torch.tensor([True, True, False, True, True, True, True])
+    for mask, second, std in ((None, 2.0, 1.0), (kept, 1.0, 2**0.5)):
+        got = group_advantages(rewards, ids, estimator="grpo-passk", kept=mask)
+        assert float(got[0]) == pytest.approx((3 - second) / (std + 1e-6), rel=1e-9)
+        assert not got[1:].any()
 
 
 def test_equal_rewards_give_no_advantage():
@@ -358,7 +362,14 @@ TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
         (lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=MASK[0]), "for each of 2 sequences"),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
-            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, opo",
+            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, rloo-vectorized, opo, grpo-passk, gpg",
+        ),
+        *(
+            (
+                lambda norm=norm: group_advantages(torch.zeros(2), torch.zeros(2).long(), f_norm=norm),
+                f"f_norm={norm} must be finite and above 0",
+            )
+            for norm in (0.0, -1.0, float("inf"), float("nan"))
         ),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="opo"),

@@ -14,9 +14,12 @@ def group(
     ids: Sequence[int],
     kept: Sequence[bool],
     lengths: Sequence[int],
+    f_norm: float = 1.0,
 ) -> list[float]:
     """One for each response, from the kept ones of its prompt."""
     found = []
+    counted = [reward for reward, one in zip(rewards, kept, strict=True) if one]
+    factor = len(counted) / max(sum(reward != 0 for reward in counted), 1) / f_norm
     for mine, prompt, is_kept in zip(rewards, ids, kept, strict=True):
         everyone = [reward for reward, other in zip(rewards, ids, strict=True) if other == prompt]
         rest = [reward for reward, other, one in zip(rewards, ids, kept, strict=True) if other == prompt and one]
@@ -34,12 +37,17 @@ def group(
         weighted = math.fsum(length * reward for (length, one), reward in zip(tokens, everyone, strict=True) if one)
         total = sum(length for length, one in tokens if one)
         optimal = 0.0 if alone or total == 0 else weighted / total
+        best = sorted(rest, reverse=True)
+        lead = best[0] - best[1] if len(best) > 1 and mine == best[0] else 0.0
         found.append(
             {
                 "grpo": (mine - mean) / (std + 1e-6),
                 "grpo-no-std": mine - mean,
                 "rloo": mine - others,
+                "rloo-vectorized": 0.0 if alone else mine - others,
                 "opo": mine - optimal,
+                "grpo-passk": lead / (std + 1e-6),
+                "gpg": factor * (mine - mean),
             }[estimator]
         )
     return found

@@ -5,6 +5,9 @@ from __future__ import annotations
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.run_config import RunConfig
 
+# They give 0 to the only response to a prompt.
+OF_SEVERAL = ("grpo-passk", "rloo-vectorized")
+
 
 def check_advantages(config: RunConfig) -> None:
     """Whether the estimator can be had, and none of its settings comes to nothing."""
@@ -17,6 +20,11 @@ def check_advantages(config: RunConfig) -> None:
         raise ConfigurationError(
             "--advantage-estimator remax asks the engine for the most likely response to each prompt, and "
             f"--load-rollouts {config.rollouts.load_rollouts} has none: use another estimator"
+        )
+    if wanted.advantage_estimator in OF_SEVERAL and config.rollouts.grpo_group_size == 1:
+        raise ConfigurationError(
+            f"--advantage-estimator {wanted.advantage_estimator} compares the responses to one prompt, and with "
+            "--grpo-group-size 1 each would have the advantage 0: raise that, or use another estimator"
         )
     if wanted.advantage_scope == "accepted":
         _check_scope(config)
@@ -46,6 +54,7 @@ def _check_scaling(config: RunConfig) -> None:
     wanted = config.advantages
     is_undone = {
         "grpo": config.rollouts.grpo_group_size > 1,
+        "grpo-passk": True,
         # A mean that is taken off the reward at the end is taken off each token with another discount.
         "reinforce-pp": wanted.gamma == 1 or wanted.reward_scaling == "std",
         "reinforce-pp-baseline": True,

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron_rc.advantages.group import group_advantages
+from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config.advantages import AdvantageSection
 from megatron_rc.launch.training.advantages import Advantages, Scores, summarize
@@ -19,8 +19,8 @@ from tests.support import advantages_oracle as oracle
 from tests.support.ranks import Layout
 from tests.support.recorded_training import SEQUENCES, flags, make_trainer, recorded_batch, run_config, train_recorded
 
-GAMMA, LAMBDA, COEFFICIENT = 0.9, 0.8, 0.3
-ESTIMATORS = ("grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+GAMMA, LAMBDA, COEFFICIENT, F_NORM = 0.9, 0.8, 0.3, 2.0
+ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
 
 
 def tables():
@@ -47,10 +47,11 @@ def reference(estimator, kl, scope):
     rewards, ids = batch.rewards.double(), batch.group_ids.tolist()
     kept = accepted.any(1) if scope == "accepted" else torch.ones(SEQUENCES, dtype=torch.bool)
     counted = (mask & accepted if scope == "accepted" else mask).tolist()
-    if estimator in ("grpo", "grpo-no-std", "rloo", "opo", "reinforce-pp-baseline"):
+    if estimator in (*GROUP_ESTIMATORS, "reinforce-pp-baseline"):
         name = "grpo-no-std" if estimator == "reinforce-pp-baseline" else estimator
         lengths = batch.response_mask.sum(1).tolist()
-        each = torch.tensor(oracle.group(name, (rewards - off.sum(1)).tolist(), ids, kept.tolist(), lengths))
+        taken_off = (rewards - off.sum(1)).tolist()
+        each = torch.tensor(oracle.group(name, taken_off, ids, kept.tolist(), lengths, F_NORM))
         whole = each.double().unsqueeze(1).expand(mask.shape)
         return torch.tensor(oracle.whiten(whole.tolist(), counted)) if estimator.endswith("baseline") else whole
     tokens = torch.tensor(oracle.at_the_end(rewards.tolist(), mask.tolist()), dtype=torch.float64) - off
@@ -84,6 +85,7 @@ def local_advantages(folder, packed):
             "advantage_estimator": estimator,
             "gamma": GAMMA,
             "gae_lambda": LAMBDA,
+            "gpg_f_norm": F_NORM,
             "advantage_scope": scope,
             "kl_in_reward": 0.0 if kl == "none" else COEFFICIENT,
             "kl_in_reward_estimator": "k1" if kl == "none" else kl,
@@ -240,7 +242,13 @@ def advantages_over_their_own_rewards(folder):
 def test_rewards_are_scaled_by_the_run_so_far_and_clipped(kind):
     generator = torch.Generator().manual_seed(3)
     batches = [1e4 + 3 * torch.randn(20, generator=generator, dtype=torch.float64) for _ in range(4)]
-    wanted = {"advantage_estimator": "rloo", "gamma": 1.0, "gae_lambda": 1.0, "advantage_scope": "all"}
+    wanted = {
+        "advantage_estimator": "rloo",
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "gpg_f_norm": 1.0,
+        "advantage_scope": "all",
+    }
     wanted |= {"kl_in_reward": 0.0, "kl_in_reward_estimator": "k1", "reward_scaling": kind, "reward_clip": None}
     scaler, seen = RewardScaler(AdvantageSection(**wanted), None), []
     for batch in batches:
@@ -259,7 +267,13 @@ def test_rewards_are_scaled_by_the_run_so_far_and_clipped(kind):
 
 
 def test_equal_rewards_are_not_divided_by_zero():
-    wanted = {"advantage_estimator": "rloo", "gamma": 1.0, "gae_lambda": 1.0, "advantage_scope": "all"}
+    wanted = {
+        "advantage_estimator": "rloo",
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "gpg_f_norm": 1.0,
+        "advantage_scope": "all",
+    }
     wanted |= {"kl_in_reward": 0.0, "kl_in_reward_estimator": "k1", "reward_scaling": "std", "reward_clip": None}
     scaler = RewardScaler(AdvantageSection(**wanted), None)
     assert scaler(torch.ones(3), torch.ones(3, dtype=torch.bool)).tolist() == [1, 1, 1]
@@ -268,7 +282,13 @@ def test_equal_rewards_are_not_divided_by_zero():
 @pytest.mark.parametrize("kind", ["std", "mean-std"])
 def test_equal_rewards_have_no_advantage_when_they_are_scaled(kind):
     """Not even one of a rounding, which would count among the responses that have one."""
-    wanted = {"advantage_estimator": "rloo", "gamma": 1.0, "gae_lambda": 1.0, "advantage_scope": "all"}
+    wanted = {
+        "advantage_estimator": "rloo",
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "gpg_f_norm": 1.0,
+        "advantage_scope": "all",
+    }
     wanted |= {"kl_in_reward": 0.0, "kl_in_reward_estimator": "k1", "reward_scaling": kind, "reward_clip": None}
     different = torch.rand(40, generator=torch.Generator().manual_seed(0))
     scaled = RewardScaler(AdvantageSection(**wanted), None)(
@@ -284,6 +304,19 @@ def test_equal_rewards_have_no_advantage_when_they_are_scaled(kind):
         (["--gamma=0.9"], "--gamma 0.9 does nothing with --advantage-estimator grpo: drop it, or use reinforce-pp"),
         (["--gae-lambda=0.9"], "--gae-lambda 0.9 does nothing with --advantage-estimator grpo"),
         (["--kl-in-reward-estimator=k2"], "--kl-in-reward-estimator k2 does nothing with --kl-in-reward 0"),
+        (["--gpg-f-norm=2"], "--gpg-f-norm 2.0 does nothing with --advantage-estimator grpo: drop it, or use gpg"),
+        (["--advantage-estimator=gpg", "--gpg-f-norm=0"], "--gpg-f-norm 0.0 must be positive"),
+        *(
+            (
+                [f"--advantage-estimator={name}", "--grpo-group-size=1", "--grpo-prompts-per-step=16"],
+                f"--advantage-estimator {name} compares the responses to one prompt, and with --grpo-group-size 1 each",
+            )
+            for name in ("grpo-passk", "rloo-vectorized")
+        ),
+        (
+            ["--advantage-estimator=grpo-passk", "--reward-scaling=std"],
+            "--reward-scaling std does nothing with --advantage-estimator grpo-passk, which divides",
+        ),
         (["--kl-in-reward=-1"], "--kl-in-reward -1.0 must be 0 or more"),
         (["--reward-clip=0"], "--reward-clip 0.0 must be positive"),
         (["--reward-scaling=std"], "--reward-scaling std does nothing with --advantage-estimator grpo, which divides"),
