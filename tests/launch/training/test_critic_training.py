@@ -70,10 +70,13 @@ def nearly(got, want, rel):
 DISTRIBUTED = ["--use-distributed-optimizer"]
 
 
+DECAYING = ["--critic-lr-decay-style=linear", "--critic-min-lr=1e-4", "--critic-lr-warmup-iters=1"]
+
+
 @pytest.mark.parametrize(
     ("more", "before", "after"),
     [
-        ([], Layout(tp=2, sp=True), Layout(pp=2)),
+        ([*DECAYING, "--lr-decay-iters=10"], Layout(tp=2, sp=True), Layout(pp=2)),
         (DISTRIBUTED, Layout(dp=2), Layout(tp=2)),
         (["--bf16"], Layout(pp=2), Layout(cp=2)),
     ],
@@ -83,6 +86,9 @@ def test_a_run_goes_on_in_any_layout(ranks, tmp_path, more, before, after):
     """In the same layout to the last digit."""
     words = flags(tmp_path, *PPO, *more, f"--save={tmp_path}/save")
     whole = ranks.run(train, before, [*words, *before.flags()], 0, 3, 2)[0]
+    decaying = [0.0, 2e-3, 2e-3 - (2e-3 - 1e-4) / 9]
+    assert [step["critic/lr"] for step in whole] == pytest.approx(decaying if more[:3] == DECAYING else [2e-3] * 3)
+    assert [step["lr"] for step in whole] == [1e-3] * 3, "the policy has a schedule of its own"
     words += [f"--load={tmp_path}/save"]
     assert ranks.run(train, before, [*words, *before.flags()], 2, 3)[0] == whole[2:]
     nearly(ranks.run(train, after, [*words, *after.flags()], 2, 3)[0], whole[2:], 2e-2 if "--bf16" in more else 1e-4)
@@ -200,7 +206,7 @@ def test_where_all_is_rejected_the_critic_steps_unless_its_loss_is_masked_too(ra
 
 
 def start_elsewhere(words, folder):
-    """A critic that starts from the directory of another policy: its layers, and whether they are that policy's."""
+    """The layers of another policy's critic and of one that starts from its directory, and whether they are its own."""
     from safetensors.torch import save_file
 
     from megatron_rc.launch.weights.converter import export_model
@@ -214,7 +220,8 @@ def start_elsewhere(words, folder):
     # Of the embeddings on each rank at least five rows are no padding, which a directory does not hold.
     layers = [
         (name, equal(*[[w[:5] if "embedding" in name else w] for w in (one, dict(theirs.named_parameters())[name])]))
-        for mine, theirs in zip(trainer.critic.chunks, other.chunks, strict=True)
+        for critic in (other.critic, trainer.critic)
+        for mine, theirs in zip(critic.chunks, other.chunks, strict=True)
         for name, one in mine.named_parameters()
         if not name.startswith("output_layer")
     ]
@@ -223,13 +230,13 @@ def start_elsewhere(words, folder):
 
 
 @pytest.mark.parametrize("more", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
-def test_a_critic_starts_from_another_model(ranks, tmp_path, more):
+def test_a_critic_starts_from_the_policy_or_from_another_model(ranks, tmp_path, more):
     layout = Layout(tp=2, pp=2)
     words = flags(tmp_path, *PPO, *more, *layout.flags())
     for layers, same, rate in ranks.run(start_elsewhere, layout, words, tmp_path):
         assert not same
         assert rate == 2e-3
-        assert len(layers) > 4
+        assert len(layers) > 8
         assert [name for name, is_theirs in layers if not is_theirs] == []
 
 
