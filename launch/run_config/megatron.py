@@ -109,7 +109,7 @@ class ExpertSection:
     """
 
     num_moe_experts: int = option(
-        "experts in the place of each MLP; default: a dense model", flag="num_experts", positive=True, most=4096
+        "experts in the place of each MLP; default: a dense model", flag="num_experts", positive=True, most=2048
     )
     moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True, most=2**24)
     moe_router_topk: int = option("experts of each token", default=2, positive=True)

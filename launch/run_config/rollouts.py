@@ -57,6 +57,7 @@ class RolloutSection:
         " error; default: 0, with --load-rollouts no limit",
         metavar="K",
         not_negative=True,
+        most=10_000,
     )
     allow_truncated_sampling: bool = option(
         "take rollouts of top_p < 1 or top_k > 0, which are not the policy's", default=False
