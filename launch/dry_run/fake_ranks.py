@@ -18,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.megatron import MegatronSection
 from megatron_rc.launch.train_ppo import cpu_backend
 
 TRANSFORMER_ENGINE = "transformer_engine"
 _OF_GPUS = (
     *("fp8", "fp4", "tp_comm", "cuda_graph", "enable_cuda_graph", "external_cuda_graph", "cpu_offloading"),
     *("attention_backend", "moe_grouped_gemm", "overlap", "batch_p2p", "fine_grained_activation_offloading"),
-    *("batch_invariant_mode", "use_te_activation_func", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    *("batch_invariant_mode", "use_te_", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
     "pipeline_model_parallel_comm_backend",
 )
 
@@ -36,7 +37,7 @@ def fake_groups(config: RunConfig, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.launch.world_size)
     try:
-        initialize(config)
+        initialize(dataclasses.replace(config, megatron=_known_here(config)))
         yield
     finally:
         shut_down()
@@ -56,7 +57,6 @@ def on_this_machine(config: RunConfig) -> RunConfig:
     )
     if experts is not None and experts.moe_token_dispatcher_type == "flex":
         experts = dataclasses.replace(experts, moe_token_dispatcher_type="alltoall")
-    given = {name: value for name, value in config.megatron.given.items() if name not in of_gpus(config)}
     return dataclasses.replace(
         config,
         launch=dataclasses.replace(
@@ -64,8 +64,13 @@ def on_this_machine(config: RunConfig) -> RunConfig:
         ),
         model=dataclasses.replace(config.model, transformer_impl="local"),
         experts=experts,
-        megatron=dataclasses.replace(config.megatron, given=given),
+        megatron=_known_here(config),
     )
+
+
+def _known_here(config: RunConfig) -> MegatronSection:
+    given = {name: value for name, value in config.megatron.given.items() if name not in of_gpus(config)}
+    return dataclasses.replace(config.megatron, given=given)
 
 
 def of_gpus(config: RunConfig) -> list[str]:

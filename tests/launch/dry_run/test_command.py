@@ -79,6 +79,26 @@ def test_a_wrong_flag_of_the_launcher_as_json(capsys):
         assert (end.value.code, f"error: {json.loads(output)['error']}\n") == (2, errors)
 
 
+# Flags of scripts for clusters, which this machine has nothing for.
+OF_CLUSTERS = {
+    "bf16": """--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap
+    --attention-backend flash --fp8-format hybrid --fp8-recipe tensorwise --recompute-granularity selective
+    --recompute-modules core_attn mlp --cross-entropy-loss-fusion --optimizer-cpu-offload
+    --use-precision-aware-optimizer --ckpt-format torch_dist --lr-warmup-fraction 0.1 --te-rng-tracker
+    --log-timers-to-tensorboard --profile --record-memory-history""",
+    "fp16": "--fp16 --initial-loss-scale 65536",
+    "experts": "--num-experts 4 --moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --moe-permute-fusion",
+}
+
+
+@pytest.mark.parametrize("words", OF_CLUSTERS.values(), ids=OF_CLUSTERS)
+def test_flags_that_only_gpus_know_are_no_hindrance(capsys, words):
+    code, output, errors = dry_run(capsys, f"--config count_up {words} --json", ranks=4)
+    assert (code, errors) == (0, "")
+    assert json.loads(output)["memory"]
+    assert ("--tp-comm-overlap" in output) == ("--tp-comm-overlap" in words), "a note names it"
+
+
 def test_json_alone_does_nothing(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--config", "count_up", "--json"])
