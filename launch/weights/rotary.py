@@ -89,7 +89,7 @@ class LatentRotary(Row):
             raise UnknownFeatureError("yarn's rotary embeddings have an attention_factor, or no truncate")
         values = _YARN_DEFAULTS | {"original_max_position_embeddings": file.get("max_position_embeddings")}
         values |= {name: parameters[name] for name in _YARN if parameters.get(name) is not None}
-        if values["mscale_all_dim"] and "mscale" not in parameters:
+        if values["mscale_all_dim"] and not parameters.get("mscale"):
             raise UnknownFeatureError("yarn's rotary embeddings have mscale_all_dim without mscale")
         if not values["mscale_all_dim"]:
             values["mscale"] = 1.0  # transformers takes no other then

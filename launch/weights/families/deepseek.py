@@ -18,6 +18,14 @@ from megatron_rc.launch.weights.rotary import LatentRotary
 _SUMMED = 2
 
 
+def _whole(file: File, name: str, default: int) -> int:
+    """An entry that counts something; the default is that of transformers, for a file that lacks the entry."""
+    found = file.get(name, default)
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise UnknownFeatureError(f"{name} is {found!r}, not a whole number")
+    return found
+
+
 class _HeadsOfTheirOwn(Row):
     """Each head has keys and values of its own, made from the latent."""
 
@@ -42,8 +50,8 @@ class _DenseFirst(Row):
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
-        first, layers = file.get("first_k_dense_replace", 3), file["num_hidden_layers"]
-        if not isinstance(first, int) or not 0 <= first < layers:
+        first, layers = _whole(file, "first_k_dense_replace", 3), file["num_hidden_layers"]
+        if not 0 <= first < layers:
             raise UnknownFeatureError(f"first_k_dense_replace is {first!r}, not in [0, {layers - 1}]")
         return {"moe-layer-freq": f"[0]*{first}+[1]*{layers - first}" if first else "1"}
 
@@ -62,8 +70,8 @@ class _Shared(Row):
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
-        number = file.get("n_shared_experts", 1)
-        if not isinstance(number, int) or number < 1:
+        number = _whole(file, "n_shared_experts", 1)
+        if number < 1:
             raise UnknownFeatureError(f"n_shared_experts is {number!r}, not a number of experts")
         return {"moe-shared-expert-intermediate-size": str(number * file["moe_intermediate_size"])}
 
@@ -92,7 +100,7 @@ class _Groups(Row):
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
-        groups, chosen = file.get("n_group") or 1, file.get("topk_group") or 1
+        groups, chosen = _whole(file, "n_group", 8), _whole(file, "topk_group", 4)
         if chosen >= groups:
             return {}
         if file["num_experts_per_tok"] != _SUMMED * chosen:
@@ -140,7 +148,7 @@ _FIELDS: tuple[Row, ...] = (
     Entry("moe_intermediate_size", "moe-ffn-hidden-size"),
     Entry("n_routed_experts", "num-experts", other_name="num_local_experts"),
     Entry("num_experts_per_tok", "moe-router-topk"),
-    _Scaling("routed_scaling_factor", "moe-router-topk-scaling-factor", default=1.0),
+    _Scaling("routed_scaling_factor", "moe-router-topk-scaling-factor", default=2.5),
     _DenseFirst(),
     _Shared(),
     _Groups(),

@@ -10,7 +10,8 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import parse_args
 from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.architecture import read_architecture
-from tests.support.published_models import GATED, LLAMA3, MODELS, changed, words_of
+from megatron_rc.launch.weights.families import FAMILIES
+from tests.support.published_models import GATED, LLAMA3, MODELS, YARN, changed, words_of
 from tests.support.ranks import Layout
 from tests.support.recorded_training import GPT2, flags, run_config
 
@@ -114,11 +115,35 @@ def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path
         ("qwen3_moe", {"attention_bias": True}, "attention_bias is True, not False"),
         ("mixtral", {"router_jitter_noise": 0.1}, r"router_jitter_noise is 0\.1, not 0\.0"),
         ("mixtral", {"num_experts_per_tok": ...}, "lacks 'num_experts_per_tok'"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, not the 4 of num_attention_heads"),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, r"first_k_dense_replace is 4, not in \[0, 3\]"),
+        ("deepseek_v3", {"first_k_dense_replace": True}, "first_k_dense_replace is True, not a whole number"),
+        ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts is None, not a whole number"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0, not a number of experts"),
+        ("deepseek_v3", {"n_group": "8"}, "n_group is '8', not a whole number"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group is 1 where num_experts_per_tok is 4, not half of it"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', not 'sigmoid'"),
+        ("deepseek_v3", {"rope_parameters": LLAMA3}, "rotary embeddings of type 'llama3'"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "have mscale_all_dim without mscale"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.0}}, "have mscale_all_dim without mscale"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "have an attention_factor, or no"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "have an attention_factor, or no truncate"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "factor is None, not a number"),
     ],
 )
 def test_experts_that_would_be_computed_differently_are_refused(folders, tmp_path, name, change, message):
     with pytest.raises(ConfigurationError, match=message):
         read_architecture(changed(folders[name], tmp_path, change))
+
+
+def test_what_deepseeks_file_lacks_is_what_transformers_takes():
+    """Without its factor or its groups the routing of tokens would be another one, and no weight would tell."""
+    file = transformers.DeepseekV3Config().to_dict()
+    whole = FAMILIES["deepseek_v3"].read(file)
+    assert {"moe-router-num-groups": "8", "moe-router-topk-scaling-factor": "2.5"}.items() <= whole.items()
+    routing = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")
+    for name in (*routing, "q_lora_rank"):
+        assert FAMILIES["deepseek_v3"].read({key: value for key, value in file.items() if key != name}) == whole, name
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt2")])
