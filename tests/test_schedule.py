@@ -75,6 +75,20 @@ def test_weights_that_are_only_measured_do_not_reach_the_loss(bypass):
     assert not torch.equal(found["applied"][1], found["none"][1])
 
 
+def test_weights_beside_a_ratio_that_holds_them_do_not_reach_the_loss():
+    """In bypass mode the ratio that PPO clips is π_θ / π_rollout already."""
+    none, measured = (
+        run_loss(
+            RolloutCorrection(
+                RolloutCorrectionConfig(rollout_is=level, bypass_mode=True, loss_type="ppo_clip"), ALONE, loss=LOSS
+            ),
+            *tensors(),
+        )
+        for level in (None, "token")
+    )
+    assert_equal(measured, none)
+
+
 def assert_equal(one, other):
     for a, b in zip(one[:3], other[:3], strict=True):
         assert a.isfinite().all()

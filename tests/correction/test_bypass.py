@@ -85,6 +85,7 @@ def test_micro_batches_and_factor_match_the_oracle(name, aggregation):
     correction = RolloutCorrection(config, ALONE, loss=loss)
     found, factor, _ = run_step(correction, batch, [ROWS])
     for place, weights, kept, lengths, rows in found:
+        assert (weights is not None) == config.applies_weights
         if weights is not None:
             want = torch.tensor(expected.weights_unnormalized, dtype=torch.float64)[place]
             torch.testing.assert_close(weights.view(-1), want, rtol=1e-9, atol=1e-12)

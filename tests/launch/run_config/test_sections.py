@@ -95,6 +95,17 @@ def test_every_section_is_checked_value_by_value(tmp_path):
             run_config(flags(tmp_path, word))
 
 
+# Their ranges stand with the checks of what they are, or there is none.
+OF_ANY_SIGN = {"adam_beta1", "adam_beta2", "attention_dropout", "hidden_dropout", "profile_ranks", "reward_on_error"}
+
+
+def test_every_number_has_a_sign():
+    options = [one for _, section, _ in sections_of(RunConfig) for one in options_of(section)]
+    numbers = [one for one in options if one.kind in (int, float)]
+    assert len(numbers) > 80
+    assert {one.field for one in numbers if not (one.positive or one.not_negative)} == OF_ANY_SIGN
+
+
 def test_only_the_flags_know_of_the_command_line():
     """Everything else takes settings that are typed; the commands hand words on."""
     knowing = {path for path in (ROOT / "launch").rglob("*.py") if "argparse" in path.read_text(encoding="utf-8")}
