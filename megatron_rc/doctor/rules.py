@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from string import Formatter
 
 from megatron_rc.correction.checks.shift import MIN_PAIRS
 from megatron_rc.doctor import signs
@@ -117,7 +119,8 @@ RULES: tuple[Rule, ...] = (
         f"tokens of the older versions are twice as far off as those of the newer ones; or k3 > {K3:g} at a mean "
         "staleness of 0.5 steps and more; or KL of the stalest tokens is twice that of the freshest",
         "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, those of newer ones "
-        "{newer_abs_log_ratio:.3f}; mean staleness {staleness_mean:.2g} steps, k3 {k3_kl:.2g}",
+        "{newer_abs_log_ratio:.3f}; the stalest tokens' KL is {staleness_kl_growth:.3g} times that of the freshest; "
+        "mean staleness {staleness_mean:.2g} steps; k3 {k3_kl:.2g}",
         "hand weights over more often (lower --rollout-staleness), or widen the bounds by staleness with "
         "--rollout-staleness-scale",
         f"Fu et al. 2025, AReaL, arXiv 2505.24298; {VERL}",
@@ -143,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         signs.is_noisy,
         f"k3 > {K3:g} and nothing above explains it; where k3 is not known, a mean difference of probabilities above "
         "0.01, a multiplicative error above 1.05, a mean |log ρ| or a KL above 0.1",
-        "the policies differ by noise of both signs: k3 {k3_kl:.2g}, mean |log ρ| {abs_log_ratio:.2g} nats, mean "
+        "the policies differ by noise of both signs; k3 {k3_kl:.2g}; mean |log ρ| {abs_log_ratio:.2g} nats; mean "
         "difference of probabilities {probs_diff_mean:.2g}",
         "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers); where "
         "both are alike, the weights are not: look at the weight sync, and at staleness if versions are not recorded",
@@ -202,8 +205,8 @@ RULES: tuple[Rule, ...] = (
         tuple((name,) for name in signs.CUTS),
         lambda facts: signs.cut_share(facts) >= 0.5,
         "half of the tokens is rejected, has weight 0, or lies outside the bounds of its weight",
-        "rejected {rollout_rs_masked_fraction:.0%}, weight 0 {rollout_is_masked_fraction:.0%}, out of bounds "
-        "{rollout_is_oob_ratio:.0%}, above the upper bound {rollout_is_ratio_fraction_high:.0%}",
+        "rejected {rollout_rs_masked_fraction:.0%}; weight 0 {rollout_is_masked_fraction:.0%}; out of bounds "
+        "{rollout_is_oob_ratio:.0%}; above the upper bound {rollout_is_ratio_fraction_high:.0%}",
         "widen the bounds until they cut the tail alone (5 % and less), or bring the policies closer first",
         f"{OWN}; {VERL}",
     ),
@@ -229,9 +232,20 @@ def judge(facts: Facts) -> list[Verdict]:
         if rule.name in found and found.isdisjoint(rule.unless):
             names = {name for needed in rule.needs for name in needed if name in facts}
             numbers = {name: facts[name] for name in sorted(names)}
-            words = _UNKNOWN.sub("unknown", rule.words.format_map(facts))
-            verdicts.append(Verdict(rule, words, numbers))
+            verdicts.append(Verdict(rule, _in_words(rule, facts), numbers))
     return verdicts
+
+
+def _in_words(rule: Rule, facts: Facts) -> str:
+    """The rule's words without those of its clauses, between semicolons, whose numbers are all unknown."""
+    clauses = rule.words.split("; ")
+    kept = [clause for clause in clauses if _says_something(clause, facts)]
+    return _UNKNOWN.sub("unknown", "; ".join(kept or clauses).format_map(facts))
+
+
+def _says_something(clause: str, facts: Facts) -> bool:
+    names = [name for _, name, _, _ in Formatter().parse(clause) if name]
+    return not names or any(not math.isnan(facts[name]) for name in names)
 
 
 def not_looked_at(facts: Facts) -> list[Rule]:

@@ -165,6 +165,18 @@ def test_stale_tokens_of_a_run():
     assert from_rows([{"rollout_corr/k3_kl": 0.001, "rollout/staleness_mean": 2.0}]) == []
 
 
+def test_numbers_that_nobody_knows_are_not_told():
+    """Metrics of a run do not say how far the tokens of each version are off."""
+    rows = [{"rollout_corr/k3_kl": 0.074, "rollout/staleness_mean": 1.0}]
+    (verdict,) = judge(facts_of_series(own_rows(rows, "here")[0], None))
+    assert verdict.words == "mean staleness 1 steps; k3 0.074"
+    (verdict,) = judge(facts_of_series(own_rows([{"rollout_corr/k3_kl": 0.02}], "here")[0], None))
+    assert verdict.words == "the policies differ by noise of both signs; k3 0.02"
+    for verdict in judge(facts_of_batch(Sampled(**made("staleness", 7)))):
+        assert "unknown" not in verdict.words.split("; ")[0]
+        assert "tokens of older weights" in verdict.words
+
+
 def test_growing_responses():
     def steps(length, chi2):
         return [
