@@ -8,9 +8,14 @@ import torch
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.rollouts.sampler import RolloutSampler
+from megatron_rc.launch.rewards.rewarder import Rewards
+from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
+from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
+from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel.groups import group_rank
 from tests.support.ranks import Layout
-from tests.support.recorded_training import flags, run_config
+from tests.support.recorded_training import flags, recorded_batch, run_config
 from tests.support.training_runs import LIVE, rows, run_training
 
 EOS = 12
@@ -125,6 +130,22 @@ def test_what_cannot_be_replaced_is_refused(tmp_path, more, message):
     with pytest.raises(ConfigurationError) as error:
         run_config(flags(tmp_path, *more))
     assert message in str(error.value)
+
+
+def counted_replaced():
+    """What the ranks hear of replicas of which each has replaced a prompt more than the one before, and left two."""
+    groups = ParallelGroups.from_megatron()
+    batch = recorded_batch(0)
+    broadcast = ReplicaBroadcast(groups, torch.device("cpu"), batch.sampling, may_name_experts=False)
+    is_first = group_rank(groups.pp) == 0
+    sampled = SampledBatch(batch, Rewards([], []), replaced=3 + group_rank(groups.dp), flat=2)
+    return gather_reward_metrics(sampled if is_first else None, broadcast, groups, may_replace=True)
+
+
+def test_what_was_replaced_is_counted_over_all_replicas(ranks):
+    layout = Layout(pp=2, dp=2)
+    for metrics in ranks.run(counted_replaced, layout):
+        assert (metrics["rollout/replaced_prompts"], metrics["rollout/flat_prompts"]) == (3 + 4, 2 + 2)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2, dp=2)], ids=str)
