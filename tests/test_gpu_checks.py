@@ -415,8 +415,10 @@ def test_wheels_add_what_is_missing_and_replace_nothing(tmp_path, monkeypatch, c
     assert (tmp_path / "made" / ".made").stat().st_mtime_ns == stamp
 
 
-def test_wheels_bring_no_pytorch(tmp_path, capsys):
-    """One that cannot use a GPU is an error, and is not replaced."""
+def test_wheels_bring_no_pytorch(tmp_path, capsys, monkeypatch):
+    """One that cannot use a GPU is an error, and is not replaced; the one here may be a build that can."""
+    ask = environment._ask
+    monkeypatch.setattr(environment, "_ask", lambda python: ask(python) | {"cuda": None})
     wheel(tmp_path, "torch", "99.0")
     with pytest.raises(SystemExit) as stopped:
         environment.prepare(tmp_path / "made", tmp_path)
