@@ -19,7 +19,7 @@ from megatron_rc.doctor.tables import own_rows, parse_json, rows_of_csv, rows_of
 METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
 _PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".dp", ".npz", ".npy", ".parquet", ".arrow")
 _SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
-_STEP = re.compile(r"(step-\d+)-replica-\d+\.safetensors")
+_STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ def _read_folder(path: Path) -> Evidence:
     files = [batches[-1]] if match is None else [file for file in batches if file.name.startswith(f"{match[1]}-")]
     batch = RolloutBatch.concatenate([load_rollouts(file) for file in files])
     name = files[-1].name if match is None else match[1]
-    return _of_batch(Sampled.of_batch(batch), f"{path}, {name}, the last of its batches")
+    return _of_batch(Sampled.of_batch(batch), f"{path}, {name}, the last of its batches", files[-1])
 
 
 def _read_file(path: Path) -> Evidence:
@@ -94,7 +94,7 @@ def _read_file(path: Path) -> Evidence:
 
 def _read_safetensors(path: Path) -> Evidence:
     try:
-        return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path))
+        return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path), path)
     except ValueError as problem:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -118,10 +118,14 @@ def _read_json_lines(text: str, path: Path) -> Evidence:
     return _of_batch(Sampled.of_batch(batches[0]), str(path))
 
 
-def _of_batch(sampled: Sampled, what: str) -> Evidence:
+def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence:
     if not sampled.response_mask.any():
         raise ValueError(f"{what}: no response has a sampled token")
     facts = facts_of_batch(sampled)
+    match = None if file is None else _STEP.fullmatch(file.name)
+    if match is not None and sampled.policy_versions is not None:
+        behind = int(match[2]) - sampled.policy_versions[sampled.response_mask]
+        facts["staleness_mean"] = float(behind.clamp(min=0).double().mean())
     words = f"{facts['num_tokens']:.0f} tokens of {facts['num_sequences']:.0f} sequences"
     notes = (
         ()

@@ -88,6 +88,14 @@ def test_the_last_batch_of_a_folder_with_all_its_replicas(tmp_path):
     assert evidence.facts["num_sequences"] == 2 * half
 
 
+@pytest.mark.parametrize(("step", "expected"), [(0, "precision"), (4, "staleness")])
+def test_the_step_in_a_records_name_says_how_old_the_weights_were(tmp_path, step, expected):
+    """All tokens of such a batch are of one version: only the step tells that it is an old one."""
+    save_rollouts(batch_of("fp8"), tmp_path / f"step-{step:07d}-replica-0000.safetensors")
+    assert names_of(tmp_path) == [expected]
+    assert names_of(next(tmp_path.iterdir())) == [expected]
+
+
 def lists(batch, row):
     count = int(batch["response_mask"][row].sum())
     return [batch[name][row, :count].tolist() for name in ("rollout_log_probs", "old_log_probs")]
