@@ -65,8 +65,9 @@ class RowFormat:
             raise ValueError(f"has no {self.input_key!r}{_among(row)}: name the prompt's key with --input-key")
         label = row.get(self.label_key)
         if self.needs_label and label is None:
-            found = "is null under" if self.label_key in row else "has no"
-            raise ValueError(f"{found} {self.label_key!r}{_among(row)}: name the label's key with --label-key")
+            if self.label_key in row:
+                raise ValueError(f"is null under {self.label_key!r}: give the row a label, or leave it out")
+            raise ValueError(f"has no {self.label_key!r}{_among(row)}: name the label's key with --label-key")
         prompt = row[self.input_key]
         messages = self._messages(prompt)
         last = messages[-1]["content"] if messages else prompt

@@ -72,7 +72,7 @@ def test_the_keys_are_the_users():
         ({"question": "a", "label": 1}, "has no 'prompt' .it has 'question', 'label'.: .*--input-key"),
         ({}, "has no 'prompt' .it has no key at all."),
         ({"prompt": "a", "answer": 1}, "has no 'label' .it has 'prompt', 'answer'.: .*--label-key"),
-        ({"prompt": "a", "label": None}, "is null under 'label'"),
+        ({"prompt": "a", "label": None}, "is null under 'label': give the row a label, or leave it out$"),
         ({"prompt": 3, "label": 1}, "has a number under 'prompt', not a string or a list of messages"),
         ({"prompt": None, "label": 1}, "has nothing under 'prompt'"),
         ({"prompt": {"text": "a"}, "label": 1}, "has an object under 'prompt'"),
