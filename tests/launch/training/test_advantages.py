@@ -37,6 +37,11 @@ def tables():
     return old, ref, values, accepted, baselines
 
 
+def given_rewards():
+    """Some are 0, and not as many on each replica: a factor of gpg counts those of the whole batch."""
+    return torch.where(torch.arange(SEQUENCES) < 3, 0, recorded_batch(0).rewards)
+
+
 def reference(estimator, kl, scope):
     """[rows, length] float64."""
     batch, (old, ref, values, accepted, baselines) = recorded_batch(0), tables()
@@ -44,7 +49,7 @@ def reference(estimator, kl, scope):
     difference = torch.where(mask, old.double() - ref.double(), 0)
     penalty = {"k1": difference, "k2": difference.square() / 2, "k3": torch.exp(-difference) - 1 + difference}.get(kl)
     off = torch.zeros_like(difference) if penalty is None else COEFFICIENT * torch.where(mask, penalty, 0)
-    rewards, ids = batch.rewards.double(), batch.group_ids.tolist()
+    rewards, ids = given_rewards().double(), batch.group_ids.tolist()
     kept = accepted.any(1) if scope == "accepted" else torch.ones(SEQUENCES, dtype=torch.bool)
     counted = (mask & accepted if scope == "accepted" else mask).tolist()
     if estimator in (*GROUP_ESTIMATORS, "reinforce-pp-baseline"):
@@ -95,9 +100,8 @@ def local_advantages(folder, packed):
         config = dataclasses.replace(base, advantages=AdvantageSection(**wanted))
         taken = [_cut(cut, value[rows]) for value in (*tables()[:4], reference(estimator, kl, scope))]
         old, ref, values, accepted, want = taken
-        scores = Scores(
-            batch=batch, rewards=batch.rewards, cut=cut, old=old, ref=ref, values=values, baselines=tables()[4][rows]
-        )
+        more_scores = {"old": old, "ref": ref, "values": values, "baselines": tables()[4][rows]}
+        scores = Scores(batch=batch, rewards=given_rewards()[rows], cut=cut, **more_scores)
         estimated = Advantages(config, groups).of(scores, accepted if scope == "accepted" else None)
         got = estimated.advantages
         got = got if got.shape == cut.local.layout.shape else cut.local.layout.expand(got)
