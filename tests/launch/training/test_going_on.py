@@ -108,11 +108,19 @@ def test_experts_that_are_spread_otherwise_are_named(ranks, tmp_path, before, af
     assert [reached for reached, _ in ranks.run(steps, after, [*load, "--no-load-optim"], 0, False)] == [1, 1]
 
 
-def test_experts_go_on_spread_over_context(ranks, tmp_path):
-    words, data, context = flags(tmp_path, *EXPERTS), Layout(dp=2, ep=2), Layout(cp=2, ep=2)
-    ranks.run(steps, data, [*words, f"--save={tmp_path}/save", *data.flags()])
-    found = ranks.run(steps, context, [*words, f"--load={tmp_path}/save", *context.flags()], 1, False)
-    assert [reached for reached, _ in found] == [2, 2]
+@pytest.mark.parametrize(
+    ("after", "more"),
+    [
+        (Layout(cp=2, ep=2), []),
+        (Layout(dp=4, ep=4), ["--use-distributed-optimizer", "--micro-batch-size=4"]),
+    ],
+    ids=["over-context", "over-more-distributed"],
+)
+def test_experts_go_on_spread_otherwise(ranks, tmp_path, after, more):
+    words, before = flags(tmp_path, *EXPERTS, *more), Layout(dp=2, ep=2)
+    ranks.run(steps, before, [*words, f"--save={tmp_path}/save", *before.flags()])
+    found = ranks.run(steps, after, [*words, f"--load={tmp_path}/save", *after.flags()], 1, False)
+    assert [reached for reached, _ in found] == [2] * after.world
 
 
 @pytest.mark.parametrize(
