@@ -38,8 +38,6 @@ _GATED: tuple[Row, ...] = (
     Entry("hidden_size", "hidden-size"),
     Entry("num_attention_heads", "num-attention-heads"),
     Follows("group-query-attention", lambda file: True, lambda config: True),
-    Entry("num_key_value_heads", "num-query-groups", default=lambda file: file["num_attention_heads"]),
-    Entry("head_dim", "kv-channels", default=lambda file: file["hidden_size"] // file["num_attention_heads"]),
     Entry("max_position_embeddings", "max-position-embeddings"),
     Entry("rms_norm_eps", "norm-epsilon"),
     Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=False, inverted=True),
@@ -65,6 +63,23 @@ _NULL_IS_ANY_LENGTH = Entry("sliding_window", "sliding-window", default=None)
 # Mistral's first models look back 4096 tokens, also where they do not say it; the later ones have null here.
 _MISTRALS = Entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
 _CHOSEN = Entry("num_experts_per_tok", "moe-router-topk")
+
+
+def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
+    """Groups of heads and their size. A file that lacks them has transformers' defaults; null is one group a head."""
+
+    def num_groups(file: File) -> int | None:
+        lacks = groups is not None and "num_key_value_heads" not in file
+        return groups if lacks else file["num_attention_heads"]
+
+    def size(file: File) -> int | None:
+        lacks = head_dim is not None and "head_dim" not in file
+        return head_dim if lacks else file["hidden_size"] // file["num_attention_heads"]
+
+    return (
+        Entry("num_key_value_heads", "num-query-groups", default=num_groups),
+        Entry("head_dim", "kv-channels", default=size),
+    )
 
 
 def _attention(qkv_bias: bool = False, qk_norms: bool = False) -> tuple[Row, ...]:
@@ -119,6 +134,8 @@ def _gated_family(
     config_class: str,
     fields: tuple[Row, ...],
     default_theta: float = 10000.0,
+    default_groups: int | None = None,
+    default_head_dim: int | None = None,
     qkv_bias: bool = False,
     qk_norms: bool = False,
     expert_layer: tuple[Rule, ...] = (),
@@ -129,7 +146,13 @@ def _gated_family(
     return Family(
         name=name,
         config_class=config_class,
-        fields=(*_GATED, Rotary(default_theta), *_attention(qkv_bias, qk_norms), *fields),
+        fields=(
+            *_GATED,
+            *_heads(default_groups, default_head_dim),
+            Rotary(default_theta),
+            *_attention(qkv_bias, qk_norms),
+            *fields,
+        ),
         embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
         layer=(*_GATED_ATTENTION, *[_QKV_BIAS] * qkv_bias, *_QK_NORMS * qk_norms),
         dense_layer=_GATED_MLP,
@@ -148,9 +171,19 @@ def router(hugging_face: str) -> tuple[Rule, ...]:
 
 
 _LLAMA = _gated_family("llama", "LlamaConfig", (*_DENSE, *_ANY_LENGTH), in_bridge=True)
-_MISTRAL = _gated_family("mistral", "MistralConfig", (*_DENSE, _MISTRALS))
-_QWEN2 = _gated_family("qwen2", "Qwen2Config", (*_DENSE, *_ANY_LENGTH), qkv_bias=True, in_bridge=True)
-_QWEN3 = _gated_family("qwen3", "Qwen3Config", (*_DENSE, *_ANY_LENGTH), qk_norms=True, in_bridge=True)
+_MISTRAL = _gated_family("mistral", "MistralConfig", (*_DENSE, _MISTRALS), default_groups=8)
+_QWEN2 = _gated_family(
+    "qwen2", "Qwen2Config", (*_DENSE, *_ANY_LENGTH), default_groups=32, qkv_bias=True, in_bridge=True
+)
+_QWEN3 = _gated_family(
+    "qwen3",
+    "Qwen3Config",
+    (*_DENSE, *_ANY_LENGTH),
+    default_groups=32,
+    default_head_dim=128,
+    qk_norms=True,
+    in_bridge=True,
+)
 _QWEN3_MOE = _gated_family(
     "qwen3_moe",
     "Qwen3MoeConfig",
@@ -167,6 +200,7 @@ _QWEN3_MOE = _gated_family(
         # A softmax over the chosen experts is one over all of them, divided by the sum of the chosen.
         Entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
     ),
+    default_groups=4,
     qk_norms=True,
     expert_layer=router("mlp"),
     expert=gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *GATED_NAMES),
@@ -185,6 +219,7 @@ _MIXTRAL = _gated_family(
         Always("moe-router-pre-softmax", False),
     ),
     default_theta=1000000.0,
+    default_groups=8,
     expert_layer=router("block_sparse_moe"),
     expert=gated_mlp(
         "", "model.layers.{layer}.block_sparse_moe.experts.{expert}.", "w1.weight", "w3.weight", "w2.weight"

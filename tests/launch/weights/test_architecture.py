@@ -1,5 +1,6 @@
 """What a ``config.json`` says, as flags and back: published forms, contradictions, and what is computed otherwise."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -136,14 +137,21 @@ def test_experts_that_would_be_computed_differently_are_refused(folders, tmp_pat
         read_architecture(changed(folders[name], tmp_path, change))
 
 
-def test_what_deepseeks_file_lacks_is_what_transformers_takes():
-    """Without its factor or its groups the routing of tokens would be another one, and no weight would tell."""
-    file = transformers.DeepseekV3Config().to_dict()
-    whole = FAMILIES["deepseek_v3"].read(file)
-    assert {"moe-router-num-groups": "8", "moe-router-topk-scaling-factor": "2.5"}.items() <= whole.items()
-    routing = ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace")
-    for name in (*routing, "q_lora_rank"):
-        assert FAMILIES["deepseek_v3"].read({key: value for key, value in file.items() if key != name}) == whole, name
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_a_file_lacks_is_what_transformers_takes(family):
+    """Other groups of heads would be other numbers, tokens routed otherwise too, and no weight would tell of those."""
+    config_class = getattr(transformers, family.config_class)
+    whole = config_class().to_dict()
+    if family.name not in ("gpt2", "deepseek_v3"):
+        whole |= {"num_attention_heads": 64, "num_key_value_heads": 2, "head_dim": 96}
+    compared = set()
+    for entry in whole.keys() - {"model_type"}:
+        file = {key: value for key, value in whole.items() if key != entry}
+        with contextlib.suppress(KeyError):
+            flags = family.read(file)
+            assert flags == family.read(config_class.from_dict(file).to_dict()), entry
+            compared.add(entry)
+    assert compared >= ({"n_inner"} if family.name == "gpt2" else {"num_key_value_heads", "rope_parameters"})
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt2")])
