@@ -65,7 +65,7 @@ class _Refusing(TorchDispatchMode):
         mixed = [value for value in near if value.dim() or func in _JOINING]
         if func in _INDEXING:
             # Indices may come from the host.
-            mixed = [value for value in mixed if value is args[0] or value is args[2:][:1]]
+            mixed = [value for value in mixed if any(value is other for other in (args[0], *args[2:3]))]
         if some and mixed and func not in _COPIES:
             raise RuntimeError(f"{func}: expected all tensors to be on one device, found cuda:0 and cpu")
         found = func(*args, **(kwargs or {}))

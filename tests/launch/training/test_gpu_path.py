@@ -15,7 +15,7 @@ WHOLE_RUN = """--config=count_up --tensor-model-parallel-size=1 --pipeline-model
 
 
 def train(words):
-    """A process: one operation that a GPU refuses, then a run on it."""
+    """A process: operations that a GPU refuses, then a run on it."""
     import torch
 
     from megatron_rc.launch import train_ppo
@@ -29,6 +29,9 @@ def train(words):
         assert there.sum().device == GPU
         with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
             there + torch.ones(3)
+        there[torch.tensor([0, 1])] = torch.ones(2, device=GPU)
+        with pytest.raises(RuntimeError, match="expected all tensors to be on one device"):
+            there[torch.tensor([0, 1])] = torch.ones(2)
         train_ppo.main(words)
         assert torch.optim.AdamW([there]).param_groups[0]["params"][0].is_cuda
 
