@@ -30,6 +30,7 @@ def misfit(
     index: Metadata,
     config: RunConfig,
     *,
+    has_schedule: bool,
     with_optimizer: bool,
     with_reference: bool,
     with_critic: bool,
@@ -41,6 +42,7 @@ def misfit(
         folder: of the checkpoint.
         index: PyTorch's, of the checkpoint.
         config: of the run.
+        has_schedule: it holds the learning-rate schedule, which is written with the optimizer's state.
         with_optimizer: the optimizer's state is to be loaded.
         with_reference: a reference policy is to be loaded.
         with_critic: a critic is to be loaded.
@@ -53,6 +55,8 @@ def misfit(
         )
     if problem is not None or not with_optimizer:
         return problem
+    if not has_schedule:
+        return f"{where} was written without the optimizer's state (--no-save-optim): give --no-load-optim"
     return _optimizer_misfit(where, index, config) or _experts_misfit(where, folder, config)
 
 
@@ -77,10 +81,6 @@ def _reference_misfit(where: str, folder: Path, index: Metadata, config: RunConf
 def _optimizer_misfit(where: str, index: Metadata, config: RunConfig) -> str | None:
     kept = [name for name in index.state_dict_metadata if name.startswith("optimizer.")]
     wants = config.optimizer
-    if not kept and wants.optimizer != "sgd":
-        return f"{where} was written without the optimizer's state (--no-save-optim): give --no-load-optim"
-    if not kept:
-        return None
     is_adam = any(name.startswith("optimizer.state.exp_avg.") for name in kept)
     if is_adam != (wants.optimizer == "adam"):
         written = "adam" if is_adam else "sgd"

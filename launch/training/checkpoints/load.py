@@ -101,12 +101,16 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
         state |= reference.wanted_state()
     if critic is not None:
         state |= trained_state(critic, CRITIC, with_optimizer=with_optimizer, is_loading=True)
-    asked = {"with_reference": reference is not None, "with_critic": critic is not None}
+    asked = {
+        "with_optimizer": with_optimizer,
+        "with_reference": reference is not None,
+        "with_critic": critic is not None,
+    }
     with _failing_together(where, folder, config):
         index = read_index(folder / ".metadata")
         # Megatron does the same, where the other ranks already wait for each other.
-        dist_checkpointing.load_common_state_dict(str(folder))
-        problem = misfit(where, folder, index, config, with_optimizer=with_optimizer, **asked)
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        problem = misfit(where, folder, index, config, has_schedule="opt_param_scheduler" in common, **asked)
     agree(config, problem)
     with_sampling = not files.finetune and kept.sampling.are_among(index.state_dict_metadata)
     if with_sampling:

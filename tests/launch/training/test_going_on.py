@@ -123,10 +123,19 @@ def test_experts_go_on_spread_otherwise(ranks, tmp_path, after, more):
     assert [reached for reached, _ in found] == [2] * after.world
 
 
+NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --no-load-optim"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (["--no-save-optim"], [], "was written without the optimizer's state (--no-save-optim): give --no-load-optim"),
+        (["--no-save-optim"], [], NO_OPTIM),
+        (["--no-save-optim", "--optimizer=sgd"], ["--optimizer=sgd"], NO_OPTIM),
+        (
+            ["--optimizer=sgd", "--sgd-momentum=0"],
+            ["--optimizer=sgd"],
+            "was written with --sgd-momentum 0.0, this run has",
+        ),
         (["--grpo-kl-beta=0"], ["--grpo-kl-beta=0.1"], "was written without a reference policy: give --grpo-kl-beta 0"),
         ([], ["--optimizer=sgd"], "was written with --optimizer adam"),
         (["--optimizer=sgd"], [], "was written with --optimizer sgd"),
@@ -134,7 +143,7 @@ def test_experts_go_on_spread_otherwise(ranks, tmp_path, after, more):
         ([], [*GPT2[4:], "--add-qkv-bias"], "(--add-qkv-bias true; it was written with false)"),
         ([], ["--bf16", "--rollout-dtype=bf16"], None),
     ],
-    ids=["no-optim", "no-reference", "sgd", "adam", "hidden", "bias", "bf16"],
+    ids=["no-optim", "no-optim-sgd", "no-momentum", "no-reference", "sgd", "adam", "hidden", "bias", "bf16"],
 )
 def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
     words = flags(tmp_path, *SMALL)
