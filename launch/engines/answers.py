@@ -119,7 +119,7 @@ def fault_in_log_probs(log_probs: Sequence[Any], where: str) -> str | None:
 def _check_end(ask: Ask, token_ids: list[int], reason: Any, where: str) -> None:
     """A response ends with the end-of-text token, its only one, or at the length that was asked for."""
     if reason not in ("stop", "length"):
-        raise EngineError(f"{where} the response ended with {reason!r}, expected 'stop' or 'length': see its log")
+        raise EngineError(f"{where} the response ended with {_short(reason)}, expected 'stop' or 'length': see its log")
     if ask.eos_token_id in token_ids[:-1]:
         raise EngineError(
             f"{where} the response goes on after end-of-text token {ask.eos_token_id}: do the engine and the trainer "

@@ -142,6 +142,7 @@ WRONG_COMPLETIONS = {
     "cut": (shorter, "cut after 2 of 4 tokens: raise the engine's longest sequence"),
     "other-stop": (lambda answer: in_choice(finish_reason="stop")(shorter(answer)), "which is not end-of-text token 1"),
     "aborted": (in_choice(finish_reason="abort"), "ended with 'abort'"),
+    "verbose": (in_choice(finish_reason="-" * 1000), "ended with '-{79}, expected"),
     "unfinished": (in_choice(finish_reason=None), "ended with None"),
     "past-the-end": (in_choice(token_ids=[3, EOS, 3, 3]), "goes on after end-of-text token 1"),
 }
