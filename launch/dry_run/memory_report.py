@@ -18,7 +18,7 @@ GIB = 2**30
 
 def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> list[str]:
     """A table, a row a stage, and what the engine takes; Megatron-LM's formulas beside it."""
-    unit, size = ("GiB", GIB) if max(memory.peak for memory in memories) > GIB else ("MiB", 2**20)
+    unit, size = _unit(max(memory.peak for memory in memories))
     rows = [["stage", "parameters", *KINDS, "in flight", "peak"]]
     for memory in memories:
         cells = [f"{getattr(memory, name) / size:.2f}" for name in (*KINDS, "peak")]
@@ -56,11 +56,17 @@ def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | 
         if needed > device_gib * GIB:
             parts = {name: getattr(memory, name) for name in KINDS} | {"engine": here}
             largest = max(parts, key=lambda name: parts[name])
+            unit, size = _unit(needed)
             raise ConfigurationError(
-                f"--device-memory-gib {device_gib:g} is less than the {needed / GIB:.1f} GiB of a rank of stage "
-                f"{memory.stage}, of which {parts[largest] / GIB:.1f} are {_WORDS.get(largest, largest)}: "
+                f"--device-memory-gib {device_gib:g} is less than the {needed / size:.1f} {unit} of a rank of stage "
+                f"{memory.stage}, of which {parts[largest] / size:.1f} are {_WORDS.get(largest, largest)}: "
                 f"{_remedy(config, largest)}"
             )
+
+
+def _unit(most: float) -> tuple[str, int]:
+    """The unit for numbers up to so many bytes, and its bytes."""
+    return ("GiB", GIB) if most > GIB else ("MiB", 2**20)
 
 
 _WORDS = {"engine": "the engine's", "batch": "the rollout batch", "critic": "the critic's"}

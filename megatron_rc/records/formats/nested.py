@@ -24,7 +24,7 @@ def padded(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         The last column of the responses is padding: nobody knows which response reached the limit.
 
     Raises:
-        ValueError: names a field whose rows have another length.
+        ValueError: names a field without rows, or whose rows have another length.
     """
     if not any(isinstance(value := tensors.get(name), Tensor) and value.is_nested for name in ("prompts", "responses")):
         return tensors
@@ -57,6 +57,8 @@ def _rows(tensors: Mapping[str, Any], name: str, lengths: Sequence[int] | None =
     if not isinstance(value, Tensor) or not (value.is_nested or value.dim() > 1):
         raise ValueError(f"{name} is {type(value).__name__}: expected a nested tensor, a row a sequence")
     rows = value.unbind()
+    if not rows:
+        raise ValueError(f"{name} has no rows: expected one a sequence")
     if lengths is None:
         return rows
     if len(rows) != len(lengths):

@@ -155,6 +155,9 @@ def test_verls_columns_must_suffice():
         to_verl(example(), pad_token_id=0, response_length=2)
 
 
+NO_ROWS = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.int64), torch.tensor([0]))
+
+
 def nested_example():
     """The same as verl's default trainer has it: a row of its own length for every sequence, no attention mask."""
     tensors, others = verl_example()
@@ -201,6 +204,7 @@ def test_rows_of_one_length_need_not_be_nested():
         ({"prompts": None}, "prompts is NoneType: expected a nested tensor"),
         ({"routed_experts": torch.zeros(2, 7, 2, 1).int()}, "routed_experts has 7 tokens in sequence 0: expected 6"),
         ({"input_ids": torch.ones(2, 5).long()}, "input_ids has 5 tokens in sequence 0: expected 6"),
+        ({"prompts": NO_ROWS, "responses": NO_ROWS}, "prompts has no rows: expected one a sequence"),
     ],
 )
 def test_nested_tensors_that_do_not_fit_are_refused(change, message):
