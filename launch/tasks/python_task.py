@@ -44,13 +44,16 @@ class PythonTask:
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """What the class gives, if these are as many problems as it was asked for."""
         found = _call(self._user, self._own.problems, start, count, held_out=held_out)
-        if not isinstance(found, list) or len(found) != count or not all(isinstance(one, Problem) for one in found):
-            given = f"{len(found)} of them" if isinstance(found, list) else f"a {type(found).__name__}"
+        others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
+        if others or len(found) != count:
+            where = "a list with " if isinstance(found, list) else ""
+            given = f"{where}a {type(others[0]).__name__}" if others else f"{len(found)} of them"
             raise ConfigurationError(
                 f"{self._user}: problems({start}, {count}, held_out={held_out}) must give a list of {count} "
                 f"megatron_rc.launch.tasks.Problem, it gave {given}"
             )
-        return found
+        problems: list[Problem] = found
+        return problems
 
     def _characters(self) -> Text:
         characters = getattr(self._own, "characters", None)
