@@ -128,6 +128,9 @@ def _copy(
 
 
 def _files_of(folder: Path) -> list[Path]:
+    """The single file, as transformers reads it where there is an index too; else those of the index."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         try:
             names = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
@@ -139,6 +142,4 @@ def _files_of(folder: Path) -> list[Path]:
             if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
                 raise ValueError(f"{folder / INDEX} names {str(name)[:80]!r}, which is no file of its own folder")
         return [folder / name for name in sorted(set(names))]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: give the directory of a Hugging Face model")

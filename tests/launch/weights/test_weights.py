@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron_rc.launch.weights.load import open_weights
 from megatron_rc.launch.weights.named_weights import named_weights
 from tests.support.published_models import MODELS, words_of
 from tests.support.ranks import Layout
@@ -262,6 +263,20 @@ def test_files_that_cannot_be_read_are_named(ranks, folders, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     (message,) = ranks.run(start, Layout(), words_of(tmp_path, Layout()))
     assert "model.safetensors cannot be read as safetensors" in message
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.safetensors.index.json")
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     (message,) = ranks.run(start, Layout(), words_of(tmp_path, Layout()))
     assert "is no index of safetensors files" in message
+
+
+def test_of_one_file_and_several_those_are_read_that_transformers_reads(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_config(MODELS["llama"])
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    name, stored = "model.norm.weight", model.state_dict() | {"model.norm.weight": torch.full((32,), 7.0)}
+    save_file(
+        {key: tensor for key, tensor in stored.items() if key != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name]
+    with open_weights(tmp_path) as files:
+        torch.testing.assert_close(files.read(name), wanted, rtol=0, atol=0)
