@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,13 +39,13 @@ def ratio_bounds(field: str, value: float | str) -> tuple[float, float] | float:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{field}={value!r} must be a finite positive number, or a pair of them as 'lo_hi'")
-    parts = [_number(field, part) for part in value.split("_")] if isinstance(value, str) else [float(value)]
+    parts = [_number(field, part) for part in value.split("_")] if isinstance(value, str) else [value]
     if len(parts) > 2:
         raise ValueError(f"{field}={value!r} must be a number or 'lo_hi'")
     for part in parts:
         positive(field, part)
     if len(parts) == 1:
-        return parts[0]
+        return float(parts[0])
     ordered(field, value, *parts)
     return parts[0], parts[1]
 
@@ -104,7 +105,7 @@ def ordered(field: str, value: float | str, lower: float, upper: float) -> None:
 
 def positive(field: str, value: object) -> None:
     """Raise ValueError unless the value is a finite positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{field}={value!r} must be a finite positive number")
 
 

@@ -85,6 +85,8 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
     [
         ({"rollout_is": "tokens"}, "rollout_is='tokens' is unknown: use one of None, token, sequence, geometric"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold=0.0 must be a finite positive number"),
+        ({"rollout_is_threshold": 10**400}, "000 must be a finite positive number"),
+        ({"rollout_token_veto_threshold": 10**400}, "000 must be a finite positive number"),
         ({"rollout_is_threshold": math.nan}, "rollout_is_threshold=nan must be"),
         ({"rollout_is_threshold": "2_1"}, "must lie below the upper one"),
         ({"rollout_is_threshold": "1_2_3"}, "must be a number or 'lo_hi'"),
