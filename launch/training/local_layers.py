@@ -93,6 +93,14 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
             self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
         self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The modules as they are described.
+
+        Where queries have no latent, megatron-core 0.19 would put a norm before their projection, which the published
+        models do not have.
+        """
+        return vars(submodules)
+
 
 class WholeLinear(torch.nn.Module):
     """A linear layer without a bias from the residual stream, with the same weight on all TP ranks.

@@ -26,6 +26,9 @@ _SCHEDULE = {
 _UNUSED = {"constant": ("min_lr", "lr_decay_steps")}
 # Of each group of parameters.
 _GROUP = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",), "momentum": ("sgd_momentum",)}
+_RATES = ("max_lr", "min_lr")
+# What tells the groups of one optimizer apart.
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def check_schedule(
@@ -59,14 +62,30 @@ def check_schedule(
 def load_optimizer_and_schedule(config: RunConfig, optimizer: Any, scheduler: Any, loaded: dict[str, Any]) -> None:
     """Load both; the numbers that count afterwards are those of the checkpoint, or by flag this run's."""
     override = config.checkpoints.override_opt_param_scheduler
-    names = ("max_lr", "min_lr", *_GROUP)
-    own = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    own = [_some(group, (*_RATES, *_GROUP)) for group in optimizer.param_groups]
+    _take_rates(optimizer.param_groups, _groups(loaded["optimizer"]))
     load_optimizer(optimizer, loaded["optimizer"])
     if override:
         for group, values in zip(optimizer.param_groups, own, strict=True):
             group.update(values)
     scheduler.override_opt_param_scheduler, scheduler.use_checkpoint_opt_param_scheduler = override, not override
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def _take_rates(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Give each group its rates of the checkpoint: since 0.19 Megatron looks there for a group with the same rates."""
+    rates = {_kind(group): _some(group, _RATES) for group in before}
+    for group in groups:
+        group.update(rates.get(_kind(group), {}))
+
+
+def _kind(group: dict[str, Any]) -> tuple[Any, ...]:
+    # Some versions write these names with a prefix.
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in _KIND)
+
+
+def _some(group: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: group[name] for name in names if name in group}
 
 
 def _differences(scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
