@@ -99,7 +99,8 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
         Where queries have no latent, megatron-core 0.19 would put a norm before their projection, which the published
         models do not have.
         """
-        return vars(submodules)
+        described: dict[str, Any] = vars(submodules)
+        return described
 
 
 class WholeLinear(torch.nn.Module):
