@@ -135,7 +135,7 @@ def find_each(words, folders):
 def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
     folder, words = saved
     names = [name for name in files_of(iteration_folder(folder, 2)) if spoil is not flip or name != MANIFEST]
-    assert len(names) > 6
+    assert {".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp", SETTINGS} <= set(names)
     for name in names:
         shutil.copytree(folder, tmp_path / name.strip("._"))
         spoil(iteration_folder(tmp_path / name.strip("._"), 2) / name)
@@ -184,7 +184,7 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 )
 def test_what_fails_on_one_rank_alone_is_one_error(ranks, saved, copy, place, message):
     if place[0] == "find":
-        cut(iteration_folder(copy, 2) / "common.pt")
+        cut(iteration_folder(copy, 2) / "__0_0.distcp")
     first, second = ranks.run(load_with_a_failure, TWO, [*saved[1], f"--load={copy}"], *place)
     assert first == second
     assert message in first
@@ -206,10 +206,10 @@ def test_every_file_has_a_checksum_whatever_ranks_see(ranks, saved, tmp_path, mo
 
 def test_where_none_is_whole_the_error_says_so(ranks, saved, copy):
     for number in (1, 2):
-        cut(iteration_folder(copy, number) / "common.pt")
+        cut(iteration_folder(copy, number) / "__0_0.distcp")
     for more in ([], ["--load-last-valid"]):
         (said, *_), _ = ranks.run(train, TWO, [*saved[1], f"--load={copy}", *more])
-        assert "common.pt has" in said
+        assert "__0_0.distcp has" in said
         assert said.endswith("no older checkpoint there is whole")
 
 
@@ -240,7 +240,7 @@ def test_what_is_no_file_is_not_read(copy, name, checksums):
 
 def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
     shutil.copytree(iteration_folder(copy, 2), iteration_folder(copy, 7))
-    cut(iteration_folder(copy, 2) / "common.pt")
+    cut(iteration_folder(copy, 2) / "__0_0.distcp")
     ((found,), _) = ranks.run(find_each, TWO, [*saved[1], f"--load={copy}", "--load-last-valid"], [copy])
     assert found == "1"
 
@@ -304,18 +304,33 @@ def in_index(folder, hostile):
 
 
 def in_common(folder, hostile):
-    common = torch.load(folder / "common.pt", weights_only=False)
-    torch.save(common | {"iteration": hostile}, folder / "common.pt")
+    add_to_common(folder, {"iteration": hostile})
+
+
+def add_to_common(folder, more):
+    """Put these into what all ranks share: a file of its own, since megatron-core 0.19 an entry among the others."""
+    if (folder / "common.pt").exists():
+        torch.save(torch.load(folder / "common.pt", weights_only=False) | more, folder / "common.pt")
+        return
+    index = read_index(folder / ".metadata")
+    entry = next(e for key, e in index.storage_data.items() if key.fqn.startswith("common_state/"))
+    content = (folder / entry.relative_path).read_bytes()[entry.offset : entry.offset + entry.length]
+    (common,) = torch.load(io.BytesIO(content), weights_only=False)
+    put_entry(folder, "common_state/", [common | more])
 
 
 def in_entry(folder, hostile):
     """In the place of what is no tensor."""
+    return put_entry(folder, "_extra_state", hostile)
+
+
+def put_entry(folder, part_of_name, content):
     index = read_index(folder / ".metadata")
-    name, entry = next((key, e) for key, e in index.storage_data.items() if "_extra_state" in key.fqn)
-    content = io.BytesIO()
-    torch.save(hostile, content)
-    entry.offset, entry.length, entry.relative_path = 0, content.tell(), "hostile.distcp"
-    (folder / "hostile.distcp").write_bytes(content.getvalue())
+    name, entry = next((key, e) for key, e in index.storage_data.items() if part_of_name in key.fqn)
+    written = io.BytesIO()
+    torch.save(content, written)
+    entry.offset, entry.length, entry.relative_path = 0, written.tell(), "hostile.distcp"
+    (folder / "hostile.distcp").write_bytes(written.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     return name
 
@@ -354,10 +369,9 @@ def train_layers_that_unpickle(words):
 
 def test_a_state_that_no_layer_asked_for_is_not_unpickled(ranks, saved, copy, tmp_path):
     folder, mark = iteration_folder(copy, 2), tmp_path / "was here"
-    common = torch.load(folder / "common.pt", weights_only=False)
     state = torch.frombuffer(bytearray(pickle.dumps(Hostile(mark))), dtype=torch.uint8)
     keys = [f"decoder.layers.{layer}.self_attention.core_attention._extra_state" for layer in range(2)]
-    torch.save(common | {"model0": dict.fromkeys(keys, state)}, folder / "common.pt")
+    add_to_common(folder, {"model0": dict.fromkeys(keys, state)})
     seal(folder)
     first, second = ranks.run(train_layers_that_unpickle, TWO, [*saved[1], f"--load={copy}"])
     assert not mark.exists()
@@ -379,10 +393,10 @@ PIPELINE = Layout(pp=2)
     ],
     ids=["of-the-last-stage", "list", "groups", "schedule", "step"],
 )
-def test_what_the_common_file_says_otherwise_is_one_error_on_all_stages(ranks, saved, copy, entry):
+def test_what_all_ranks_share_and_says_otherwise_is_one_error_on_all_stages(ranks, saved, copy, entry):
     """Stages ask for different entries: what one of them finds twice, another one does not know."""
     folder = iteration_folder(copy, 2)
-    torch.save(torch.load(folder / "common.pt", weights_only=False) | entry, folder / "common.pt")
+    add_to_common(folder, entry)
     seal(folder)
     words = [word for word in saved[1] if word not in TWO.flags()]
     first, second = ranks.run(train, PIPELINE, [*words, *PIPELINE.flags(), f"--load={copy}"])
