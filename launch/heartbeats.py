@@ -144,9 +144,7 @@ class Heartbeats:
 
     def close(self, *, failed: bool = False) -> None:
         """End the thread; the others hear that this rank ended, or failed by an error of its own."""
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join(self.every)
+        self._stop()
         try:
             if self._store is not None:
                 self._tell("failed" if failed else "ended")
@@ -161,7 +159,7 @@ class Heartbeats:
         """
         if self._store is None or not _waits(traceback.extract_tb(error.__traceback__)):
             return None
-        self._over.set()
+        self._stop()
         try:
             self._tell("ended")
             for _ in range(_MISSED):
@@ -189,6 +187,12 @@ class Heartbeats:
             if not heard.beat.waits:
                 return heard.blamed(f"{heard.where} did not come to where the others wait: it is {heard.beat.doing}")
         return None
+
+    def _stop(self) -> None:
+        """No beat follows what this rank says last."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(_MISSED * self.every)
 
     def _work(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """Who is silent, slow or dead is named: heartbeats through a real store, and ranks of a real run that are stopped."""
 
+import json
 import os
 import re
 import signal
@@ -97,6 +98,22 @@ def test_a_receive_that_fails_is_one_of_other_ranks(make):
     rank, other = make(0), make(1)
     other._over.set()
     assert rank.who_is_missed(broken_receive()).rank == 1
+
+
+def test_no_beat_follows_a_ranks_last_word(make):
+    rank, begun = make(0), threading.Event()
+    tell = rank._store.set
+
+    def tell_slowly(name, beat):
+        if not json.loads(beat)["end"]:
+            begun.set()
+            time.sleep(2 * BEAT)
+        tell(name, beat)
+
+    rank._store = mock.Mock(wraps=rank._store, set=tell_slowly)
+    assert begun.wait(10)
+    rank.who_is_missed(broken_receive())
+    assert json.loads(rank._store.get("0"))["end"] == "ended"
 
 
 def test_a_silent_rank_is_named_soon_and_ends_the_run_at_the_limit(make, capsys):
