@@ -34,7 +34,9 @@ def load_python(spec: str, flag: str) -> Any:
     """
     module_name, _, path = spec.removeprefix(PREFIX).partition(":")
     if not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
-        raise ConfigurationError(f"{flag} {spec}: write it as python:pkg.module:name")
+        raise ConfigurationError(
+            f"{flag} {spec}: write it as python:pkg.module:name, which is name in the file pkg/module.py"
+        )
     found: Any = _module(module_name, f"{flag} {spec}")
     for part in path.split("."):
         if not hasattr(found, part):
@@ -72,10 +74,10 @@ def _module(name: str, user: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(
-                f"{user}: there is no module {error.name}: start the run in the folder that holds it, or name that "
-                "folder in PYTHONPATH"
-            ) from error
+            remedy = "start the run in the folder that holds it, or name that folder in PYTHONPATH"
+            if name.endswith(".py"):
+                remedy = f"leave out .py, as in python:{name.removesuffix('.py')}:name"
+            raise ConfigurationError(f"{user}: there is no module {error.name}: {remedy}") from error
         raise ConfigurationError(_import_failed(user, name, error)) from error
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise ConfigurationError(_import_failed(user, name, error)) from error

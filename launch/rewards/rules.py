@@ -119,7 +119,9 @@ def _rule_of_task(task: str | None, seed: int) -> Rule:
 
 
 def _called_by_keywords(function: Any, name: str) -> Rule:
-    """The function, if its parameters are those that it is called with."""
+    """The function, if its parameters are those that it is called with and it gives its result at once."""
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigurationError(f"{name} gives no result when it is called: make it neither async nor a generator")
     try:
         inspect.signature(function).bind(prompt="", response="", label=None, record={})
     except ValueError:  # not every callable says what it takes

@@ -53,7 +53,23 @@ class PythonTask:
                 f"megatron_rc.launch.tasks.Problem, it gave {given}"
             )
         problems: list[Problem] = found
+        for number, problem in enumerate(problems, start):
+            flaw = self._flaw(problem)
+            if flaw is not None:
+                raise ConfigurationError(f"{self._user}: problem {number} (held_out={held_out}) {flaw}")
         return problems
+
+    def _flaw(self, problem: Problem) -> str | None:
+        """Why a model cannot be shown a problem; None: it can."""
+        texts = [problem.prompt, *(text for example in problem.examples for text in example)]
+        if not all(isinstance(text, str) for text in texts):
+            other = next(text for text in texts if not isinstance(text, str))
+            return f"has a {type(other).__name__} where its prompt or an example must be text: give a str"
+        alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
+        unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
+        if unknown is not None:
+            return f"has {unknown!r}, which is none of the tokenizer's characters: add it, or give --tokenizer-model"
+        return None if self.text.encode(problem) else "has an empty prompt: give it a text"
 
     def _characters(self) -> Text:
         characters = getattr(self._own, "characters", None)

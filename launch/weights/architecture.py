@@ -22,6 +22,11 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
             not reproduce.
     """
     path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ConfigurationError(
+            f"{name} {folder}: there is no such directory here, and nothing is downloaded: give that of a Hugging Face "
+            "model, such as hf download NAME --local-dir DIR makes"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ def test_an_object_is_found_by_its_module_and_name():
 
 @pytest.mark.parametrize("given", ["", "a", "a:", ":b", "a.b", "a b:c", "a:b:c", "a/b.py:c", "a:b-c", ".a:b"])
 def test_what_is_written_otherwise_is_refused(given):
-    with pytest.raises(ConfigurationError, match=r"^--reward python:.*: write it as python:pkg\.module:name$"):
+    with pytest.raises(ConfigurationError, match=r"^--reward python:.*: write it as python:pkg\.module:name, which is"):
         load_python(f"python:{given}", "--reward")
 
 
@@ -38,6 +38,7 @@ def test_what_is_written_otherwise_is_refused(given):
         ),
         ("tests.no_such:name", "there is no module tests.no_such: start"),
         ("json.tool.deeper:name", "there is no module json.tool.deeper: start"),
+        (f"{HERE}.py:parts", rf"there is no module {HERE}\.py: leave out \.py, as in python:{HERE}:name$"),
     ],
 )
 def test_what_is_not_there_is_named(spec, message):

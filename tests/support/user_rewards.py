@@ -23,6 +23,14 @@ def parts(prompt, response, label, record):
     return {**found, "polite": 1.0} if "please" in response else found
 
 
+async def later(prompt, response, label, record):
+    return 1.0
+
+
+def one_by_one(prompt, response, label, record):
+    yield 1.0
+
+
 def everything(prompt, response, label, record):
     """What arrives: all four, as they are."""
     return float((prompt, response, label, record) == ("2 + 2 = ?", "5", {"is": (4,)}, {"level": 1, "é": None}))

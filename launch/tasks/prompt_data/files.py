@@ -16,6 +16,17 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks.prompt_data.rows import Row, parse_line
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# How files begin that are taken for JSON lines by mistake, and what makes JSON lines of them.
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "compressed by gzip: decompress it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: decompress it",
+    b"BZh": "compressed by bzip2: decompress it",
+    b"\xfd7zXZ": "compressed by xz: decompress it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "in Parquet: write it as JSON lines (pandas.read_parquet(…).to_json(…, orient='records', lines=True))",
+    b"\xff\xfe": "in UTF-16: save it as UTF-8",
+    b"\xfe\xff": "in UTF-16: save it as UTF-8",
+}
 Visit = Callable[[int, Row], None]
 
 
@@ -117,11 +128,18 @@ class JsonLines:
             if visit is not None:
                 visit(number - 1, row)
         except ValueError as error:
-            hint = ""
-            if number == 1 and line.strip() == b"[":
-                hint = "; this looks like one JSON list: write each of its objects on a line of its own"
-            raise ConfigurationError(f"{self.where(number - 1)} {error}{hint}") from error
+            if number == 1:
+                self._refuse_other_formats(line)
+            raise ConfigurationError(f"{self.where(number - 1)} {error}") from error
         return row
+
+    def _refuse_other_formats(self, line: bytes) -> None:
+        """Say what the file is, if its first line, which is no JSON object, shows it."""
+        found = next((words for begin, words in _OTHER_FORMATS.items() if line.startswith(begin)), None)
+        if line.strip() in (b"[", b"{"):
+            found = "one JSON value over several lines: write each prompt as an object on a line of its own"
+        if found is not None:
+            raise ConfigurationError(f"{self.name} {self.path} is {found}")
 
     @staticmethod
     def _state_of(descriptor: int) -> tuple[int, int, int]:

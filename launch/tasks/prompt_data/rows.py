@@ -27,7 +27,9 @@ def parse_line(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("is empty: every line is one JSON object")
     try:
-        row = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
+        row = json.loads(
+            text, parse_constant=_refuse, parse_float=_finite, parse_int=_integer, object_pairs_hook=_object
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg} at column {error.colno}): every line is one JSON object") from error
     except RecursionError as error:
@@ -130,6 +132,13 @@ def _finite(word: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"holds {word}, which is too large a number")
     return value
+
+
+def _integer(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError as error:  # Python's bound on the work that one number makes
+        raise ValueError(f"holds an integer of {len(word)} digits, which is too large a number") from error
 
 
 def _among(row: Row) -> str:

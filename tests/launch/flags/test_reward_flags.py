@@ -49,7 +49,7 @@ def test_a_class_brings_its_tokens_and_its_longest_response(tmp_path):
         (["--reward=python:nowhere:f"], r"^--reward python:nowhere:f: there is no module nowhere: start the run in"),
         ([f"--reward={USER}:nothing"], r"^--reward \S+: tests\.support\.user_rewards has no nothing"),
         ([f"--reward={USER}:NUMBER"], r"^--reward \S+ is of type int: name a function$"),
-        ([f"--reward={USER}"], r"write it as python:pkg\.module:name$"),
+        ([f"--reward={USER}"], r"write it as python:pkg\.module:name, which is"),
         (
             ["--reward-workers=2"],
             r"^--reward-workers 2 does nothing with --task count_up, which is scored by the trainer",

@@ -91,6 +91,10 @@ def test_a_class_that_is_no_task_is_refused(own, line, other, message):
         ("[Problem('1')]", r"problems\(0, 2, held_out=False\) must give a list of 2 \S+Problem, it gave 1 of them$"),
         ("iter([])", "it gave a list_iterator$"),
         ("['1', '2']", "it gave a list with a str$"),
+        ("[Problem(1), Problem('2')]", r"problem 0 \(held_out=False\) has a int where its prompt .* must be text"),
+        ("[Problem('1'), Problem('2', examples=(('1', 2),))]", r"problem 1 \(held_out=False\) has a int where"),
+        ("[Problem('1'), Problem('2 + a')]", "problem 1 .* has ' ', which is none of the tokenizer's characters"),
+        ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) has an empty prompt: give it a text$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),
     ],
 )

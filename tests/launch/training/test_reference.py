@@ -179,7 +179,7 @@ REFUSED = {
     "--ref-update-interval=3": "--ref-update-interval 3 must be a multiple of the 2 optimizer steps of one",
     "--ref-update-interval=0": "--ref-update-interval 0 must be positive",
     "--ref-load=nowhere": "--ref-load nowhere: no such folder",
-    "--ref-load-hf=nowhere": r"--ref-load-hf nowhere: config\.json cannot be read",
+    "--ref-load-hf=nowhere": r"--ref-load-hf nowhere: there is no such directory",
     "--ref-load=. --ref-load-hf=nowhere": r"--ref-load \. and --ref-load-hf nowhere each name a reference policy",
 }
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from pathlib import Path
 
 import pytest
 import transformers
@@ -220,6 +219,9 @@ def test_older_directories_are_read(tmp_path):
     assert read_architecture(tmp_path)["rotary-base"] == "1000000"
 
 
-def test_a_directory_that_is_not_there_is_named():
-    with pytest.raises(ConfigurationError, match=r"--load-hf nowhere: config\.json cannot be read"):
-        read_architecture(Path("nowhere"))
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    """As where a name of the model hub is given."""
+    with pytest.raises(ConfigurationError, match=r"^--load-hf Qwen/Qwen3-8B: there is no such directory here, and no"):
+        read_architecture("Qwen/Qwen3-8B")
+    with pytest.raises(ConfigurationError, match=r"--load-hf .*: config\.json cannot be read"):
+        read_architecture(tmp_path)

@@ -37,7 +37,7 @@ def test_a_line_is_an_object():
         (b'{"prompt": "a", "label": 1e999}', "holds 1e999, which is too large a number"),
         (b'{"prompt": "a", "prompt": "b"}', "has the key 'prompt' twice"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested too deeply"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "holds an integer of 5000 digits, which is too large"),
     ],
 )
 def test_a_line_that_is_none(line, message):
