@@ -80,7 +80,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
 
 
 def _check_restarts(mine: argparse.Namespace, machines: Machines, files: CheckpointSection) -> None:
-    is_safe = files.save and files.save == files.load and files.save_interval
+    is_safe = files.is_save(files.load) and files.save_interval
     remedy = (
         "needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are started again go on "
         "from the newest checkpoint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -172,6 +173,10 @@ class CheckpointSection:
         "go on with the checkpoint's learning rate, schedule, weight decay and optimizer, whatever the flags say",
         default=False,
     )
+
+    def is_save(self, folder: str | None) -> bool:
+        """Whether a folder is that of ``--save``, however it is spelled, through a link too."""
+        return bool(folder and self.save) and Path(str(folder)).resolve() == Path(str(self.save)).resolve()
 
 
 @dataclass(frozen=True, kw_only=True)

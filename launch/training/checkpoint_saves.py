@@ -32,7 +32,7 @@ class CheckpointSaves:
     def __init__(self, config: RunConfig, trainer: Trainer) -> None:
         self.files, self.trainer = config.checkpoints, trainer
         self.begun = trainer.iteration
-        self.saved = trainer.iteration if self.files.load == self.files.save else -1
+        self.saved = trainer.iteration if self.files.is_save(self.files.load) else -1
         self.metrics: dict[str, float] = {}
 
     def __enter__(self) -> CheckpointSaves:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.ending import GUARD
@@ -42,6 +42,17 @@ class Guards:
         self._met: dict[Condition, list[float]] = {Condition.parse(text): [] for text in config.guards.stop_if or ()}
         self._unseen = {condition for condition in self._met if condition.metric not in _NOW_AND_THEN}
 
+    def go_on(self, rows: Iterable[Mapping[str, float]], iteration: int) -> None:
+        """Count what the run's file holds of the steps before a checkpoint: steps in a row may lie on both sides.
+
+        Args:
+            rows: of ``metrics.jsonl``.
+            iteration: optimizer steps that lie behind; rows of later ones are of steps that are made again.
+        """
+        for row in rows if self._met else ():
+            if row["step"] <= iteration:
+                self.step(int(row["step"]), row)
+
     def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
         """Why the run is to end, if it is, and with which exit code; the weights are good.
 
@@ -49,18 +60,22 @@ class Guards:
             step: number of the step.
             row: its metrics; a step that was left out has none of its loss, which changes nothing here.
         """
-        for condition, values in self._met.items():
-            if condition.metric not in row:
-                if "grad_norm" in row and condition in self._unseen:
-                    return _unknown(condition, step, row)
-                continue
-            self._unseen.discard(condition)
-            values.append(row[condition.metric])
-            if not condition.holds(values[-1]):
-                values.clear()
-            elif len(values) >= condition.steps:
-                return _met(condition, step, values)
-        return None
+        errors = [self._look(condition, step, row) for condition in self._met]
+        return next(filter(None, errors), None)
+
+    def _look(self, condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError | None:
+        """One condition's verdict; where it is met its steps are counted anew: the run may be gone on from there."""
+        values = self._met[condition]
+        if condition.metric not in row:
+            is_unknown = "grad_norm" in row and condition in self._unseen
+            return _unknown(condition, step, row) if is_unknown else None
+        self._unseen.discard(condition)
+        values.append(row[condition.metric])
+        if condition.holds(values[-1]) and len(values) < condition.steps:
+            return None
+        met = _met(condition, step, values) if condition.holds(values[-1]) else None
+        values.clear()
+        return met
 
 
 def _met(condition: Condition, step: int, values: Sequence[float]) -> AgreedError:

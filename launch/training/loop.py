@@ -92,6 +92,8 @@ class _Run:
         self.save_hf = HuggingFaceSaves(config, trainer, task.text)
         self.steps = BadSteps(config, trainer, self.collector)
         self.guards, self.machine = Guards(config), Machine(config)
+        if self.reporter is not None:
+            self.guards.go_on(self.reporter.rows(), trainer.iteration)
         self.log_probs = SavedLogProbs(config, groups, trainer, self.collector)
 
     @property

@@ -107,6 +107,10 @@ class Reporter:
         self._write(step, metrics, {})
         self.say(f"step {step}/{self.train_iters}  {in_words(metrics)}")
 
+    def rows(self) -> Iterator[dict[str, float]]:
+        """What the metrics file holds by now."""
+        return read_rows(self.metrics.path) if self.metrics.path.is_file() else iter(())
+
     def say(self, text: str) -> None:
         """A line of text that does not break the bar."""
         self.progress.say(text)
@@ -138,8 +142,7 @@ class Reporter:
             with self._without_wandb():
                 self.wandb.finish(code)
         seconds = time.monotonic() - self.started
-        rows = read_rows(self.metrics.path) if self.metrics.path.is_file() else ()
-        summary = summarize((usual_names(row, self.prefix) for row in rows), AVERAGED)
+        summary = summarize((usual_names(row, self.prefix) for row in self.rows()), AVERAGED)
         if summary:
             self.say(f"\n{note} after {seconds:.0f} s\n\n{table(summary)}\n")
             page = self._page(f"{note}{why}, after {seconds:.0f} s")

@@ -53,7 +53,7 @@ def _check_loading(files: CheckpointSection) -> None:
     for name in names:
         if getattr(files, name) and not files.load:
             raise ConfigurationError(f"{flag(name)} does nothing without --load DIR")
-    if files.load and not Path(files.load).is_dir() and files.load != files.save:
+    if files.load and not Path(files.load).is_dir() and not files.is_save(files.load):
         raise ConfigurationError(f"--load {files.load}: no such folder")
     if not files.verify_integrity and not files.load:
         raise ConfigurationError("--no-verify-integrity does nothing without --load DIR")
@@ -67,7 +67,7 @@ def _check_loading(files: CheckpointSection) -> None:
 
 def _check_begun_anew(files: CheckpointSection) -> None:
     """A folder of checkpoints is one run's: of two, the older's would later pass for the newer's."""
-    if not files.save or (files.load and Path(files.load).resolve() == Path(files.save).resolve()):
+    if not files.save or files.is_save(files.load):
         return
     # Without what a killed run left: that has another suffix.
     if any(path.parent.suffix == "" for path in Path(files.save).glob("iter_*/metadata.json")):

@@ -70,8 +70,7 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
     Raises:
         AgreedError: on every rank alike: the newest is damaged; the message names the last one that is whole.
     """
-    if load == config.checkpoints.save:
-        _restore_own(load, config)
+    _restore_own(load, config)
     found, damage = _agreed_latest_iteration(load, config, name)
     if damage is None and found is not None:
         damage = _agreed_damage(load, found, config, name)
@@ -94,7 +93,7 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
 
 def _restore_own(load: str, config: RunConfig) -> None:
     """What a run that was killed while it replaced a checkpoint has left; in another's folder nothing is touched."""
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and config.checkpoints.is_save(load):
         with suppress(OSError):  # then what is missing is named
             restore(load)
     agree(config)

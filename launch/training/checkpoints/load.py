@@ -78,7 +78,7 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
         ValueError, AgreedError: on every rank alike: there is none, it is damaged, or it does not fit this model.
     """
     files, found = config.checkpoints, find_checkpoint(load, config)
-    if found is None and (files.finetune or load != files.save):
+    if found is None and (files.finetune or not files.is_save(load)):
         raise ValueError(f"--load {load} holds no checkpoint ({TRACKER} is missing): name another folder")
     if found is None:
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ def _require_content(path: Path) -> int:
 
 def _check_manifest(folder: Path, *, checksums: bool) -> None:
     files = _read_manifest(folder / MANIFEST)
+    if checksums:
+        _check_no_more(folder, files)
     for name, expected in files.items():
         size = (folder / name).stat().st_size
         if size != expected["bytes"]:
@@ -114,6 +117,13 @@ def _check_manifest(folder: Path, *, checksums: bool) -> None:
         for name in _share(names):
             if _digest(folder / name) != files[name]:
                 raise ValueError(f"{name} is not what was written: its checksum differs")
+
+
+def _check_no_more(folder: Path, files: Collection[str]) -> None:
+    """Megatron and PyTorch look for these by their names, listed or not."""
+    for path in sorted(folder.iterdir()):
+        if (path.name == "common.pt" or path.suffix == ".distcp") and path.name not in files:
+            raise ValueError(f"{path.name} is not among the files that {MANIFEST} lists: remove it, it came later")
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:

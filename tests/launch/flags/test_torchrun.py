@@ -33,7 +33,7 @@ def have(monkeypatch, cores):
 
 def test_torchruns_own_flags_reach_it_in_either_spelling(tmp_path):
     words = ["--nnodes=1:4", *MEETING.split(), "--rdzv-id", "7", "--log-dir", "logs", "--tee=3", "--role", "trainer"]
-    safe = [f"--save={tmp_path}/s", f"--load={tmp_path}/s", "--save-interval=2", "--max-restarts=3"]
+    safe = [f"--save={tmp_path}/s", f"--load={tmp_path}/./s/", "--save-interval=2", "--max-restarts=3"]
     found = handed_on(tmp_path, *words, *safe, "--nproc_per_node=1")
     assert found == [
         *("--nproc-per-node", "1", "--max-restarts", "3", "--nnodes", "1:4", *MEETING.split()),

@@ -83,7 +83,8 @@ def test_what_is_due_is_written_although_the_one_before_failed(caplog):
         finish()
         begun.append(2)
 
-    files = SimpleNamespace(load=None, save="save", save_interval=1, continue_after_failed_save=True)
+    wanted = {"save": "save", "save_interval": 1, "continue_after_failed_save": True}
+    files = SimpleNamespace(load=None, is_save=lambda _: False, **wanted)
     trainer = SimpleNamespace(
         config=SimpleNamespace(checkpoints=files), iteration=2, save=save, writer=SimpleNamespace(finish=finish)
     )

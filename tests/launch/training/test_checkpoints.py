@@ -220,7 +220,9 @@ def test_a_checkpoint_that_was_being_replaced_is_gone_on_from(ranks, saved, copy
     ((said,), _) = ranks.run(find_each, TWO, saved[1], [copy])
     assert "names checkpoint 2, which is not complete" in said
     assert replaced.is_dir()
-    own = [*saved[1], f"--load={copy}", f"--save={copy}"]
+    link = copy.with_name("link")
+    link.symlink_to(copy)
+    own = [*saved[1], f"--load={copy}/../copy/", f"--save={link}"]
     assert ranks.run(find_each, TWO, own, [copy]) == [["2"]] * 2
 
 
@@ -236,6 +238,21 @@ def test_what_is_no_file_is_not_read(copy, name, checksums):
     os.mkfifo(folder / name)
     with pytest.raises(ValueError, match=f"checkpoint 2 is damaged: {name} is no file"):
         checked_checkpoint(copy, checksums=checksums)
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__9_0.distcp"])
+def test_what_came_later_and_would_be_read_is_named(copy, name):
+    """Other files, like a user's notes, are nobody's business."""
+    folder = iteration_folder(copy, 2)
+    listed = json.loads((folder / MANIFEST).read_text())
+    listed["files"].pop(name, None)
+    (folder / MANIFEST).write_text(json.dumps(listed))
+    for added in (name, "notes.txt"):
+        (folder / added).touch()
+    message = f"checkpoint 2 is damaged: {name} is not among the files that manifest.json lists: remove it, it came"
+    with pytest.raises(ValueError, match=message):
+        checked_checkpoint(copy)
+    assert checked_checkpoint(copy, checksums=False) == (2, folder)
 
 
 def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):

@@ -154,6 +154,22 @@ def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks,
     assert iterations(tmp_path / "save") == [4, 5]
 
 
+def test_steps_in_a_row_are_counted_over_a_resume_and_anew_after_the_guards_end(ranks, tmp_path):
+    save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
+    words = flags(tmp_path, *LIVE, *save, "--stop-if", "lr > 0 for 3")
+    assert ranks.run(error_and_code, Layout(), [*words, "--train-iters=2"]) == [None]
+    for step in (3, 6):
+        ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--train-iters=9"])
+        assert code == 3
+        assert error.startswith(f"stopped by --stop-if 'lr > 0 for 3' after step {step} (")
+
+
+def test_rows_of_steps_that_are_made_again_do_not_count(tmp_path):
+    guards = Guards(run_config(flags(tmp_path, "--stop-if", "lr > 0 for 3")))
+    guards.go_on([{"step": step, "lr": 0.1} for step in (1, 2, 3)], 1)
+    assert [guards.step(step, {"lr": 0.1}) is not None for step in (2, 3)] == [False, True]
+
+
 def error_and_code(words):
     try:
         train(*configure(words, torch.distributed.get_world_size()))
