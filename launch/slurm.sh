@@ -15,6 +15,8 @@ nodes=${SLURM_NNODES:?"SLURM_NNODES is missing: start this with sbatch"}
 job=${SLURM_JOB_ID:?"SLURM_JOB_ID is missing: start this with sbatch"}
 list=${SLURM_JOB_NODELIST:?"SLURM_JOB_NODELIST is missing: start this with sbatch"}
 master=$(scontrol show hostnames "$list" | head -n 1)
+# Torchrun would kill the ranks 30 s after that signal: a step of a large model and its save take longer.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-270}"
 # Megatron's tensor parallelism counts on one queue of work a GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # One torchrun a machine; where one fails, Slurm ends the others too.

@@ -145,7 +145,7 @@ class SequenceLayout:
         Raises:
             ValueError: the shape is not that of the whole batch.
         """
-        rest = self._check(full, self._full_shape)
+        rest = self._check(full, self._full_shape, "whole sequences")
         flat = full.reshape(sum(self.full_lengths), *rest)
         return flat[_sent(self._flat_index(self.cp_rank), full.device)].view(*self.shape, *rest)
 
@@ -157,10 +157,10 @@ class SequenceLayout:
         """
         if len(shards) != self.cp_size:
             raise ValueError(f"{len(shards)} shards given: expected one for each of the {self.cp_size} CP ranks")
-        rest = self._check(shards[0], self.shape)
+        rest = self._check(shards[0], self.shape, "a shard")
         full = shards[0].new_empty(sum(self.full_lengths), *rest)
         for rank, shard in enumerate(shards):
-            self._check(shard, self.shape)
+            self._check(shard, self.shape, "a shard")
             full[_sent(self._flat_index(rank), full.device)] = shard.reshape(-1, *rest)
         return full.view(*self._full_shape, *rest)
 
@@ -176,7 +176,7 @@ class SequenceLayout:
         Raises:
             ValueError: the values have another shape.
         """
-        self._check(values, self.shape)
+        self._check(values, self.shape, "a shard")
         if len(self.shape) == 2:
             return values.sum(1, dtype=torch.float64)
         return torch.segment_reduce(values.double(), "sum", lengths=self._lengths_on(values.device), unsafe=True)
@@ -279,10 +279,12 @@ class SequenceLayout:
     def _full_shape(self) -> tuple[int, ...]:
         return (self.shape[0], self.shape[1] * self.cp_size) if len(self.shape) == 2 else (sum(self.full_lengths),)
 
-    @staticmethod
-    def _check(tensor: Tensor, leading: tuple[int, ...]) -> tuple[int, ...]:
+    def _check(self, tensor: Tensor, leading: tuple[int, ...], what: str) -> tuple[int, ...]:
         if tuple(tensor.shape[: len(leading)]) != leading:
-            raise ValueError(f"got a tensor of shape {tuple(tensor.shape)}, expected {leading} in front")
+            raise ValueError(
+                f"got a tensor of shape {tuple(tensor.shape)}, expected {what} of this layout, {leading} in front: it "
+                f"was made with {self.shape[-1]} tokens on each of {self.cp_size} context-parallel ranks"
+            )
         return tuple(tensor.shape[len(leading) :])
 
     def _positions(self, rank: int) -> list[Tensor]:

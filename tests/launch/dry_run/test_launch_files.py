@@ -174,6 +174,21 @@ def test_a_script_starts_torchrun(name, tmp_path):
     torchrun_takes(words[words.index("torchrun") + 1 :])
 
 
+def test_under_slurm_torchrun_gives_the_ranks_time_to_save(tmp_path):
+    """Slurm's signal comes 300 s before the end; torchrun alone would kill the ranks after 30 s of them."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node-4\n")
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"\n')
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    environment = {**SCRIPTS["slurm.sh"][0], "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["sh", str(ROOT / "launch" / "slurm.sh"), "my_run.yaml"]
+    seconds = [
+        subprocess.run(script, env={**environment, **more}, capture_output=True, text=True, check=True).stdout.strip()
+        for more in ({}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"})
+    ]
+    assert seconds == ["270", "60"]
+
+
 def commands():
     """The lines of every block of the page, with the documents' and launch files' own of how they are started."""
     text = (ROOT / "docs" / "dry-run.md").read_text(encoding="utf-8")
