@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
+from megatron_rc.adaptors.tensors import checked_tensor
 from megatron_rc.correction.api import correct_rollouts
 from megatron_rc.numerics import k3
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -44,7 +45,10 @@ class CorrectedLoss:
             raise ValueError(
                 "use_importance_sampling_correction=True: NeMo-RL's loss has weights of its own: make it with False"
             )
-        self.by_token = getattr(loss_fn.loss_type, "value", loss_fn.loss_type) == "token_level"
+        kind = getattr(loss_fn, "loss_type", None)
+        if kind is None:
+            raise ValueError(f"loss_fn is a {type(loss_fn).__name__} without loss_type: pass NeMo-RL's ClippedPGLossFn")
+        self.by_token = getattr(kind, "value", kind) == "token_level"
         tokens = [one.name for one in config.criteria if one.unit == "token"]
         tokens += ["bad_log_probs='reject_token'"] * (config.bad_log_probs == "reject_token")
         if tokens and not self.by_token:
@@ -90,7 +94,10 @@ class CorrectedLoss:
         Raises:
             ValueError: a key that is missing or of another shape; bad log-probs at tokens that train.
         """
-        shape = (len(next_token_logprobs), next_token_logprobs.shape[1] + 1)
+        if not hasattr(data, "get"):
+            raise ValueError(f"data is {type(data).__name__}: expected NeMo-RL's BatchedDataDict")
+        rows, columns = checked_tensor("next_token_logprobs", next_token_logprobs).shape
+        shape = (rows, columns + 1)
         current = next_token_logprobs.detach()
         advantages = _entry(data, "advantages", shape)
         rollout = _entry(data, "generation_logprobs", shape)
@@ -154,7 +161,4 @@ def _entry(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor
     value = data.get(name)
     if value is None:
         raise ValueError(f"{name} is missing in the data: NeMo-RL's trainer sets it for its policy loss")
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {shape}")
-    found: Tensor = value
-    return found
+    return checked_tensor(name, value, shape)

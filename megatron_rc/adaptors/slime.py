@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
 from megatron_rc.adaptors.slime_chunks import Chunks
+from megatron_rc.adaptors.tensors import checked_tensor
 from megatron_rc.correction.api import correct_rollouts
 from megatron_rc.numerics import k3
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
 
 Answer = tuple[Tensor, list[Tensor], dict[str, Tensor]]
@@ -100,8 +101,7 @@ class SlimeCorrection:
         old = chunks.joined("train_log_probs", train_log_probs)
         rollout = chunks.joined("rollout_log_probs", rollout_log_probs)
         mask = chunks.cut("loss_masks", loss_masks) != 0
-        if pg_loss.shape != old.shape:
-            raise ValueError(f"pg_loss has shape {tuple(pg_loss.shape)}: expected {tuple(old.shape)} of all responses")
+        checked_tensor("pg_loss", pg_loss, tuple(old.shape), " of all responses")
         weights, accepted = self._corrected(chunks, old, rollout, mask)
         metrics = _metrics(self.config.metric_prefix, old - rollout, mask, accepted, weights)
         masks = list(loss_masks)
@@ -140,6 +140,8 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
     Raises:
         ValueError: a setting that is wrong, or that a micro-batch alone cannot have; a name of theirs that is unknown.
     """
+    if not hasattr(args, "__dict__"):
+        raise ValueError(f"args is {type(args).__name__}: expected slime's arguments, a Namespace")
     known = {name: value for name, value in vars(args).items() if name in OF_EXAMPLES or name.startswith(_PREFIXES)}
     given = {name: value for name, value in known.items() if name not in BUILT_IN} or known
     given |= {name: getattr(args, name) for name in ("use_tis", "use_mis") if hasattr(args, name)}
@@ -155,6 +157,7 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 
 def _check(config: RolloutCorrectionConfig) -> None:
     """Raise ValueError for what slime's call cannot carry out."""
+    check_config(config)
     if config.bypass_mode:
         raise ValueError(
             "bypass_mode=True: slime makes the ratio of its loss itself: leave bypass_mode out; slime's own "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.adaptors.tensors import checked_tensor
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
@@ -36,6 +37,9 @@ class Chunks:
 
     def __init__(self, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: Group | None) -> None:
         self.cp, size = cp, group_size(cp)
+        for name, lengths in (("total_lengths", total_lengths), ("response_lengths", response_lengths)):
+            if not hasattr(lengths, "__len__"):
+                raise ValueError(f"{name} is {type(lengths).__name__}: expected a list, one length for every response")
         if len(total_lengths) != len(response_lengths):
             raise ValueError(
                 f"total_lengths has {len(total_lengths)} entries and response_lengths {len(response_lengths)}: "
@@ -89,10 +93,7 @@ class Chunks:
             raise ValueError(f"{name} is None: slime hands it over where the engine and the trainer keep log-probs")
         if len(values) != len(lengths):
             raise ValueError(f"{name} has {len(values)} entries: expected {len(lengths)}, one for every response")
+        where = f" on CP rank {self.layout.cp_rank} of {self.layout.cp_size}"
         for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
-            if tuple(value.shape) != (length,):
-                raise ValueError(
-                    f"{name}[{index}] has shape {tuple(value.shape)}: expected ({length},) on CP rank "
-                    f"{self.layout.cp_rank} of {self.layout.cp_size}"
-                )
+            checked_tensor(f"{name}[{index}]", value, (length,), where)
         return [*values, *([] if values else [torch.empty(0)])]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.settings import refuse_criteria
+from megatron_rc.adaptors.tensors import checked_tensor
 from megatron_rc.correction.api import correct_rollouts
 from megatron_rc.correction.result import CorrectionResult
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
@@ -73,7 +74,9 @@ class VerlCorrection:
         config = self._config(rollout_corr_config)
         if config.corrects_in_loss:
             raise ValueError("bypass_mode=True: verl corrects in the loss then: register policy_loss as 'bypass_mode'")
-        tensors = batch.batch
+        tensors = getattr(batch, "batch", None)
+        if tensors is None:
+            raise ValueError(f"batch is {type(batch).__name__} without tensors: expected a DataProto")
         mask = _field(tensors, "response_mask", None)
         old = _field(tensors, "old_log_probs", mask.shape)
         rollout = _field(tensors, "rollout_log_probs", mask.shape)
@@ -125,8 +128,13 @@ class VerlCorrection:
         Raises:
             ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
         """
-        if config is None:
-            raise ValueError("config is None: verl passes the actor's configuration")
+        if not hasattr(config, "get"):
+            raise ValueError(f"config is {type(config).__name__}: verl passes the actor's configuration")
+        shape = tuple(checked_tensor("log_prob", log_prob).shape)
+        given = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
+        given |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
+        for name, value in given.items():
+            checked_tensor(name, value, shape)
         mask, own = response_mask != 0, self._config(_of_the_loss(config))
         accepted, algorithm, metrics = mask, self.algorithm, {}
         if own.bypass_mode:
@@ -149,7 +157,7 @@ class VerlCorrection:
             dual_clip=clip.dual,
             weights=rollout_is_weights,
         )
-        info = getattr(config, "global_batch_info", None) or {}
+        info = config.get("global_batch_info", None) or {}
         loss = _aggregated(found.per_token, accepted, loss_agg_mode, info)
         return loss.to(log_prob.dtype), {**_actor_metrics(found.statistics), **metrics}
 
@@ -213,10 +221,7 @@ def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
     if value is None:
         remedy = {"rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"}
         raise ValueError(f"{name} is missing in the batch: {remedy.get(name, 'verl sets it before the correction')}")
-    if value.dim() != 2 or (shape is not None and value.shape != shape):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(shape or ('n', 'r'))}")
-    found: Tensor = value
-    return found
+    return checked_tensor(name, value, None if shape is None else tuple(shape))
 
 
 def _prompts(batch: Any, rows: int) -> Tensor:
@@ -250,13 +255,21 @@ class _Clip:
     @classmethod
     def of(cls, config: Any, *, dual: bool) -> _Clip:
         """The clip range; verl's dual clip is 3 where nothing is said."""
-        both = config.clip_ratio
-        low, high = (config.get(name, None) for name in ("clip_ratio_low", "clip_ratio_high"))
-        return cls(
-            low=both if low is None else low,
-            high=both if high is None else high,
-            dual=config.get("clip_ratio_c", 3.0) if dual else None,
+        low, high = (
+            _number(config, "clip_ratio" if config.get(name, None) is None else name)
+            for name in ("clip_ratio_low", "clip_ratio_high")
         )
+        dual_clip = _number(config, "clip_ratio_c", 3.0) if dual else None
+        if dual_clip is not None and dual_clip <= 1:
+            raise ValueError(f"clip_ratio_c={dual_clip!r} of the actor's configuration must be above 1")
+        return cls(low, high, dual_clip)
+
+
+def _number(config: Any, name: str, default: float | None = None) -> float:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < torch.inf:
+        raise ValueError(f"{name}={value!r} of the actor's configuration must be a finite number, 0 or more")
+    return value
 
 
 def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, Any]) -> Tensor:

@@ -190,6 +190,7 @@ def test_losses_that_cannot_be(made, fields, message):
         ({"token_mask": torch.ones(12, 16)}, r"token_mask has shape \(12, 16\): expected \(12, 17\)"),
         ({"sample_mask": torch.ones(3)}, r"sample_mask has shape \(3,\): expected \(12,\)"),
         ({"generation_logprobs": torch.full((12, 17), torch.nan)}, "is NaN"),
+        ({"token_mask": [[1] * 17] * 12}, r"token_mask is list: expected a tensor of shape \(12, 17\)"),
     ],
     ids=lambda value: value[:28] if isinstance(value, str) else "",
 )
@@ -197,6 +198,16 @@ def test_data_that_cannot_be(changes, message):
     batch, _ = clear_batch("nothing")
     with pytest.raises(ValueError, match=message):
         CorrectedLoss(ClippedLoss(), TOKEN)(torch.zeros(12, 16), data_of(batch, **changes), SEQUENCES, TOKENS)
+
+
+def test_calls_that_cannot_be():
+    loss, (batch, _) = CorrectedLoss(ClippedLoss(), TOKEN), clear_batch("nothing")
+    with pytest.raises(ValueError, match="loss_fn is a object without loss_type: pass NeMo-RL's ClippedPGLossFn"):
+        CorrectedLoss(object(), TOKEN)
+    with pytest.raises(ValueError, match="data is NoneType: expected NeMo-RL's BatchedDataDict"):
+        loss(torch.zeros(12, 16), None, SEQUENCES, TOKENS)
+    with pytest.raises(ValueError, match=r"next_token_logprobs has shape \(16,\): expected \[rows, tokens\]"):
+        loss(torch.zeros(16), data_of(batch), SEQUENCES, TOKENS)
 
 
 def test_the_page_wraps_a_loss():

@@ -240,6 +240,11 @@ def test_settings_of_slime_that_cannot_be(settings, message):
         ({"response_lengths": [2, 0]}, "total_lengths has 3 entries and response_lengths 2"),
         ({"response_lengths": [2, 0, 5]}, r"response_lengths\[2\]=5: expected 0 or more, below total_lengths 5"),
         ({"pg_loss": torch.ones(4)}, r"pg_loss has shape \(4,\): expected \(5,\)"),
+        ({"pg_loss": None}, r"pg_loss is NoneType: expected a tensor of shape \(5,\) of all responses"),
+        ({"total_lengths": None}, "total_lengths is NoneType: expected a list"),
+        ({"loss_masks": [[1, 1], [], [1, 1, 0]]}, r"loss_masks\[0\] is list: expected a tensor of shape \(2,\) on CP"),
+        ({"args": {"use_tis": True}, "config": None}, "args is dict: expected slime's arguments"),
+        ({"config": "decoupled_token_is"}, r"pass the preset as RolloutCorrectionConfig.decoupled_token_is\(\)"),
         ({"max_seq_lens": [8, 8, 8]}, "max_seq_lens is no argument of slime's"),
         (
             {"rollout_log_probs": [torch.tensor([-1.0, torch.nan]), torch.empty(0), -torch.ones(3)]},
@@ -250,7 +255,7 @@ def test_settings_of_slime_that_cannot_be(settings, message):
 )
 def test_arguments_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
-        correct(TOKEN, **changes)
+        correct(**{"config": TOKEN} | changes)
 
 
 def test_the_page_makes_the_object():

@@ -193,6 +193,9 @@ def test_settings_that_verl_cannot_carry_out(fields, message):
         VerlCorrection(RolloutCorrectionConfig(**fields))
 
 
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -201,6 +204,8 @@ def test_settings_that_verl_cannot_carry_out(fields, message):
         ({"old_log_probs": torch.zeros(3, 4)}, r"old_log_probs has shape \(3, 4\): expected \(12, 16\)"),
         ({"response_mask": torch.ones(12)}, r"response_mask has shape \(12,\)"),
         ({"rollout_log_probs": torch.full((12, 16), torch.nan)}, "is NaN"),
+        ({"old_log_probs": torch.zeros(12, 16).numpy()}, r"old_log_probs is ndarray: expected a tensor of shape \(12"),
+        ({"response_mask": NESTED}, r"response_mask is a nested tensor: expected it padded to shape \[rows, tokens\]"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:30],
 )
@@ -224,7 +229,14 @@ def test_calls_that_cannot_be():
     batch, _ = clear_batch("nothing")
     with pytest.raises(ValueError, match="register policy_loss as 'bypass_mode'"):
         bypass.add_to_batch(proto(batch))
-    with pytest.raises(ValueError, match="config is None"):
+    with pytest.raises(ValueError, match="batch is dict without tensors: expected a DataProto"):
+        decoupled.add_to_batch({"response_mask": mask})
+    with pytest.raises(ValueError, match=r"old_log_prob is NoneType: expected a tensor of shape \(6, 8\)"):
+        decoupled.policy_loss(None, new, advantages, mask, config=actor())
+    for wrong, value in {"clip_ratio": None, "clip_ratio_high": "0.2", "clip_ratio_c": 0.5}.items():
+        with pytest.raises(ValueError, match=f"{wrong}={value!r} of the actor's configuration must be"):
+            decoupled.policy_loss(rollout, new, advantages, mask, config=actor(**{wrong: value}))
+    with pytest.raises(ValueError, match="config is NoneType"):
         decoupled.policy_loss(rollout, new, advantages, mask)
     with pytest.raises(ValueError, match="loss_agg_mode='mean' is unknown"):
         decoupled.policy_loss(rollout, new, advantages, mask, "mean", actor())
