@@ -83,7 +83,7 @@ def _for_noise(facts: Facts, is_long: bool, bound: str | None) -> Choice:
     """Where the policies differ by noise, or not at all."""
     upper = _token_bound(facts)
     if facts["k3_kl"] <= K3 and not is_long:
-        why = "the policies are as close as rounding leaves them: these weights change next to nothing"
+        why = f"k3 is at most {K3}: these weights change next to nothing, and bound what may come"
         return Choice("decoupled_token_is", why, {"threshold": upper})
     if facts["sequence_eff_sample_size"] >= 0.5 and not is_long:
         share = facts["sequence_eff_sample_size"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,27 @@ def _read_folder(path: Path) -> Evidence:
     batches = sorted(path.glob("*.safetensors"))
     if not batches:
         raise ValueError(f"{path} has neither {METRICS_FILE} nor *.safetensors: name a run's folder, or a file")
-    match = _STEP.fullmatch(batches[-1].name)
-    files = [batches[-1]] if match is None else [file for file in batches if file.name.startswith(f"{match[1]}-")]
-    batch = RolloutBatch.concatenate([load_rollouts(file) for file in files])
+    files = _of_one_step(batches[-1], batches)
+    before = [file for file in batches if file not in files]
+    sampled, place = _sampled(files), "the last of its batches"
+    if sampled.old_log_probs is None and before:
+        # A run that ends between two steps of a batch leaves it without.
+        earlier = _of_one_step(before[-1], before)
+        if (found := _sampled(earlier)).old_log_probs is not None:
+            files, sampled, place = earlier, found, "the last of its batches that has log-probs of the trainer"
+    match = _STEP.fullmatch(files[-1].name)
     name = files[-1].name if match is None else match[1]
-    return _of_batch(Sampled.of_batch(batch), f"{path}, {name}, the last of its batches", files[-1])
+    return _of_batch(sampled, f"{path}, {name}, {place}", files[-1])
+
+
+def _of_one_step(file: Path, batches: Sequence[Path]) -> list[Path]:
+    """The files of all replicas of this one's step."""
+    match = _STEP.fullmatch(file.name)
+    return [file] if match is None else [other for other in batches if other.name.startswith(f"{match[1]}-")]
+
+
+def _sampled(files: Sequence[Path]) -> Sampled:
+    return Sampled.of_batch(RolloutBatch.concatenate([load_rollouts(file) for file in files]))
 
 
 def _read_file(path: Path) -> Evidence:

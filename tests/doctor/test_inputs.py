@@ -1,6 +1,7 @@
 """What the doctor reads: runs, batches and exports of any program; and one sentence for what it cannot use."""
 
 import csv
+import dataclasses
 import functools
 import json
 
@@ -86,6 +87,18 @@ def test_the_last_batch_of_a_folder_with_all_its_replicas(tmp_path):
     evidence = read_evidence(tmp_path)
     assert [verdict.rule.name for verdict in judge(evidence.facts)] == ["shift"]
     assert evidence.facts["num_sequences"] == 2 * half
+
+
+def test_a_last_batch_that_no_step_finished_gives_way_to_the_one_before(tmp_path):
+    """A run that ends between the steps of a batch never writes the trainer's log-probs into its record."""
+    unfinished = dataclasses.replace(batch_of("temperature 0.7"), old_log_probs=None, log_probs=None)
+    save_rollouts(unfinished, tmp_path / "step-0000002-replica-0000.safetensors")
+    assert any("no log-probs of the trainer" in note for note in read_evidence(tmp_path).notes)
+    save_rollouts(batch_of("shift"), tmp_path / "step-0000001-replica-0000.safetensors")
+    evidence = read_evidence(tmp_path)
+    assert not evidence.notes
+    assert "step-0000001, the last of its batches that has log-probs of the trainer" in evidence.what
+    assert [verdict.rule.name for verdict in judge(evidence.facts)] == ["shift"]
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, "precision"), (4, "staleness")])
