@@ -111,6 +111,11 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
             f"{path} has responses without log-probs, as in verl's rollout_data_dir: give the run's metrics (its file "
             "logger's lines), or old_log_probs, rollout_log_probs and response_mask of a batch as lists or safetensors"
         )
+    if not found and not bad and names == {"Wall time", "Step", "Value"}:
+        raise ValueError(
+            f"{path} is TensorBoard's table of one metric, which it does not name: change Value in its first line to "
+            "the metric's name, for example rollout_corr/k3_kl"
+        )
     if not found and not bad:
         shown = ", ".join(sorted(map(str, names))[:5]) or "none"
         raise ValueError(

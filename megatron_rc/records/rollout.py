@@ -223,7 +223,9 @@ def check_schema_version(header: Mapping[str, Any]) -> None:
     Raises:
         ValueError: another version, or none.
     """
-    version = header.get("schema_version")
+    if "schema_version" not in header:
+        raise ValueError("schema_version is missing: this is no record of --save-rollouts or save_rollouts")
+    version = header["schema_version"]
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ValueError(f"schema_version is {version!r}: this release reads version {SCHEMA_VERSION}")
 

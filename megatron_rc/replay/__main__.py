@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> 
         text = as_text(data, outcomes, args.sequences)
         if args.json:
             text = json.dumps(as_dict(data, outcomes, args.sequences), indent=1) + "\n"
-        if args.html:
+        if args.html is not None:
             with replacing(args.html) as temporary:
                 temporary.write_text(as_page(data, outcomes, args.sequences), encoding="utf-8")
     except (ImportError, OSError, ValueError) as problem:
@@ -49,13 +49,26 @@ def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> 
 def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded, list[Outcome]]:
     if args.sequences < 0:
         raise ValueError(f"--sequences {args.sequences}: expected 0 or more")
-    if args.html and not Path(args.html).parent.is_dir():
-        raise ValueError(f"--html {args.html}: the folder {Path(args.html).parent} does not exist, create it first")
+    if args.vocab_size is not None and args.vocab_size < 1:
+        raise ValueError(f"--vocab-size {args.vocab_size}: expected 1 or more")
+    if args.html is not None:
+        _check_page(args.html, args.batches)
     configs = candidates(args.preset, args.correction, args.grid)
     data = recorded(read_batches(args.batches, args.vocab_size))
     base = uncorrected(data)
     outcomes = [outcome(data, base, name, config) for name, config in configs.items()]
     return data, outcomes if measure is None else measure(data, base, outcomes)
+
+
+def _check_page(page: str, batches: Sequence[str]) -> None:
+    """Raise ValueError for a file that cannot be written, or that would replace what is read."""
+    if not Path(page).name:
+        raise ValueError(f"--html {page!r}: expected the name of a file to write")
+    if not Path(page).parent.is_dir():
+        raise ValueError(f"--html {page}: the folder {Path(page).parent} does not exist, create it first")
+    read = [Path(one).resolve() for one in batches]
+    if Path(page).suffix in (".safetensors", ".jsonl") or Path(page).resolve() in read:
+        raise ValueError(f"--html {page} is the name of a record: name the page something.html")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -189,7 +189,7 @@ BAD = {
         '{"input": "1+1", "output": "2", "gts": "2", "score": 1.0, "step": 7}\n' * 2,
         "has responses without log-probs, as in verl's rollout_data_dir",
     ),
-    "value.csv": ("Wall time,Step,Value\n1,2,3\n", "no metric of the two policies"),
+    "value.csv": ("Wall time,Step,Value\n1,2,3\n", "is TensorBoard's table of one metric, which it does not"),
     "two.csv": ("Step,a - rollout_corr/kl,b - rollout_corr/kl\n1,0,0\n", "both kl: export one run"),
     "names.csv": ("Step,rollout_corr/kl\n", "has no metric"),
     "text.csv": ("Step,rollout_corr/kl\n1,much\n", "has no metric"),

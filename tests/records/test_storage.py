@@ -95,7 +95,7 @@ def test_the_rewritten_file_is_good_when_nothing_is_changed(tmp_path):
     ("change", "message"),
     [
         ({"header": {"schema_version": 2}}, "file: schema_version is 2: this release reads version 1"),
-        ({"header": {"schema_version": None}}, "schema_version is None"),
+        ({"header": {"schema_version": None}}, "schema_version is missing: this is no record"),
         ({"header": {"schema_version": True}}, "schema_version is True"),
         ({"header": {"notes": 1}}, "the header has notes, sampling, .*: expected schema_version, sampling, shapes"),
         ({"header": {"shapes": {"tokens": [3, 8]}}}, "do not have the shapes that the header names"),

@@ -342,6 +342,12 @@ def refused(words, capsys):
         (["--correction=nowhere.yaml"], "--correction nowhere.yaml: nowhere.yaml cannot be read"),
         (["--preset=disabled", "--sequences=-1"], "--sequences -1: expected 0 or more"),
         (["--preset=disabled", "--html=nowhere/a.html"], "--html nowhere/a.html: the folder nowhere does not exist"),
+        (["--preset=disabled", "--html="], "--html '': expected the name of a file to write"),
+        (
+            ["--preset=disabled", "--html=a.jsonl"],
+            "--html a.jsonl is the name of a record: name the page something.html",
+        ),
+        (["--preset=disabled", "--vocab-size=0"], "--vocab-size 0: expected 1 or more"),
         (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
         (
             ["--preset=token_is", "--grid=proximal_interpolation=true"],
@@ -386,7 +392,20 @@ def test_files_that_are_not_there_or_do_not_go_together(tmp_path, capsys):
     assert "no .safetensors and no .jsonl file" in refused([tmp_path, "--preset=disabled"], capsys)
     (tmp_path / "a.safetensors").write_bytes(b"no")
     assert "cut off, damaged" in refused([tmp_path, "--preset=disabled"], capsys)
+    for content, message in (
+        (b"\xff\n", "is no text"),
+        (b'{"step": 1}\n', "schema_version is missing: this is no record"),
+    ):
+        (tmp_path / "a.jsonl").write_bytes(content)
+        assert message in refused([tmp_path / "a.jsonl", "--preset=disabled"], capsys)
+    (tmp_path / "a.jsonl").unlink()
     save_rollouts(scored_batch(), tmp_path / "a.safetensors")
+    record = tmp_path / "record"
+    save_rollouts(scored_batch(), record)
+    before = record.read_bytes()
+    assert "is the name of a record" in refused([record, "--preset=disabled", f"--html={record}"], capsys)
+    assert record.read_bytes() == before
+    record.unlink()
     save_rollouts(
         dataclasses.replace(scored_batch(), sampling=SamplingParams(temperature=0.7)), tmp_path / "b.safetensors"
     )

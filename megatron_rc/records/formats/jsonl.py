@@ -118,6 +118,8 @@ def _read(path: Path, batch_size: int) -> Iterator[RolloutBatch]:
     with path.open(encoding="utf-8", newline="\n") as file:
         try:
             yield from from_json_lines(file, batch_size)
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is no text: expected JSON lines in UTF-8") from None
         except ValueError as problem:
             raise ValueError(f"{path}: {problem}") from None
 

@@ -69,7 +69,7 @@ def record(**change):
         ("", r"line 2: no JSON .* the file is cut off or damaged"),
         (record()[:-9], "line 2: no JSON"),
         ("[]", "line 2: a JSON list: expected an object"),
-        ("{}", "schema_version is None: this release reads version 1"),
+        ("{}", "schema_version is missing: this is no record"),
         (record(schema_version=2), "schema_version is 2"),
         (record(text="hello"), "fields unknown or missing: text"),
         (record(reward=..., tokens=...), "fields unknown or missing: reward, tokens"),
@@ -115,7 +115,7 @@ def test_files_of_lines_that_are_damaged_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"rollouts.jsonl: line 3: no JSON"):
         list(read_jsonl(path, batch_size=2))
     path.write_bytes(whole + b"\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"rollouts.jsonl: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"rollouts.jsonl is no text: expected JSON lines in UTF-8"):
         list(read_jsonl(path, batch_size=2))
     with pytest.raises(FileNotFoundError, match="nowhere is missing"):
         read_jsonl(tmp_path / "nowhere", batch_size=2)

@@ -1,6 +1,7 @@
 """Records as verl has them."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -158,6 +159,13 @@ def test_verls_columns_must_suffice():
 NO_ROWS = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.int64), torch.tensor([0]))
 
 
+def strided(*rows):
+    """A nested tensor of the older layout, whose rows may differ in every dimension."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        return torch.nested.nested_tensor(list(rows), layout=torch.strided)
+
+
 def nested_example():
     """The same as verl's default trainer has it: a row of its own length for every sequence, no attention mask."""
     tensors, others = verl_example()
@@ -205,6 +213,11 @@ def test_rows_of_one_length_need_not_be_nested():
         ({"routed_experts": torch.zeros(2, 7, 2, 1).int()}, "routed_experts has 7 tokens in sequence 0: expected 6"),
         ({"input_ids": torch.ones(2, 5).long()}, "input_ids has 5 tokens in sequence 0: expected 6"),
         ({"prompts": NO_ROWS, "responses": NO_ROWS}, "prompts has no rows: expected one a sequence"),
+        (
+            {"routed_experts": strided(torch.zeros(6, 2, 1), torch.zeros(4, 3, 1))},
+            r"routed_experts has shape \(4, 3, 1\) in sequence 1 and \(6, 2, 1\) in sequence 0: expected a num",
+        ),
+        ({"prompts": strided(torch.tensor(1), torch.tensor(2))}, r"prompts has shape \(\) in sequence 0"),
     ],
 )
 def test_nested_tensors_that_do_not_fit_are_refused(change, message):
