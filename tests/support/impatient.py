@@ -6,7 +6,7 @@ from dataclasses import replace
 from megatron_rc.launch import train_ppo
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
 
-LIMIT_SECONDS, ROLLOUT_SECONDS = 6, 8
+LIMIT_SECONDS, ROLLOUT_SECONDS = 4, 5
 configure, sample = train_ppo.configure, RolloutSampler.sample
 
 

@@ -185,7 +185,7 @@ def poisoned_step(words, value, where):
     return same, said, trainer.iteration, None
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize(
     ("layout", "more"),
     [(Layout(pp=2), []), (Layout(tp=2), ["--clip-grad=0"]), (Layout(dp=2), ["--use-distributed-optimizer"])],
