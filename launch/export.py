@@ -78,7 +78,8 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
     """The run's tokenizer, from the folder where it had it, or from another one.
 
     Raises:
-        ConfigurationError: there is none, or the run had one token a character and needs no folder; or it was a class
+        ConfigurationError: there is none, it has more tokens than the model, or the run had one token a character and
+            needs no folder; or it was a class
             of the user's own that the request does not name: what a checkpoint names alone is not imported.
     """
     task, files = config.task, config.checkpoints
@@ -100,7 +101,13 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
     known = folder or task.tokenizer_model or files.load_hf
     if known is None or not Path(known).is_dir():
         raise ConfigurationError(f"the run's tokenizer was in {known}, which is not there: give --tokenizer-model DIR")
-    return HuggingFaceText(known, chat=False)
+    text = HuggingFaceText(known, chat=False)
+    if text.size > config.model.vocab_size:
+        raise ConfigurationError(
+            f"the tokenizer in {known} has {text.size} tokens, the model {config.model.vocab_size}: give the one that "
+            "the run had as --tokenizer-model DIR"
+        )
+    return text
 
 
 def _parameters(config: RunConfig, folder: Path) -> Mapping[str, Tensor]:

@@ -87,15 +87,12 @@ def run(monkeypatch, *words):
     runpy.run_path(words[0], run_name="__main__")
 
 
-@pytest.mark.parametrize("place", ["make", "page"])
-def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys, place):
+def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys):
     """What the Makefile and docs/launching.md start, from a folder with the example, the sums and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    written, words = commands_of_the_page()
+    written, of_the_page = commands_of_the_page()
     run(monkeypatch, *written)
-    if place == "make":
-        words = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")
     model = transformers.LlamaConfig(
         hidden_size=36, intermediate_size=48, num_hidden_layers=2, num_attention_heads=9, vocab_size=300
     )
@@ -107,11 +104,13 @@ def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys, place):
     shown = capsys.readouterr().out.splitlines()
     assert sum("= ?  " in line for line in shown) == 16
     assert re.fullmatch(r"\d+ of 16 right", shown[-1])
-    # One byte is one token here, several are one in the real tokenizer.
-    config, task = configure([*words, "--seq-length=512"], 2)
-    assert config.launch.run_name == "smollm2_sums"
-    assert config.rewards.reward == "python:examples.smollm2_sums:reward"
-    assert config.task.task is None
-    assert (config.rollouts.max_response_length, config.evaluation.eval_problems) == (32, 96)
-    first = task.problems(0, 1, held_out=True)[0]
-    assert (list(first.messages), first.label) == (conversation("1 + 4 + 4 = ?"), 9)
+    of_make = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")
+    for words in (of_make, of_the_page):
+        # One byte is one token here, several are one in the real tokenizer.
+        config, task = configure([*words, "--seq-length=512"], 2)
+        assert config.launch.run_name == "smollm2_sums"
+        assert config.rewards.reward == "python:examples.smollm2_sums:reward"
+        assert config.task.task is None
+        assert (config.rollouts.max_response_length, config.evaluation.eval_problems) == (32, 96)
+        first = task.problems(0, 1, held_out=True)[0]
+        assert (list(first.messages), first.label) == (conversation("1 + 4 + 4 = ?"), 9)

@@ -189,6 +189,16 @@ def test_a_tokenizer_of_a_directory_is_copied(home, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(home, tmp_path, capsys):
+    CharacterText("".join(map(chr, range(32, 127)))).save(tmp_path / "large")
+    own = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": None}
+    checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task=own)
+    words = ["--load", checkpoints, "--save-hf", tmp_path / "out", "--tokenizer-model", tmp_path / "large"]
+    assert run(*words) == 2
+    assert re.search(r"^error: the tokenizer in \S+/large has 98 tokens, the model \d\d: give", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
 def test_prompts_from_a_file_have_every_printable_character(home, tmp_path):
     checkpoints = with_settings(home / "llama3-checkpoints", tmp_path / "checkpoints", task={"task": None})
     assert run("--load", checkpoints, "--save-hf", tmp_path / "out") == 0

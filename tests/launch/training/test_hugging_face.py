@@ -28,7 +28,11 @@ def greedy(folder):
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"), [(Layout(tp=2, pp=2), LLAMA), (Layout(dp=2, ep=2), QWEN3_MOE)], ids=["tp2-pp2", "experts"]
+    ("layout", "model"),
+    [
+        pytest.param(Layout(tp=2, pp=2), LLAMA, id="tp2-pp2"),
+        pytest.param(Layout(dp=2, ep=2), QWEN3_MOE, id="experts", marks=pytest.mark.long),
+    ],
 )
 def test_the_models_of_some_steps_and_of_the_end(ranks, tmp_path, layout, model):
     """A checkpoint of the last step, exported, is that directory, file by file."""
