@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_rc.parallel.arguments import check_kind
+
 Group = dist.ProcessGroup
+GROUPS_REMEDY = "ParallelGroups.from_megatron(), or ParallelGroups() where nothing is split"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,36 @@ class ParallelGroups:
             dp=parallel_state.get_data_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
         )
+
+    @classmethod
+    def given(cls, groups: ParallelGroups | None) -> ParallelGroups:
+        """The groups that a caller passed; for None this process alone.
+
+        Raises:
+            ValueError: something else was passed.
+        """
+        if groups is None:
+            return cls()
+        check_kind("groups", groups, cls, GROUPS_REMEDY)
+        return groups
+
+    def check_cut(self, cp_rank: int, cp_size: int) -> None:
+        """Raise ValueError unless a layout of this rank and size is that of ``cp``."""
+        size, rank = group_size(self.cp), group_rank(self.cp)
+        if (cp_size, cp_rank) != (size, rank):
+            raise ValueError(
+                f"the layout is that of rank {cp_rank} of {cp_size} context-parallel ranks, this is rank {rank} of "
+                f"{size} of groups.cp: give the layout cp_rank and cp_size of that group"
+            )
+
+    def check_sums(self) -> None:
+        """Raise ValueError where ``dp_cp`` cannot hold the ranks of ``cp``, whose tokens sums would then miss."""
+        size = group_size(self.cp)
+        if size > 1 and (self.dp_cp is None or group_size(self.dp_cp) % size):
+            raise ValueError(
+                f"groups.cp has {size} ranks, groups.dp_cp {group_size(self.dp_cp)}: dp_cp holds all ranks with "
+                "different tokens, those of cp among them; without data parallelism it is the cp group itself"
+            )
 
     @property
     def is_last_stage(self) -> bool:

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.blocks import Block, cut_packed, cut_padded
 
 Split = Literal["zigzag", "contiguous"]
+LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
@@ -44,10 +47,16 @@ def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zig
     return grid[held].reshape(-1)
 
 
-def _num_chunks(length: int, cp_rank: int, cp_size: int, split: Split) -> int:
-    """How many equal chunks a sequence is cut into; raises as :func:`shard_positions` does."""
+def _check_rank(cp_rank: int, cp_size: int) -> None:
+    check_integer("cp_size", cp_size, least=1)
+    check_integer("cp_rank", cp_rank)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in [0, {cp_size}): pass the rank inside the CP group")
+
+
+def _num_chunks(length: int, cp_rank: int, cp_size: int, split: Split) -> int:
+    """How many equal chunks a sequence is cut into; raises as :func:`shard_positions` does."""
+    _check_rank(cp_rank, cp_size)
     if split not in ("zigzag", "contiguous"):
         raise ValueError(f"split={split!r} is unknown: use 'zigzag' or 'contiguous'")
     chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
@@ -92,6 +101,9 @@ class SequenceLayout:
         Raises:
             ValueError: the length does not divide, or the rank lies outside the group.
         """
+        for name, value in (("batch_size", batch_size), ("local_length", local_length)):
+            check_integer(name, value, least=0)
+        _check_rank(cp_rank, cp_size)
         _num_chunks(local_length * cp_size, cp_rank, cp_size, split)
         return cls((local_length * cp_size,) * batch_size, (batch_size, local_length), cp_rank, cp_size, split)
 
@@ -110,8 +122,11 @@ class SequenceLayout:
         Raises:
             ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
         """
-        given = local_cu_seqlens.tolist() if isinstance(local_cu_seqlens, Tensor) else local_cu_seqlens
-        bounds = [int(bound) for bound in given]
+        bounds = local_cu_seqlens.tolist() if isinstance(local_cu_seqlens, Tensor) else local_cu_seqlens
+        if not isinstance(bounds, Sequence) or any(not isinstance(bound, numbers.Integral) for bound in bounds):
+            raise ValueError(f"local_cu_seqlens={local_cu_seqlens!r} must be whole numbers, one more than sequences")
+        bounds = [int(bound) for bound in bounds]
+        _check_rank(cp_rank, cp_size)
         local = [after - before for before, after in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")

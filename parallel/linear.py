@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import Group, group_size
 from megatron_rc.parallel.kernels import write_gradient
 from megatron_rc.parallel.softmax import arithmetic
@@ -101,6 +102,7 @@ def _check(
     sequence_parallel: bool,
     gradient_accumulation: bool,
 ) -> None:
+    check_tensors({"bias": bias, "mask": mask}, hidden=hidden, weight=weight, labels=labels)
     if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one float dtype")
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import Group, group_rank, group_size
 from megatron_rc.parallel.kernels import row_statistics, write_gradient
@@ -131,6 +132,7 @@ class CallSpec:
 
 
 def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
+    check_tensors({"mask": mask}, logits=logits, labels=labels)
     if not logits.is_floating_point():
         raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
     if not logits.dim():
@@ -157,12 +159,11 @@ def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) 
         )
     if labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"labels are {labels.dtype}: expected int64, or int32")
-    if not 0 < spec.temperature < torch.inf:
-        raise ValueError(f"temperature={spec.temperature} must be positive, and finite")
-    if spec.vocab_size is not None and spec.vocab_size < 1:
-        raise ValueError(f"vocab_size={spec.vocab_size} must be at least 1, or None")
-    if spec.chunk_size is not None and spec.chunk_size < 1:
-        raise ValueError(f"chunk_size={spec.chunk_size} must be at least 1 token, or None")
+    check_number("temperature", spec.temperature, lambda t: 0 < t < torch.inf, "must be positive, and finite")
+    if spec.vocab_size is not None:
+        check_integer("vocab_size", spec.vocab_size, least=1)
+    if spec.chunk_size is not None:
+        check_integer("chunk_size", spec.chunk_size, least=1)
     size = group_size(spec.tp_group)
     # Megatron pads the vocabulary by fewer than 128 rows a rank unless told otherwise.
     if spec.vocab_size is not None and not 0 <= width * size - spec.vocab_size < max(spec.vocab_size, 128 * size):

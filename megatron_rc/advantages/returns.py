@@ -51,7 +51,7 @@ def outcome_rewards(
     Raises:
         ValueError: shapes or dtypes are wrong.
     """
-    groups = groups or ParallelGroups()
+    groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
     check_sequences("rewards", rewards, layout.num_sequences)
     device = response_mask.device
@@ -95,7 +95,7 @@ def gae(
     Raises:
         ValueError: shapes or dtypes are wrong, or γ or λ lies outside [0, 1].
     """
-    groups = groups or ParallelGroups()
+    groups = ParallelGroups.given(groups)
     layout = layout_of(response_mask, layout, groups)
     for name, tensor in (("rewards", rewards), ("values", values)):
         check_tokens(name, tensor, response_mask)

@@ -26,11 +26,7 @@ def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroup
         return SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size)
     if tuple(mask.shape) != layout.shape:
         raise ValueError(f"response_mask has shape {tuple(mask.shape)}: the layout's local shape is {layout.shape}")
-    if (layout.cp_rank, layout.cp_size) != (rank, size):
-        raise ValueError(
-            f"the layout is that of rank {layout.cp_rank} of {layout.cp_size} context-parallel ranks, this is rank "
-            f"{rank} of {size} of groups.cp: give the layout cp_rank and cp_size of that group"
-        )
+    ParallelGroups.given(groups).check_cut(layout.cp_rank, layout.cp_size)
     return layout
 
 

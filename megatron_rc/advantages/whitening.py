@@ -39,7 +39,8 @@ def whiten(
     Raises:
         ValueError: shapes or dtypes are wrong.
     """
-    groups = groups or ParallelGroups()
+    groups = ParallelGroups.given(groups)
+    groups.check_sums()
     layout_of(response_mask, layout, groups)
     check_tokens("values", values, response_mask)
     exact = torch.where(response_mask, values.detach().double(), 0)

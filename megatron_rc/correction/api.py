@@ -90,5 +90,6 @@ def correct_rollouts(
         mini_batch_ids=mini_batch_ids,
     )
     counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
-    groups = groups or ParallelGroups()
-    return corrected_batch(inputs, config, counts, groups, compile=compile, allow_zero_log_probs=allow_zero_log_probs)
+    return corrected_batch(
+        inputs, config, counts, ParallelGroups.given(groups), compile=compile, allow_zero_log_probs=allow_zero_log_probs
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.layout import SequenceLayout
 
 Tensors = Tensor | Sequence[Tensor]
@@ -69,15 +69,12 @@ class AgreedCounts:
 
 def check_counts(counts: AgreedCounts) -> None:
     """Raise ValueError for counts that cannot be."""
-    for name, value in vars(counts).items():
-        if value is not None and not isinstance(value, numbers.Integral):
-            raise ValueError(f"{name}={value!r} must be a whole number")
-    if counts.num_mini_batches < 1:
-        raise ValueError(f"num_mini_batches={counts.num_mini_batches} must be at least 1")
-    if counts.num_groups is not None and counts.num_groups < 1:
-        raise ValueError(f"num_groups={counts.num_groups} must be at least 1")
-    if counts.max_staleness < 0:
-        raise ValueError(f"max_staleness={counts.max_staleness} must be 0 or more")
+    check_integer("num_mini_batches", counts.num_mini_batches, least=1)
+    if counts.num_groups is not None:
+        check_integer("num_groups", counts.num_groups, least=1)
+    if counts.current_version is not None:
+        check_integer("current_version", counts.current_version)
+    check_integer("max_staleness", counts.max_staleness, least=0)
     if counts.max_staleness and counts.current_version is None:
         raise ValueError(
             f"max_staleness={counts.max_staleness} does nothing without policy_versions and current_version"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from megatron_rc.correction.shards import layouts_of
 from megatron_rc.correction.training_result import index_of
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -141,8 +141,7 @@ class Plan(ABC):
         """
         if self.check_ready is not None:
             self.check_ready()
-        if not isinstance(num_microbatches, numbers.Integral) or num_microbatches < 1:
-            raise ValueError(f"num_microbatches={num_microbatches!r} must be at least 1, and an integer")
+        check_integer("num_microbatches", num_microbatches, least=1)
         if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:
             raise ValueError(
                 f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "

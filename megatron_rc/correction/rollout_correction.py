@@ -16,7 +16,8 @@ from megatron_rc.correction.plans import Plan, PlannedStep
 from megatron_rc.correction.step import StepResult
 from megatron_rc.correction.steps import Steps
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.groups import ParallelGroups, group_device
+from megatron_rc.parallel.arguments import check_kind
+from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
@@ -58,11 +59,8 @@ class RolloutCorrection:
         compile: bool = False,
     ) -> None:
         check_config(config)
-        if not isinstance(groups, ParallelGroups):
-            raise ValueError(
-                f"groups is a {type(groups).__name__}: pass ParallelGroups.from_megatron(), or ParallelGroups() where "
-                "nothing is split"
-            )
+        check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
+        check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
         self.config = config
         self.groups = groups
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)

@@ -12,8 +12,9 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, Layouts, Tensors, check_counts
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, Layouts, Tensors, check_counts
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
+from megatron_rc.parallel.arguments import check_kind
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 
@@ -120,8 +121,11 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
         ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
             only.
     """
+    check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
     check_counts(counts)
     _check_pairs(inputs, counts)
+    if groups is not None:
+        groups.check_sums()
     is_list = not isinstance(inputs.response_mask, Tensor)
     masks: list[Tensor] = _listed("response_mask", inputs.response_mask, is_list, None)
     if not masks:
@@ -134,7 +138,8 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
     layouts = layouts_of(inputs.layout, masks, is_list, groups)
     for tensors in zip(masks, layouts, train, rollout, strict=True):
         _check_tokens(*tensors)
-        _check_cut(tensors[1], groups)
+        if groups is not None:
+            groups.check_cut(tensors[1].cp_rank, tensors[1].cp_size)
     num = [layout.num_sequences for layout in layouts]
     firsts = list(accumulate([0, *num[:-1]]))
     advantages, token_advantages = _sides("advantages", inputs.advantages, is_list, layouts, floating=True)
@@ -206,22 +211,6 @@ def layouts_of(
         if mask.dim() != 2:
             raise ValueError(f"response_mask has shape {tuple(mask.shape)}: without a layout it must be [b, s]")
     return [SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size) for mask in masks]
-
-
-def _check_cut(layout: SequenceLayout, groups: ParallelGroups | None) -> None:
-    if groups is None:
-        return
-    size, rank = group_size(groups.cp), group_rank(groups.cp)
-    if size > 1 and (groups.dp_cp is None or group_size(groups.dp_cp) % size):
-        raise ValueError(
-            f"groups.cp has {size} ranks, groups.dp_cp {group_size(groups.dp_cp)}: dp_cp holds all ranks with "
-            "different tokens, those of cp among them; without data parallelism it is the cp group itself"
-        )
-    if (layout.cp_size, layout.cp_rank) != (size, rank):
-        raise ValueError(
-            f"the layout is that of rank {layout.cp_rank} of {layout.cp_size} context-parallel ranks, this is rank "
-            f"{rank} of {size} of groups.cp: give the layout cp_rank and cp_size of that group"
-        )
 
 
 def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor) -> None:

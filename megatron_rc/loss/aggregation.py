@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
+from megatron_rc.parallel.arguments import check_kind, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
-from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _SCALED = ("token-sum", "seq-mean-token-sum-norm")
@@ -49,20 +50,25 @@ def aggregate_loss(
     Collectives: one SUM of [n] over ``cp``, one SUM of three numbers over ``dp_cp``.
 
     Raises:
-        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit.
+        ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit, groups that
+            are not those of the layout.
     """
     check_aggregation(mode, loss_scale_factor)
+    check_tensors({"denominator_mask": denominator_mask}, per_token=per_token, mask=mask)
     counted = mask if denominator_mask is None else denominator_mask
     for name, value in (("mask", mask), ("denominator_mask", counted)):
         if value.shape != per_token.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(per_token.shape)} of per_token")
         check_mask(name, value)
-    groups = groups or ParallelGroups()
+    groups = ParallelGroups.given(groups)
+    groups.check_sums()
     cp = groups.cp
     if layout is None:
         if per_token.dim() != 2:
             raise ValueError(f"per_token has shape {tuple(per_token.shape)}: without a layout it must be [b, s]")
         layout = SequenceLayout.padded(*per_token.shape, cp_rank=group_rank(cp), cp_size=group_size(cp))
+    check_kind("layout", layout, SequenceLayout, LAYOUT_REMEDY)
+    groups.check_cut(layout.cp_rank, layout.cp_size)
     lengths = all_reduce_sum(layout.sum_sequences(counted), cp)
     local = loss_sum(per_token, mask, mode, lengths, layout)
     # Whole sequences are counted on the first CP rank alone.
@@ -113,5 +119,5 @@ def check_aggregation(mode: str, loss_scale_factor: float | None) -> None:
             f"loss_scale_factor={loss_scale_factor} with aggregation={mode!r}: token-sum and "
             "seq-mean-token-sum-norm need it, the others do not use it"
         )
-    if loss_scale_factor is not None and not 0 < loss_scale_factor < torch.inf:
-        raise ValueError(f"loss_scale_factor={loss_scale_factor} must be positive and finite")
+    if loss_scale_factor is not None:
+        check_number("loss_scale_factor", loss_scale_factor, lambda x: 0 < x < torch.inf, "must be positive and finite")

@@ -11,11 +11,14 @@ from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
 from megatron_rc.numerics import EXP_LIMIT, check_mask
+from megatron_rc.parallel.arguments import check_kind, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
+from megatron_rc.parallel.softmax import arithmetic
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
+_NOT_NEGATIVE = "must be 0 or more, and finite"
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,19 @@ class PolicyLossConfig:
         if self.algorithm is not None:
             _check_dual_clip(objective_of(self.algorithm), self.dual_clip)
         check_aggregation(self.aggregation, self.loss_scale_factor)
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low={self.clip_low} must lie in [0, 1]")
-        if not 0 <= self.clip_high < torch.inf:
-            raise ValueError(f"clip_high={self.clip_high} must be 0 or more, and finite")
-        if self.dual_clip is not None and not 1 < self.dual_clip < torch.inf:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1; leave it out for no cap")
-        if not 0 <= self.kl_coef < torch.inf:
-            raise ValueError(f"kl_coef={self.kl_coef} must be 0 or more, and finite")
+        _check_clips(self.clip_low, self.clip_high, self.dual_clip)
+        check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use k1, k2 or k3")
-        if not 0 <= self.entropy_coef < torch.inf:
-            raise ValueError(f"entropy_coef={self.entropy_coef} must be 0 or more")
+        check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """``per_token`` is like the log-probs, 0 where masked; ``statistics`` merge over micro-batches and ranks."""
+    """``per_token`` is like the log-probs, 0 where masked; ``statistics`` merge over micro-batches and ranks.
+
+    ``per_token`` is float32 or wider, whatever the dtype of the log-probs.
+    """
 
     per_token: Tensor
     statistics: LossStatistics
@@ -104,7 +103,7 @@ def policy_loss(
     Args:
         log_probs: log π_θ, of the layout's local shape, nats; differentiated.
         old_log_probs: log π_old, of the same shape.
-        advantages: [n], one a sequence, or like ``log_probs``.
+        advantages: [n], one a sequence, or like ``log_probs``; of a shape that is both, one a sequence.
         response_mask: bool, like ``log_probs``; what stands elsewhere changes no bit of the result or the gradient.
         algorithm: see above.
         clip_low: the ratio is clipped below 1 - this.
@@ -118,15 +117,26 @@ def policy_loss(
     Collectives: none; ``gspo`` without ``sequence_log_ratio`` makes one SUM of [2, n] over ``cp``.
 
     Raises:
-        ValueError: an unknown algorithm, or shapes that do not fit.
+        ValueError: an unknown algorithm, bounds that cannot be, shapes that do not fit, or a layout of another rank of
+            ``cp``.
     """
     objective = objective_of(algorithm)
     _check_dual_clip(objective, dual_clip)
+    _check_clips(clip_low, clip_high, dual_clip)
+    check_tensors(
+        {"weights": weights},
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
+    )
     for name, value in (("old_log_probs", old_log_probs), ("response_mask", response_mask), ("weights", weights)):
         if value is not None and value.shape != log_probs.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
     check_mask("response_mask", response_mask)
-    layout = layout or _rows(log_probs)
+    layout = _checked_layout(log_probs, layout, groups)
+    # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
+    log_probs = log_probs.to(arithmetic(log_probs.dtype))
     zero = log_probs.new_zeros(())
     log_probs = torch.where(response_mask, log_probs, zero)
     log_ratio = log_probs - torch.where(response_mask, old_log_probs.detach(), zero)
@@ -153,9 +163,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
         estimator: ``k1``, ``k2`` or ``k3``.
 
     Raises:
-        ValueError: another estimator.
+        ValueError: another estimator, or shapes that differ.
     """
-    difference = log_probs - ref_log_probs.detach()
+    check_tensors({}, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    if ref_log_probs.shape != log_probs.shape:
+        raise ValueError(
+            f"ref_log_probs has shape {tuple(ref_log_probs.shape)}: expected {tuple(log_probs.shape)} of log_probs"
+        )
+    difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -167,7 +182,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
 
 def _check_dual_clip(objective: Objective, dual_clip: float | None) -> None:
     if dual_clip is not None and not objective.takes_dual_clip:
-        raise ValueError(f"dual_clip={dual_clip} does nothing with algorithm={objective.name!r}: drop it")
+        raise ValueError(f"dual_clip={dual_clip!r} does nothing with algorithm={objective.name!r}: drop it")
+
+
+def _check_clips(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
+    check_number("clip_low", clip_low, lambda x: 0 <= x <= 1, "must lie in [0, 1]")
+    check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, lambda x: 1 < x < torch.inf, "must be above 1; leave it out for no cap")
 
 
 def _sequence_mean(
@@ -203,18 +225,27 @@ def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistic
     return LossStatistics.of(sums, maxima)
 
 
-def _rows(log_probs: Tensor) -> SequenceLayout:
-    if log_probs.dim() != 2:
-        raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}: without a layout they must be [b, s]")
-    return SequenceLayout.padded(*log_probs.shape)
+def _checked_layout(log_probs: Tensor, layout: SequenceLayout | None, groups: ParallelGroups | None) -> SequenceLayout:
+    """The layout of these tokens on this rank; without one, rows of a padded batch."""
+    groups = ParallelGroups.given(groups)
+    if layout is None:
+        if log_probs.dim() != 2:
+            raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}: without a layout they must be [b, s]")
+        return SequenceLayout.padded(*log_probs.shape)
+    check_kind("layout", layout, SequenceLayout, LAYOUT_REMEDY)
+    if tuple(log_probs.shape) != layout.shape:
+        raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}: the layout's local shape is {layout.shape}")
+    groups.check_cut(layout.cp_rank, layout.cp_size)
+    return layout
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
-    if tuple(advantages.shape) == layout.shape:
-        return advantages
-    if tuple(advantages.shape) != (layout.num_sequences,):
+    # Where both shapes are one, as the correction reads it: one a sequence.
+    if tuple(advantages.shape) == (layout.num_sequences,):
+        return layout.expand(advantages)
+    if tuple(advantages.shape) != layout.shape:
         raise ValueError(
             f"advantages have shape {tuple(advantages.shape)}: expected one for each of {layout.num_sequences} "
             f"sequences, or one a token {layout.shape}"
         )
-    return layout.expand(advantages)
+    return advantages

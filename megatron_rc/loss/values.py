@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
+from megatron_rc.parallel.arguments import check_number, check_tensors
+from megatron_rc.parallel.softmax import arithmetic
 
 SUMS = ("tokens", "clipped", "values", "returns", "squared_returns", "errors", "squared_errors")
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """``per_token`` is like the values, 0 where masked; ``sums`` add up over micro-batches and ranks.
+    """``per_token`` is like the values, float32 or wider, 0 where masked; ``sums`` add up over micro-batches and ranks.
 
     ``sums``: [len(SUMS)] float64, over the tokens of the mask, in the order of ``SUMS``; an error is R - V.
     """
@@ -49,12 +51,15 @@ def value_loss(
     Raises:
         ValueError: shapes that do not fit, a clip that is not positive, or one without old values.
     """
+    check_tensors({"old_values": old_values, "weights": weights}, values=values, returns=returns, mask=mask)
     for name, value in (("returns", returns), ("mask", mask), ("old_values", old_values), ("weights", weights)):
         if value is not None and value.shape != values.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(values.shape)} of values")
     check_mask("mask", mask)
-    if clip is not None and (not 0 < clip < torch.inf or old_values is None):
-        raise ValueError(f"clip={clip} must be positive and finite, and needs old_values: pass both, or neither")
+    if clip is not None:
+        words = "must be positive and finite, and needs old_values: pass both, or neither"
+        check_number("clip", clip, lambda c: 0 < c < torch.inf and old_values is not None, words)
+    values = values.to(arithmetic(values.dtype))
     zero = values.new_zeros(())
     values, returns = torch.where(mask, values, zero), torch.where(mask, returns.detach().to(values.dtype), zero)
     free = (values - returns).square()

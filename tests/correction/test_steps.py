@@ -300,7 +300,7 @@ def test_weights_that_the_config_applies_must_be_given():
         ({"mini_batch": 2, "num_microbatches": 2}, r"mini_batch=2 is not in \[0, 2\)"),
         ({"mini_batch": -1, "num_microbatches": 2}, "mini_batch=-1 is not in"),
         ({"mini_batch": 0, "num_microbatches": 0}, "num_microbatches=0 must be at least 1"),
-        ({"mini_batch": 0, "num_microbatches": 2.0}, "num_microbatches=2.0 must be at least 1, and an integer"),
+        ({"mini_batch": 0, "num_microbatches": 2.0}, "num_microbatches=2.0 must be a whole number"),
         ({"mini_batch": 0, "num_microbatches": 1, "calculate_per_token_loss": True}, "local_tokens=0, total_tokens=0"),
         (
             {
@@ -421,6 +421,13 @@ def test_what_is_no_scale_no_group_and_no_tensor_is_named():
         RolloutCorrection(training.correction.config, None, loss=PolicyLossConfig())
     with pytest.raises(ValueError, match=r"response_mask is a NoneType: expected a torch\.Tensor"):
         correct_rollouts(training.old, training.rollout, None, training.correction.config)
+    with pytest.raises(ValueError, match=r"loss is a dict: pass a PolicyLossConfig"):
+        RolloutCorrection(training.correction.config, ParallelGroups(), loss={})
+    for mode in MODES:
+        with pytest.raises(ValueError, match=r"inputs is a dict: pass PlanInputs"):
+            Training(mode).correction.plan({})
+    with pytest.raises(ValueError, match=r"max_staleness=None must be a whole number"):
+        training.correction.plan(PlanInputs(training.old, training.rollout, training.mask), max_staleness=None)
     with pytest.raises(ValueError, match=r"num_mini_batches=2\.5 must be a whole number"):
         training.correction.plan(PlanInputs(training.old, training.rollout, training.mask), num_mini_batches=2.5)
 

@@ -1,6 +1,7 @@
 """Policy losses, KL penalties, aggregations, statistics and schedule factors by hand."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.parallel import SequenceLayout
 from megatron_rc.schedule import schedule_return
 
 
@@ -195,6 +197,35 @@ def test_objectives_at_the_edge_are_not():
     PolicyLossConfig(clip_low=0.0, aggregation="token-sum", loss_scale_factor=0.5)
 
 
+NUMBERS = ("clip_low", "clip_high", "dual_clip", "loss_scale_factor", "kl_coef", "entropy_coef")
+
+
+@pytest.mark.parametrize("value", ["0.2", True, math.nan, -math.inf, [2.0], -1], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number_is_named(name, value):
+    aggregation = "token-sum" if name == "loss_scale_factor" else "token-mean"
+    message = rf"^{re.escape(f'{name}={value!r}')} must "
+    with pytest.raises(ValueError, match=message):
+        PolicyLossConfig(aggregation=aggregation, **{name: value})
+    if name in ("clip_low", "clip_high", "dual_clip"):
+        tokens, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+        with pytest.raises(ValueError, match=message):
+            policy_loss(tokens, tokens, torch.ones(1), mask, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["clip_low", "clip_high", "kl_coef", "entropy_coef"])
+def test_none_is_no_number(name):
+    with pytest.raises(ValueError, match=f"^{name}=None must "):
+        PolicyLossConfig(**{name: None})
+
+
+def test_what_is_no_name_is_named():
+    for fields in ({"algorithm": ["gspo"]}, {"aggregation": None}, {"kl_estimator": 3}):
+        ((name, value),) = fields.items()
+        with pytest.raises(ValueError, match=rf"^{re.escape(f'{name}={value!r}')} is unknown"):
+            PolicyLossConfig(**fields)
+
+
 @pytest.mark.parametrize("algorithm", ["reinforce", "cispo"])
 def test_settings_that_do_nothing_are_refused(algorithm):
     some = torch.zeros(1, 1)
@@ -214,6 +245,60 @@ def test_shapes_that_do_not_fit_are_named(name):
     }
     with pytest.raises(ValueError, match=name):
         policy_loss(**(arguments | {name: torch.zeros(3, 3).bool() if name == "response_mask" else torch.zeros(3, 3)}))
+
+
+@pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout"])
+def test_what_is_no_tensor_is_named(name):
+    tokens = torch.zeros(2, 3)
+    given = {"log_probs": tokens, "old_log_probs": tokens, "advantages": torch.ones(2), "response_mask": tokens > -1}
+    with pytest.raises(ValueError, match=f"^{name} is a list: pass"):
+        policy_loss(**given | {name: [1.0]})
+
+
+def test_a_layout_of_other_tokens_is_named():
+    tokens, layout = torch.zeros(2, 3), SequenceLayout.padded(2, 1)
+    with pytest.raises(ValueError, match=r"log_probs have shape \(2, 3\): the layout's local shape is \(2, 1\)"):
+        policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
+
+
+def test_a_penalty_is_not_broadcast():
+    with pytest.raises(ValueError, match=r"ref_log_probs has shape \(3,\): expected \(2, 3\)"):
+        kl_penalty(torch.zeros(2, 3), torch.zeros(3))
+
+
+def test_advantages_of_either_shape_are_those_of_sequences():
+    """Two sequences and two tokens, both of the second: as the correction reads them."""
+    tokens = torch.full((2,), -1.0)
+    advantages, layout = torch.tensor([5.0, -3.0]), SequenceLayout.packed([0, 0, 2])
+    found = policy_loss(tokens, tokens, advantages, tokens < 0, algorithm="reinforce", layout=layout)
+    assert found.per_token.tolist() == [-3.0, -3.0]
+
+
+NARROW = {"ppo_clip": {"clip_high": 1e9}, "gspo": {}, "cispo": {}, "reinforce": {}}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("algorithm", OBJECTIVES)
+def test_narrow_log_probs_are_reckoned_with_in_float32(algorithm, dtype):
+    """Of the numbers that are given the loss is exact, and no ratio overflows: exp(20) is no float16."""
+    generator = torch.Generator().manual_seed(0)
+    given = -(4 * torch.rand(2, 3, 50, generator=generator)).to(dtype)
+    given[0, 0, 0], given[1, 0, 0] = 0.0, -30.0
+    mask, advantages = torch.rand(3, 50, generator=generator) > 0.2, torch.tensor([1.0, -1.0, 0.5])
+    mask[0, 0] = True
+    losses, gradients = [], []
+    for theta, old in (given, given.double()):
+        theta = theta.clone().requires_grad_()
+        found = policy_loss(theta, old, advantages.to(old.dtype), mask, algorithm=algorithm, **NARROW[algorithm])
+        loss = found.per_token + 0.1 * torch.where(mask, kl_penalty(theta, old, "k3"), 0)
+        loss.sum().backward()
+        losses.append(loss.detach())
+        gradients.append(theta.grad)
+    assert losses[0].dtype == torch.float32
+    torch.testing.assert_close(losses[0].double(), losses[1], rtol=2e-6, atol=2e-6)
+    assert gradients[0].isfinite().all() == (dtype == torch.bfloat16 or gradients[1].abs().max() < 65504)
+    exact = gradients[1].abs() < 65504
+    torch.testing.assert_close(gradients[0][exact], gradients[1].to(dtype)[exact], rtol=2e-2, atol=2e-3)
 
 
 def test_statistics_merge():

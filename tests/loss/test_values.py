@@ -64,6 +64,22 @@ def test_what_stands_at_masked_positions_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_are_reckoned_with_in_float32(dtype):
+    """Squares of 300 are no float16."""
+    given = [value.to(dtype) for value in (300 * VALUES, RETURNS, 300 * OLD)]
+    losses, gradients = [], []
+    for values, returns, old in (given, [value.double() for value in given]):
+        leaf = values.clone().requires_grad_()
+        found = value_loss(leaf, returns, MASK, old_values=old, clip=0.2)
+        found.per_token.sum().backward()
+        losses.append(found.per_token.detach())
+        gradients.append(leaf.grad)
+    assert losses[0].dtype == torch.float32
+    torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradients[0], gradients[1].to(dtype))
+
+
 def test_explained_variance():
     returns = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     assert metrics(value_loss(returns + 5, returns, MASK))["critic/explained_variance"] == pytest.approx(1)
@@ -78,6 +94,8 @@ def test_explained_variance():
         ({"clip": 0.2}, r"clip=0\.2 must be positive and finite, and needs old_values"),
         ({"clip": 0.0, "old_values": OLD}, r"clip=0\.0 must be positive"),
         ({"clip": float("inf"), "old_values": OLD}, "clip=inf must be positive and finite"),
+        ({"clip": "0.2", "old_values": OLD}, "clip='0.2' must be positive and finite"),
+        ({"weights": [1.0]}, r"weights is a list: pass a torch\.Tensor"),
         ({"weights": torch.ones(4)}, r"weights has shape \(4,\): expected \(1, 4\) of values"),
         ({"returns": torch.ones(2, 4)}, r"returns has shape \(2, 4\)"),
         ({"mask": torch.ones(1, 4)}, "mask"),

@@ -1,0 +1,40 @@
+"""Checks of what a caller hands over, so that all errors have one form: the argument, its value, what is expected."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def check_number(name: str, value: object, fits: Callable[[Any], bool], expected: str) -> None:
+    """Raise ValueError unless the value is a number (True and False are none) that fits.
+
+    ``expected`` ends the message: "must be positive, and finite". A comparison in ``fits`` is False for NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
+        raise ValueError(f"{name}={value!r} {expected}")
+
+
+def check_integer(name: str, value: object, least: float = -math.inf) -> None:
+    """Raise ValueError unless the value is a whole number, and at least so many."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name}={value!r} must be a whole number")
+    if value < least:
+        raise ValueError(f"{name}={value} must be {f'at least {least}' if least else '0 or more'}")
+
+
+def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
+    """Raise ValueError, with what to pass instead, for a value of another class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}: pass {remedy}")
+
+
+def check_tensors(optional: dict[str, object], **required: object) -> None:
+    """Raise ValueError for the first value, by the argument's name, that is no tensor; an optional one may be None."""
+    for name, value in (optional | required).items():
+        if value is not None or name in required:
+            check_kind(name, value, Tensor, "a torch.Tensor")
