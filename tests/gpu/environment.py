@@ -28,6 +28,7 @@ NEEDED = (
     "safetensors",
     "tqdm",
     "pytest",
+    "pytest_timeout",
 )
 UNUSABLE = 2  # exit status: the environment cannot be made
 
