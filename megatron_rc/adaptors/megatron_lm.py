@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.adaptors.tensors import checked_tensor
 from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.correction.micro_batch import MicroBatch
@@ -194,15 +195,14 @@ class MegatronCorrection:
         for name in needed:
             if name not in data:
                 raise ValueError(f"{name} is missing in a micro-batch: the correction that the flags describe needs it")
-        rows, length = data["tokens"].shape
+        rows, length = checked_tensor("tokens of a micro-batch", data["tokens"]).shape
         layout = self._layout(rows, -(-length // group_size(self.correction.groups.cp)))
         local = {}
         for name in needed:
-            whole = tuple(data[name].shape) == (rows, length)
-            if not whole and not (name == "advantages" and tuple(data[name].shape) == (rows,)):
-                shape = tuple(data[name].shape)
-                raise ValueError(f"{name} of a micro-batch has shape {shape}: expected {(rows, length)} of the tokens")
-            local[name] = layout.cut(data[name]) if whole else data[name]
+            whole = not (name == "advantages" and getattr(data[name], "ndim", 2) == 1)
+            shape = (rows, length) if whole else (rows,)
+            value = checked_tensor(f"{name} of a micro-batch", data[name], shape, " of the tokens")
+            local[name] = layout.cut(value) if whole else value
         return local
 
     def _inputs(self, parts: Sequence[Data]) -> PlanInputs:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_sequences
+from megatron_rc.advantages.shards import check_sequences, check_tensor
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -118,6 +118,7 @@ def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | Non
     """The responses that count, [n] bool, of arguments that are checked."""
     if estimator not in GROUP_ESTIMATORS:
         raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
+    check_tensor("group_ids", group_ids)
     check_sequences("rewards", rewards, len(group_ids))
     if group_ids.dtype != torch.int64:
         raise ValueError(f"group_ids is {group_ids.dtype}: expected int64")

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -19,7 +19,6 @@ from megatron_rc.doctor.report import as_json, examine, in_words
 from megatron_rc.doctor.sampled import Sampled
 from tests.doctor.test_inputs import metrics_of, write_lines
 from tests.support.made_faults import made
-from tests.support.paths import ROOT
 
 
 def report_of(fault, seed=5, **more):
@@ -121,10 +120,15 @@ def test_published_ranges_are_said_where_they_are_left():
     assert len({one.fact for one in RANGES}) == len(RANGES)
 
 
-@pytest.mark.processes
-def test_the_command_as_a_process(tmp_path):
-    path = write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **metrics_of(None)}])
-    command = [sys.executable, "-m", "megatron_rc.doctor", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "nothing wrong" in done.stdout
+@pytest.mark.parametrize(("fault", "code"), [(None, 0), ("int4", 1)])
+def test_the_module_ends_with_the_code(tmp_path, monkeypatch, capsys, fault, code):
+    """As ``python -m`` runs it, without a second Python."""
+    path = write_lines(tmp_path / "metrics.jsonl", [{"step": 1, **metrics_of(fault)}])
+    monkeypatch.delitem(sys.modules, "megatron_rc.doctor.__main__")
+    monkeypatch.setattr(sys, "argv", ["doctor", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("megatron_rc.doctor", run_name="__main__")
+    assert ended.value.code == code
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert ("nothing wrong" in said.out) == (code == 0)
