@@ -4,6 +4,7 @@ torchrun's agent, its store, the ranks' processes and their ends are the real on
 that imports torch, Megatron and transformers for each rank of each start: most of the seconds of a small run.
 """
 
+import importlib
 import logging
 import os
 import runpy
@@ -15,8 +16,10 @@ from unittest import mock
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-import tests.support.preloaded  # noqa: F401
 from megatron_rc.launch.__main__ import TRAINER, main
+from megatron_rc.launch.training.cpu import without_compiler
+
+LOADED = ("training.loop", "engines.transformers_engine")
 
 
 class Forked(subprocess.Popen):
@@ -52,6 +55,10 @@ def _run(words, env):
 
 
 if __name__ == "__main__":
+    with without_compiler():
+        for name in LOADED:
+            importlib.import_module(f"megatron_rc.launch.{name}")
+        importlib.import_module("transformers.models.llama.modeling_llama")
     given = sys.argv[1:]
     module = given.pop(0) if given[0].startswith("tests.") else TRAINER
     with mock.patch.object(subprocess_handler, "Popen", Forked):

@@ -178,7 +178,7 @@ def error_and_code(words):
 
 
 def test_all_ranks_end_alike(ranks, tmp_path):
-    layout = Layout(pp=2, dp=2)
+    layout = Layout(pp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--micro-batch-size=4", "--train-iters=5", "--stop-if")
     errors = ranks.run(error_and_code, layout, [*words, "perf/update_seconds > 0 for 2", "lr < 0"])
     assert set(errors) == {errors[0]}
