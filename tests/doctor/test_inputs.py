@@ -153,7 +153,7 @@ def test_a_runs_folder(tmp_path):
 
 
 def test_exports(tmp_path):
-    """verl's file logger, NeMo-RL's columns by step, lists, one JSON array, and W&B's CSV."""
+    """verl's file logger, NeMo-RL's columns by step, lists, one JSON array, W&B's CSV, and TensorBoard's named."""
     row = metrics_of("int4")
     columns = {name: {"1": value, "2": value} for name, value in row.items()}
     for text in (
@@ -171,6 +171,9 @@ def test_exports(tmp_path):
         writer.writerows([[step, row["rollout_corr/k3_kl"], 0, 9] for step in range(3)])
         writer.writerow([4, "", "", ""])
     assert names_of(tmp_path / "wandb.csv") == ["precision"]
+    lines = [f"1700000000,{step},{row['rollout_corr/k3_kl']}\n" for step in range(3)]
+    (tmp_path / "board.csv").write_text("Wall time,Step,rollout_corr/k3_kl\n" + "".join(lines))
+    assert names_of(tmp_path / "board.csv") == ["precision"]
 
 
 def test_rows_with_nan_are_left_out_and_told(tmp_path):
