@@ -18,6 +18,7 @@ from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.kept import CRITIC, OPTIMIZERS, POLICY, Kept, load_trained, trained_state
+from megatron_rc.launch.training.checkpoints.megatron_writes import reason_of
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
 
@@ -143,7 +144,7 @@ def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[N
     except UnsafeFileError as problem:
         error = f"{where}: {problem}"
     except _UNREADABLE as problem:
-        error = f"{where} does not fit this model and its flags ({differences(config, folder) or _reason(problem)})"
+        error = f"{where} does not fit this model and its flags ({differences(config, folder) or reason_of(problem)})"
     agree(config, error)
 
 
@@ -155,10 +156,3 @@ def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> 
                 f"{where} holds {name}.{key}, which has no place in a checkpoint of this model: nothing of it was run"
             )
     return None
-
-
-def _reason(error: BaseException) -> str:
-    """The first failure of any rank, as one line."""
-    causes = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-    text = " ".join(str((causes or [error])[0]).split())
-    return text if len(text) < 300 else f"{text[:300]} …"

@@ -28,7 +28,8 @@ def reason_of(error: BaseException) -> str:
     first = (causes or [error])[0]
     if isinstance(first, OSError) and first.strerror:
         return f"{Path(str(first.filename)).name}: {first.strerror}" if first.filename else first.strerror
-    return " ".join(str(first).split())
+    text = " ".join(str(first).split())
+    return text if len(text) < 300 else f"{text[:300]} …"
 
 
 @contextmanager
