@@ -49,6 +49,7 @@ class RowFormat:
         needs_label: every row must have one.
         chat: the tokenizer writes prompts as turns of a conversation.
         alphabet: the characters that the tokenizer knows; None: any.
+        plain_label: a label is text or a number, which ``--reward exact`` compares with responses.
     """
 
     input_key: str
@@ -56,6 +57,7 @@ class RowFormat:
     needs_label: bool
     chat: bool
     alphabet: frozenset[str] | None = None
+    plain_label: bool = False
 
     def problem(self, row: Row) -> Problem:
         """The problem that a row poses.
@@ -70,6 +72,11 @@ class RowFormat:
             if self.label_key in row:
                 raise ValueError(f"is null under {self.label_key!r}: give the row a label, or leave it out")
             raise ValueError(f"has no {self.label_key!r}{_among(row)}: name the label's key with --label-key")
+        if self.plain_label and (isinstance(label, bool) or not isinstance(label, str | int | float)):
+            raise ValueError(
+                f"has {_kind(label)} under {self.label_key!r}, and --reward exact compares texts and numbers: write it "
+                "as a response would, or score with python:pkg.module:function"
+            )
         prompt = row[self.input_key]
         messages = self._messages(prompt)
         last = messages[-1]["content"] if messages else prompt

@@ -163,6 +163,9 @@ def test_labels_are_not_asked_of_rows_for_a_function(tmp_path):
     assert task.problems(0, 1)[0].label is None
     with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 has no 'label'"):
         check(tmp_path, *DATA, "--prompt-data", path)
+    lists = write(tmp_path / "lists.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": ["b"]}])
+    with pytest.raises(ConfigurationError, match=r"lists.jsonl, line 2 has a list under 'label', and --reward exact"):
+        check(tmp_path, *DATA, "--prompt-data", lists)
 
 
 def test_labels_are_not_asked_of_rows_that_nothing_scores(tmp_path):

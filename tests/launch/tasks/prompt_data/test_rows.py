@@ -1,6 +1,7 @@
 """What a row says, and every way in which it can be wrong."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -58,6 +59,15 @@ def test_messages_are_kept_whole():
     problem = CHAT.problem({"prompt": said, "label": "9"})
     assert problem.messages == tuple(said)
     assert problem.prompt == "4 + 5"
+
+
+@pytest.mark.parametrize("label", [[1, 2], {"is": 1}, True])
+def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(label):
+    exact = replace(PLAIN, plain_label=True)
+    with pytest.raises(ValueError, match=r"has .* under 'label', and --reward exact compares texts"):
+        exact.problem({"prompt": "a", "label": label})
+    assert PLAIN.problem({"prompt": "a", "label": label}).label == label
+    assert [exact.problem({"prompt": "a", "label": plain}).label for plain in ("", 8, 1.5)] == ["", 8, 1.5]
 
 
 def test_the_keys_are_the_users():
