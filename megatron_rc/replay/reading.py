@@ -46,6 +46,11 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".jsonl"))
+    if any(file.name == "metrics.jsonl" for file in files):
+        raise ValueError(
+            f"{path} is the folder of a run, whose metrics hold no tokens: name that of its --save-rollouts DIR "
+            "--save-log-probs"
+        )
     if not files:
         raise ValueError(f"{path} has no .safetensors and no .jsonl file: name the folder of --save-rollouts")
     return files

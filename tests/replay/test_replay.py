@@ -398,7 +398,9 @@ def test_files_that_are_not_there_or_do_not_go_together(tmp_path, capsys):
     ):
         (tmp_path / "a.jsonl").write_bytes(content)
         assert message in refused([tmp_path / "a.jsonl", "--preset=disabled"], capsys)
-    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.jsonl").rename(tmp_path / "metrics.jsonl")
+    assert "is the folder of a run, whose metrics hold no tokens" in refused([tmp_path, "--preset=disabled"], capsys)
+    (tmp_path / "metrics.jsonl").unlink()
     save_rollouts(scored_batch(), tmp_path / "a.safetensors")
     record = tmp_path / "record"
     save_rollouts(scored_batch(), record)
