@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rc.parallel.arguments import check_integer
+from megatron_rc.parallel.arguments import check_integer, check_kind
 from megatron_rc.parallel.blocks import Block, cut_packed, cut_padded
+from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
 Split = Literal["zigzag", "contiguous"]
-LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
@@ -133,6 +133,23 @@ class SequenceLayout:
         for length in set(local):
             _num_chunks(length * cp_size, cp_rank, cp_size, split)
         return cls(tuple(length * cp_size for length in local), (bounds[-1],), cp_rank, cp_size, split)
+
+    @classmethod
+    def given(cls, layout: SequenceLayout | None, name: str, tensor: Tensor, groups: ParallelGroups) -> SequenceLayout:
+        """The layout of a tensor that a caller passed by this name; for None, padded rows cut as ``groups.cp`` says.
+
+        Raises:
+            ValueError: it is no layout, or not that of this tensor, or of this rank.
+        """
+        if layout is None:
+            if tensor.dim() != 2:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}: without a layout it must be [b, s]")
+            return cls.padded(*tensor.shape, cp_rank=group_rank(groups.cp), cp_size=group_size(groups.cp))
+        check_kind("layout", layout, cls, "SequenceLayout.padded(...) or .packed(...)")
+        if tuple(tensor.shape) != layout.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: the layout's local shape is {layout.shape}")
+        groups.check_cut(layout.cp_rank, layout.cp_size)
+        return layout
 
     @property
     def num_sequences(self) -> int:

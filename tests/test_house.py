@@ -163,7 +163,14 @@ def test_the_gpu_path_never_imports_the_switch():
 
 
 def test_oracles_know_nothing_of_the_library():
-    for name in ("advantages_oracle", "correction_oracle", "critic_oracle", "made_faults", "training_oracle"):
+    for name in (
+        "advantages_oracle",
+        "correction_oracle",
+        "critic_oracle",
+        "golden_oracle",
+        "made_faults",
+        "training_oracle",
+    ):
         for imported in imports(ROOT / "tests" / "support" / f"{name}.py"):
             assert not imported.startswith("megatron_rc"), name
             assert not imported.startswith("tests.") or "_oracle" in imported, name

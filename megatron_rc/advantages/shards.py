@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
-from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 
 
@@ -16,16 +16,7 @@ def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroup
         ValueError: it is not that of this mask, or of this rank.
     """
     check_mask("response_mask", mask)
-    cp = None if groups is None else groups.cp
-    rank, size = group_rank(cp), group_size(cp)
-    if layout is None:
-        if mask.dim() != 2:
-            raise ValueError(f"response_mask has shape {tuple(mask.shape)}: without a layout it must be [b, s]")
-        return SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size)
-    if tuple(mask.shape) != layout.shape:
-        raise ValueError(f"response_mask has shape {tuple(mask.shape)}: the layout's local shape is {layout.shape}")
-    ParallelGroups.given(groups).check_cut(layout.cp_rank, layout.cp_size)
-    return layout
+    return SequenceLayout.given(layout, "response_mask", mask, ParallelGroups.given(groups))
 
 
 def check_tensor(name: str, values: object) -> None:

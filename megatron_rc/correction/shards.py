@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, Layouts, Tensors, check_counts
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
 from megatron_rc.parallel.arguments import check_kind
-from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
+from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import SequenceLayout
 
 T = TypeVar("T")
@@ -205,12 +205,8 @@ def layouts_of(
     """The layout of each micro-batch; without one, padded rows cut as ``groups.cp`` says."""
     if value is not None:
         return _listed("layout", value, is_list, len(masks))
-    cp = None if groups is None else groups.cp
-    rank, size = group_rank(cp), group_size(cp)
-    for mask in masks:
-        if mask.dim() != 2:
-            raise ValueError(f"response_mask has shape {tuple(mask.shape)}: without a layout it must be [b, s]")
-    return [SequenceLayout.padded(*mask.shape, cp_rank=rank, cp_size=size) for mask in masks]
+    groups = groups or ParallelGroups()
+    return [SequenceLayout.given(None, "response_mask", mask, groups) for mask in masks]
 
 
 def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_rc.numerics import check_mask
-from megatron_rc.parallel.arguments import check_kind, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
-from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
-from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
+from megatron_rc.parallel.groups import ParallelGroups, group_rank
+from megatron_rc.parallel.layout import SequenceLayout
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _SCALED = ("token-sum", "seq-mean-token-sum-norm")
@@ -62,17 +62,11 @@ def aggregate_loss(
         check_mask(name, value)
     groups = ParallelGroups.given(groups)
     groups.check_sums()
-    cp = groups.cp
-    if layout is None:
-        if per_token.dim() != 2:
-            raise ValueError(f"per_token has shape {tuple(per_token.shape)}: without a layout it must be [b, s]")
-        layout = SequenceLayout.padded(*per_token.shape, cp_rank=group_rank(cp), cp_size=group_size(cp))
-    check_kind("layout", layout, SequenceLayout, LAYOUT_REMEDY)
-    groups.check_cut(layout.cp_rank, layout.cp_size)
-    lengths = all_reduce_sum(layout.sum_sequences(counted), cp)
+    layout = SequenceLayout.given(layout, "per_token", per_token, groups)
+    lengths = all_reduce_sum(layout.sum_sequences(counted), groups.cp)
     local = loss_sum(per_token, mask, mode, lengths, layout)
     # Whole sequences are counted on the first CP rank alone.
-    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(cp) == 0)
+    counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(groups.cp) == 0)
     total, tokens, sequences = all_reduce_sum(torch.cat([local.detach().view(1), counts]), groups.dp_cp).unbind()
     divisor = denominator(mode, loss_scale_factor, tokens.clamp(min=1), sequences.clamp(min=1))
     return torch.where(tokens > 0, (local - local.detach() + total) / divisor, 0.0)

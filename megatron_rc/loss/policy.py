@@ -11,10 +11,10 @@ from megatron_rc.loss.aggregation import check_aggregation
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.objectives import Objective, TokenLoss, TokenTerms, objective_of
 from megatron_rc.numerics import EXP_LIMIT, check_mask
-from megatron_rc.parallel.arguments import check_kind, check_number, check_tensors
+from megatron_rc.parallel.arguments import check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
+from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -134,7 +134,9 @@ def policy_loss(
         if value is not None and value.shape != log_probs.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
     check_mask("response_mask", response_mask)
-    layout = _checked_layout(log_probs, layout, groups)
+    groups = ParallelGroups.given(groups)
+    # Rows need no positions: slices of any length will do.
+    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if layout is not None else ParallelGroups())
     # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
     zero = log_probs.new_zeros(())
@@ -196,13 +198,13 @@ def _sequence_mean(
     log_ratio: Tensor,
     mask: Tensor,
     layout: SequenceLayout,
-    groups: ParallelGroups | None,
+    groups: ParallelGroups,
     known: Tensor | None,
 ) -> Tensor:
     """The mean of log r over each whole sequence, at its tokens; 0 without a token."""
     if known is None:
         sums = torch.stack([layout.sum_sequences(log_ratio), layout.sum_sequences(mask)])
-        total, tokens = all_reduce_sum(sums, None if groups is None else groups.cp).unbind()
+        total, tokens = all_reduce_sum(sums, groups.cp).unbind()
         known = total / tokens.clamp(min=1)
     return layout.expand(known.to(log_ratio.dtype))
 
@@ -223,20 +225,6 @@ def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistic
         for name, value in (("log_ratio", log_ratio), ("-log_ratio", -log_ratio))
     }
     return LossStatistics.of(sums, maxima)
-
-
-def _checked_layout(log_probs: Tensor, layout: SequenceLayout | None, groups: ParallelGroups | None) -> SequenceLayout:
-    """The layout of these tokens on this rank; without one, rows of a padded batch."""
-    groups = ParallelGroups.given(groups)
-    if layout is None:
-        if log_probs.dim() != 2:
-            raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}: without a layout they must be [b, s]")
-        return SequenceLayout.padded(*log_probs.shape)
-    check_kind("layout", layout, SequenceLayout, LAYOUT_REMEDY)
-    if tuple(log_probs.shape) != layout.shape:
-        raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}: the layout's local shape is {layout.shape}")
-    groups.check_cut(layout.cp_rank, layout.cp_size)
-    return layout
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:

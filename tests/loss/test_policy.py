@@ -257,7 +257,7 @@ def test_what_is_no_tensor_is_named(name):
 
 def test_a_layout_of_other_tokens_is_named():
     tokens, layout = torch.zeros(2, 3), SequenceLayout.padded(2, 1)
-    with pytest.raises(ValueError, match=r"log_probs have shape \(2, 3\): the layout's local shape is \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"log_probs has shape \(2, 3\): the layout's local shape is \(2, 1\)"):
         policy_loss(tokens, tokens, torch.ones(2), tokens > -1, layout=layout)
 
 

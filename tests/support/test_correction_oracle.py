@@ -19,6 +19,7 @@ import pytest
 
 from tests.golden.load import cases
 from tests.support import correction_oracle as oracle
+from tests.support.golden_oracle import LEVEL_CRITERIA, golden_settings
 
 # exp(-20) = 2.1e-9: ours clamps the smallest sequence weight, the sources do not. Nothing else needs an absolute part.
 RTOL, ATOL = 1e-6, 3e-9
@@ -41,7 +42,7 @@ class Case:
         self.weights = arrays.get("weights_by_definition", arrays.get("weights"))
         self.mask = arrays.get("modified_mask_unclamped", arrays.get("modified_mask"))
         self.metrics = case["metrics"] | case.get("metrics_by_definition", {})
-        self.settings = oracle.golden_settings(self.generation, self.config)
+        self.settings = golden_settings(self.generation, self.config)
         self.clamp_sensitive = case.get("clamp_sensitive", False)
         train, rollout, mask = self.inputs
         self.valid = [(i, t) for i, row in enumerate(mask) for t, valid in enumerate(row) if valid]
@@ -85,7 +86,7 @@ def metric_gen2(case, name):
     key, ((criterion, lower, upper),) = name.removeprefix("rollout_rs_"), case.settings.criteria
     if "masked" in key:
         return case.run().metrics[f"rollout_rs_{criterion}_{key}"]
-    level = {name: level for level, name in oracle.LEVEL_CRITERIA.items()}[criterion]
+    level = {name: level for level, name in LEVEL_CRITERIA.items()}[criterion]
     return weight_metric(case, key, oracle.Settings(level=level, lower=math.exp(lower), upper=math.exp(upper)))
 
 
