@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_rc.parallel.arguments import check_number
+
 Threshold = float | str | None
 DEFAULT_WEIGHT_THRESHOLD = 2.0
 
@@ -105,8 +107,7 @@ def ordered(field: str, value: float | str, lower: float, upper: float) -> None:
 
 def positive(field: str, value: object) -> None:
     """Raise ValueError unless the value is a finite positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"{field}={value!r} must be a finite positive number")
+    check_number(field, value, lambda number: 0 < number <= sys.float_info.max, "must be a finite positive number")
 
 
 def aligned(field: str, value: Threshold, names: list[str]) -> list[str | None]:

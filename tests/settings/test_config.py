@@ -8,6 +8,7 @@ import re
 import pytest
 
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
+from megatron_rc.settings.fields import FIELDS
 from tests.settings.test_description import DESCRIBED
 from tests.settings.test_flags import from_flags
 
@@ -156,6 +157,16 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
 def test_what_cannot_work_is_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         RolloutCorrectionConfig.from_dict(fields)
+
+
+@pytest.mark.parametrize("value", [b"two", math.nan, -math.inf, [1], {}], ids=str)
+@pytest.mark.parametrize("name", [*FIELDS, "use_policy_gradient"])
+def test_what_no_field_takes_is_named(name, value):
+    fields = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    fields |= {"rollout_is_mode": "clamp"} if name == "rollout_is_threshold_lower" else {}
+    with pytest.raises(ValueError, match=re.escape(name)) as raised:
+        RolloutCorrectionConfig(**fields | {name: value})
+    assert str(raised.value).startswith((f"{name}={value!r} ", f"{name}={str(value)!r} "))
 
 
 @pytest.mark.parametrize(
