@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from megatron_rc.launch.distributed import initialize, shut_down
+from megatron_rc.launch.dry_run.many_experts import even_experts
 from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import MegatronSection
@@ -86,7 +87,6 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
         config: of the run, whose layers may be Transformer Engine's; those that stand for them are local ones.
     """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     from megatron_rc.launch.training import local_layers
@@ -95,7 +95,7 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # Nothing is drawn, so no state of a generator is kept.
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", _nothing_drawn))
-        stack.enter_context(mock.patch.object(SequentialMLP, "forward", _with_even_experts(SequentialMLP.forward)))
+        stack.enter_context(even_experts())
         if config.model.transformer_impl == TRANSFORMER_ENGINE:
             # Its attention goes round the context-parallel ranks with their own keys, and keeps no mask.
             stack.enter_context(mock.patch.object(local_layers, "group_size", _alone))
@@ -142,24 +142,6 @@ class _EvenlyChosen(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         values, mask = args
         return values.expand(mask.shape).flatten()[: round(mask.numel() * self.share)].clone()
-
-
-class _Even:
-    """Numbers of tokens of each expert, all alike."""
-
-    def __init__(self, tokens: int, experts: int) -> None:
-        self.each, self.more, self.experts = *divmod(tokens, experts), experts
-
-    def tolist(self) -> list[int]:
-        """As numbers."""
-        return [self.each + (index < self.more) for index in range(self.experts)]
-
-
-def _with_even_experts(forward: Any) -> Any:
-    def run(self: Any, hidden: Tensor, _: Any, probs: Tensor) -> Any:
-        return forward(self, hidden, _Even(len(hidden), self.num_local_experts), probs)
-
-    return run
 
 
 def _with_mask(attention: Any) -> Any:

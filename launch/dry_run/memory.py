@@ -24,6 +24,7 @@ from megatron_rc.launch.dry_run.fake_ranks import (
     on_this_machine,
 )
 from megatron_rc.launch.dry_run.live_bytes import LiveBytes
+from megatron_rc.launch.dry_run.many_experts import number_of
 from megatron_rc.launch.dry_run.places import expert_tp
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
@@ -194,7 +195,7 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
         kept = live.live
     if config.training.fused_linear_log_probs and chunk.post_process:
         logits = _fused_bytes(chunk)
-    sizes = [(parameter.numel(), getattr(parameter, "allreduce", True)) for parameter in chunk.parameters()]
+    sizes = [(number_of(parameter), getattr(parameter, "allreduce", True)) for parameter in chunk.parameters()]
     return _Chunk(
         dense=sum(size for size, is_dense in sizes if is_dense),
         experts=sum(size for size, is_dense in sizes if not is_dense),

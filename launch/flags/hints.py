@@ -123,5 +123,12 @@ def _hint(name: str, dashes: str, parser: argparse.ArgumentParser) -> str:
             return _OTHERWISE[part]
         if part in known or part in _SOURCES:
             return f"did you mean {dashes}{_SOURCES.get(part, part)}?"
-    close = difflib.get_close_matches(name, [*known, *_SOURCES], n=1)
-    return f"did you mean {dashes}{_SOURCES.get(close[0], close[0])}?" if close else "--help-all lists them"
+    torchruns = long_options(torchrun_parser())
+    close = difflib.get_close_matches(name, [*known, *_SOURCES, *torchruns, *_OTHERWISE], n=1)
+    if not close:
+        return "--help-all lists them"
+    (found,) = close
+    if found in _OTHERWISE and found not in torchruns:
+        return f"if --{found} is meant, {_OTHERWISE[found]}"
+    meant = f"did you mean {dashes}{_SOURCES.get(found, found)}?"
+    return f"{meant} {_LAUNCHERS}" if found in torchruns else meant

@@ -42,6 +42,11 @@ def test_every_hint_is_for_a_name_that_is_unknown_and_leads_to_one_that_is_not(p
         ("--no-load-rng", "it is of Megatron-LM's own training loop"),
         ("--cache-mla-latents", "it changes how multi-latent attention is computed"),
         ("--n-samples-per-promt", "did you mean --grpo-group-size?"),
+        ("--nproc_per_nod", "did you mean --nproc-per-node? it stands on the command line of"),
+        ("--nnode", "did you mean --nnodes? it stands on the command line of"),
+        ("--rdzv_endpont", "did you mean --rdzv-endpoint? it stands on the command line of"),
+        ("--max-restart", "did you mean --max-restarts? it stands on the command line of"),
+        ("--mock-dat", "if --mock-data is meant, it is of Megatron-LM's data for pretraining"),
         ("--zzz", "--help-all lists them"),
     ],
 )
