@@ -47,6 +47,7 @@ def test_every_hint_is_for_a_name_that_is_unknown_and_leads_to_one_that_is_not(p
         ("--rdzv_endpont", "did you mean --rdzv-endpoint? it stands on the command line of"),
         ("--max-restart", "did you mean --max-restarts? it stands on the command line of"),
         ("--mock-dat", "if --mock-data is meant, it is of Megatron-LM's data for pretraining"),
+        ("--eval-iters", "did you mean --eval-problems?"),
         ("--zzz", "--help-all lists them"),
     ],
 )
