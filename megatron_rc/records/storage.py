@@ -43,12 +43,17 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside ``path``, which takes its place when the block ends well, and is removed otherwise.
 
+    A link stays: the file that it leads to is the one that is replaced.
+
     Raises:
-        OSError: ``path`` is a folder or stands in one that does not exist.
+        OSError: ``path`` is a folder, a device or a pipe, or stands in a folder that does not exist.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file to write")
+    if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+        raise OSError(f"{path} is a device or a pipe: expected the name of a file to write")
+    path = path.resolve()
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist, create it first")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

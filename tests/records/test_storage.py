@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import json
 import math
+import os
 import struct
 from pathlib import Path
 
@@ -131,6 +132,17 @@ def test_missing_files_and_folders_are_named(tmp_path):
         save_rollouts(example(), tmp_path / "nowhere" / "file")
     with pytest.raises(IsADirectoryError, match="is a folder: expected the name of a file to write"):
         save_rollouts(example(), tmp_path)
+
+
+def test_a_pipe_stays_and_a_link_leads_to_what_is_written(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is a device or a pipe: expected the name of a file to write"):
+        save_rollouts(example(), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    save_rollouts(example(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert identical(load_rollouts(tmp_path / "file"), example())
 
 
 def test_a_batch_of_the_wrong_structure_is_not_written(tmp_path):
