@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 # Packages that the settings alone can be checked without.
-_OF_TRAINING_MACHINES = ("transformer_engine", "vllm", "wandb", "mbridge", "math_verify")
+_OF_TRAINING_MACHINES = ("transformer_engine", "vllm", "wandb", "mbridge", "math_verify", "deep_ep")
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
@@ -48,7 +48,15 @@ def require(module: str, user: str, extra: str) -> None:
         found = False
     if found:
         return
-    words = f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'"
+    refuse_or_note(module, f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'")
+
+
+def refuse_or_note(module: str, words: str) -> None:
+    """Say that a package is missing: as a note where another machine's run is looked at, if only that needs it.
+
+    Raises:
+        ConfigurationError: with these words, otherwise.
+    """
     notes = _noted.get()
     if notes is None or module not in _OF_TRAINING_MACHINES:
         raise ConfigurationError(words)

@@ -19,13 +19,17 @@ HEAVY = ("megatron.core", "transformers", "numpy.testing", "yaml", "tokenizers",
 
 @pytest.mark.processes
 def test_import_needs_torch_alone():
+    """And Megatron's fields are read for the help without Megatron."""
     code = (
         "import sys, torch; before = set(sys.modules)\n"
         "import megatron_rc\n"
         "for name in megatron_rc.__all__: getattr(megatron_rc, name)\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         f"assert not [name for name in {HEAVY!r} if name in sys.modules and name not in before]\n"
-        "print(sorted(new - sys.stdlib_module_names))"
+        "print(sorted(new - sys.stdlib_module_names))\n"
+        "from megatron_rc.launch.flags.parser import build_parser\n"
+        "assert '--overlap-grad-reduce, --no-overlap-grad-reduce' in build_parser().format_help()\n"
+        "assert not [name for name in sys.modules if name.startswith('megatron.')]\n"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert output.stdout.strip() == "['megatron_rc']"

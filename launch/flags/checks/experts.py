@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.errors import ConfigurationError, require, require_multiple
+from megatron_rc.launch.errors import ConfigurationError, refuse_or_note, require, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.run_config.megatron_configs import has_module
@@ -68,9 +68,10 @@ def _check_flex(config: RunConfig) -> None:
     if config.launch.on_cpu:
         raise ConfigurationError("--moe-token-dispatcher-type flex needs a CUDA device: use alltoall on the CPU")
     if not has_module("deep_ep"):
-        raise ConfigurationError(
+        refuse_or_note(
+            "deep_ep",
             "--moe-token-dispatcher-type flex needs deep_ep, which is not installed: see DeepEP's pages, or use "
-            "alltoall"
+            "alltoall",
         )
 
 

@@ -122,6 +122,13 @@ def test_packages_of_the_training_machines_are_noted(capsys):
     assert json.loads(dry_run(capsys, "--config count_up --cpu --json", ranks=4)[1])["notes"] == []
 
 
+def test_experts_that_deepep_exchanges_are_looked_at_without_it(capsys):
+    words = "--config count_up --num-experts 4 --moe-ffn-hidden-size 64 --qk-layernorm --moe-token-dispatcher-type flex"
+    code, output, errors = dry_run(capsys, f"{words} --json", ranks=4)
+    assert (code, errors) == (0, "")
+    assert [note for note in json.loads(output)["notes"] if "flex needs deep_ep, which is not installed" in note]
+
+
 def test_what_the_settings_cannot_be_read_without_is_refused(capsys, tmp_path):
     code, _, errors = dry_run(capsys, f"--config count_up --load-hf {tmp_path}", ranks=4)
     assert code == 2

@@ -11,7 +11,6 @@ MORE = {
     "kept": [],
     "recomputed": "--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=1".split(),
     "few tokens": ["--seq-length=36", "--micro-batch-size=1", "--moe-router-topk=1", "--moe-router-pre-softmax"],
-    "wide": ["--moe-ffn-hidden-size=1024"],
     "bf16": ["--bf16", "--use-distributed-optimizer"],
 }
 

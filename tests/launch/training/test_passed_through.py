@@ -39,7 +39,7 @@ def test_both_passes_agree(ranks, tmp_path, case):
 @pytest.mark.parametrize(
     ("layout", "ends", "layers"),
     [
-        (Layout(pp=2), "--decoder-first-pipeline-num-layers=1", [1, 3]),
+        pytest.param(Layout(pp=2), "--decoder-first-pipeline-num-layers=1", [1, 3], marks=pytest.mark.long),
         (Layout(pp=4), "--decoder-first-pipeline-num-layers=2 --decoder-last-pipeline-num-layers=2", [2, 1, 1, 2]),
     ],
     ids=["first", "both"],
