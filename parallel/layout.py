@@ -22,6 +22,7 @@ from megatron_rc.parallel.blocks import Block, cut_packed, cut_padded
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
 Split = Literal["zigzag", "contiguous"]
+LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
@@ -41,7 +42,8 @@ def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zig
     Raises:
         ValueError: the length does not divide, or the rank lies outside the group.
     """
-    chunks = _num_chunks(length, cp_rank, cp_size, split)
+    _check_rank(cp_rank, cp_size)
+    chunks = _num_chunks(length, cp_size, split)
     grid = torch.arange(length).view(chunks, length // chunks)
     held = [cp_rank, chunks - 1 - cp_rank] if chunks > cp_size else [cp_rank]
     return grid[held].reshape(-1)
@@ -54,9 +56,8 @@ def _check_rank(cp_rank: int, cp_size: int) -> None:
         raise ValueError(f"cp_rank={cp_rank} is not in [0, {cp_size}): pass the rank inside the CP group")
 
 
-def _num_chunks(length: int, cp_rank: int, cp_size: int, split: Split) -> int:
-    """How many equal chunks a sequence is cut into; raises as :func:`shard_positions` does."""
-    _check_rank(cp_rank, cp_size)
+def _num_chunks(length: int, cp_size: int, split: Split) -> int:
+    """How many equal chunks a sequence is cut into; raises where its length does not divide."""
     if split not in ("zigzag", "contiguous"):
         raise ValueError(f"split={split!r} is unknown: use 'zigzag' or 'contiguous'")
     chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
@@ -104,7 +105,7 @@ class SequenceLayout:
         for name, value in (("batch_size", batch_size), ("local_length", local_length)):
             check_integer(name, value, least=0)
         _check_rank(cp_rank, cp_size)
-        _num_chunks(local_length * cp_size, cp_rank, cp_size, split)
+        _num_chunks(local_length * cp_size, cp_size, split)
         return cls((local_length * cp_size,) * batch_size, (batch_size, local_length), cp_rank, cp_size, split)
 
     @classmethod
@@ -122,8 +123,11 @@ class SequenceLayout:
         Raises:
             ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
         """
-        bounds = local_cu_seqlens.tolist() if isinstance(local_cu_seqlens, Tensor) else local_cu_seqlens
-        if not isinstance(bounds, Sequence) or any(not isinstance(bound, numbers.Integral) for bound in bounds):
+        # NumPy's arrays have it too.
+        bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
+        if not isinstance(bounds, Sequence) or not all(
+            issubclass(each, numbers.Integral) for each in set(map(type, bounds))
+        ):
             raise ValueError(f"local_cu_seqlens={local_cu_seqlens!r} must be whole numbers, one more than sequences")
         bounds = [int(bound) for bound in bounds]
         _check_rank(cp_rank, cp_size)
@@ -131,12 +135,16 @@ class SequenceLayout:
         if not bounds or bounds[0] != 0 or min(local, default=0) < 0:
             raise ValueError(f"local_cu_seqlens={bounds} must start with 0 and never fall")
         for length in set(local):
-            _num_chunks(length * cp_size, cp_rank, cp_size, split)
+            _num_chunks(length * cp_size, cp_size, split)
         return cls(tuple(length * cp_size for length in local), (bounds[-1],), cp_rank, cp_size, split)
 
     @classmethod
-    def given(cls, layout: SequenceLayout | None, name: str, tensor: Tensor, groups: ParallelGroups) -> SequenceLayout:
+    def given(
+        cls, layout: SequenceLayout | None, name: str, tensor: Tensor, groups: ParallelGroups | None
+    ) -> SequenceLayout:
         """The layout of a tensor that a caller passed by this name; for None, padded rows cut as ``groups.cp`` says.
+
+        Without groups a layout of any rank will do, and rows are whole sequences.
 
         Raises:
             ValueError: it is no layout, or not that of this tensor, or of this rank.
@@ -144,11 +152,13 @@ class SequenceLayout:
         if layout is None:
             if tensor.dim() != 2:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}: without a layout it must be [b, s]")
-            return cls.padded(*tensor.shape, cp_rank=group_rank(groups.cp), cp_size=group_size(groups.cp))
-        check_kind("layout", layout, cls, "SequenceLayout.padded(...) or .packed(...)")
+            cp = None if groups is None else groups.cp
+            return cls.padded(*tensor.shape, cp_rank=group_rank(cp), cp_size=group_size(cp))
+        check_kind("layout", layout, cls, LAYOUT_REMEDY)
         if tuple(tensor.shape) != layout.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: the layout's local shape is {layout.shape}")
-        groups.check_cut(layout.cp_rank, layout.cp_size)
+        if groups is not None:
+            groups.check_cut(layout.cp_rank, layout.cp_size)
         return layout
 
     @property
@@ -312,6 +322,7 @@ class SequenceLayout:
         return (self.shape[0], self.shape[1] * self.cp_size) if len(self.shape) == 2 else (sum(self.full_lengths),)
 
     def _check(self, tensor: Tensor, leading: tuple[int, ...], what: str) -> tuple[int, ...]:
+        check_kind(what, tensor, Tensor, "a torch.Tensor")
         if tuple(tensor.shape[: len(leading)]) != leading:
             raise ValueError(
                 f"got a tensor of shape {tuple(tensor.shape)}, expected {what} of this layout, {leading} in front: it "

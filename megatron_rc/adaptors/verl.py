@@ -22,6 +22,7 @@ from megatron_rc.loss.metrics import SUMS, LossStatistics
 from megatron_rc.loss.objectives import objective_of
 from megatron_rc.loss.policy import policy_loss
 from megatron_rc.numerics import is_log_prob
+from megatron_rc.parallel.arguments import check_number
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
@@ -266,9 +267,9 @@ class _Clip:
 
 
 def _number(config: Any, name: str, default: float | None = None) -> float:
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < torch.inf:
-        raise ValueError(f"{name}={value!r} of the actor's configuration must be a finite number, 0 or more")
+    value: float = config.get(name, default)
+    words = "of the actor's configuration must be a finite number, 0 or more"
+    check_number(name, value, lambda x: 0 <= x < torch.inf, words)
     return value
 
 

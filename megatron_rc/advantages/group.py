@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_sequences, check_tensor
+from megatron_rc.advantages.shards import check_sequences
+from megatron_rc.parallel.arguments import check_integer, check_number, check_tensors
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 
@@ -93,15 +94,15 @@ def group_advantages(
         ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, or shapes or dtypes are wrong.
     """
     kept = _kept(rewards, group_ids, estimator, kept)
-    if not (math.isfinite(f_norm) and f_norm > 0):
-        raise ValueError(f"f_norm={f_norm} must be finite and above 0")
+    check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
     weights = _weights(rewards, estimator, lengths)
-    batch = groups or ParallelGroups()
-    group, number = group_ids, num_groups
+    batch = ParallelGroups.given(groups)
     if num_groups is None:
         known, group = group_ids.unique(return_inverse=True)
-        number, groups = len(known), None
-    add = _Totals(group, int(number or 0), groups)
+        add = _Totals(group, len(known), ParallelGroups())
+    else:
+        check_integer("num_groups", num_groups, least=0)
+        group, add = group_ids, _Totals(group_ids, num_groups, batch)
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
     count, size, weight, total = add(ones, *(torch.where(kept, each, 0) for each in (ones, weights, weights * rewards)))
     centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
@@ -116,12 +117,12 @@ def group_advantages(
 
 def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | None) -> Tensor:
     """The responses that count, [n] bool, of arguments that are checked."""
-    if estimator not in GROUP_ESTIMATORS:
+    if estimator not in tuple(GROUP_ESTIMATORS):  # a list has no hash
         raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(GROUP_ESTIMATORS)}")
-    check_tensor("group_ids", group_ids)
+    check_tensors({"kept": kept}, group_ids=group_ids)
+    if group_ids.dtype != torch.int64 or group_ids.dim() != 1:
+        raise ValueError(f"group_ids is {group_ids.dtype} {tuple(group_ids.shape)}: expected int64, one a sequence")
     check_sequences("rewards", rewards, len(group_ids))
-    if group_ids.dtype != torch.int64:
-        raise ValueError(f"group_ids is {group_ids.dtype}: expected int64")
     kept = torch.ones_like(rewards, dtype=torch.bool) if kept is None else kept
     if kept.dtype != torch.bool or kept.shape != rewards.shape:
         raise ValueError(
@@ -136,6 +137,7 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
         return torch.ones_like(rewards, dtype=torch.float64)
     if lengths is None:
         raise ValueError("estimator='opo' weights rewards by the lengths of responses: give lengths")
+    check_tensors({}, lengths=lengths)
     if lengths.shape != rewards.shape or lengths.dtype == torch.bool:
         raise ValueError(
             f"lengths is {lengths.dtype} {tuple(lengths.shape)}: expected a number of tokens for each of "
@@ -157,8 +159,8 @@ def _over_nonzero(rewards: Tensor, kept: Tensor, groups: ParallelGroups) -> Tens
 class _Totals:
     """Sums over the responses to each prompt, of all ranks; CP ranks hold the same responses, the first one counts."""
 
-    def __init__(self, group: Tensor, number: int, groups: ParallelGroups | None) -> None:
-        self.group, self.number, self.groups = group, number, groups or ParallelGroups()
+    def __init__(self, group: Tensor, number: int, groups: ParallelGroups) -> None:
+        self.group, self.number, self.groups = group, number, groups
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         columns = torch.stack(values, dim=1)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.advantages.shards import check_factor, check_sequences, check_tokens, layout_of
+from megatron_rc.advantages.shards import check_sequences, check_tokens, layout_of
 from megatron_rc.advantages.whitening import whiten
+from megatron_rc.parallel.arguments import check_number
 from megatron_rc.parallel.collectives import all_reduce_max
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
@@ -100,7 +101,7 @@ def gae(
     for name, tensor in (("rewards", rewards), ("values", values)):
         check_tokens(name, tensor, response_mask)
     for name, factor in (("gamma", gamma), ("lam", lam)):
-        check_factor(name, factor)
+        check_number(name, factor, lambda x: 0 <= x <= 1, "must be a number between 0 and 1")
     reward, value = (torch.where(response_mask, one.detach().double(), 0) for one in (rewards, values))
     # With H_t = V_t + λ A_t: A_t = r_t - V_t + γ H_{t+1} and H_t = (1 - λ) V_t + λ r_t + λγ H_{t+1}.
     coefficients = torch.where(response_mask, torch.full_like(value, lam * gamma), 1)

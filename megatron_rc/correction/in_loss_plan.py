@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, Tensors
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
 from megatron_rc.correction.plans import Plan
 from megatron_rc.correction.shards import collect_shards
 from megatron_rc.correction.training_result import index_of
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.arguments import check_kind
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -45,11 +44,8 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
 
     Collectives: one SUM of [n] over ``cp``, then that of ``summed``.
     """
-    check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
-    mask = inputs.response_mask
-    # π_θ is not known yet.
-    stand_in: Tensors = mask.float() if isinstance(mask, Tensor) else [part.float() for part in mask]
-    shards = collect_shards(dataclasses.replace(inputs, train_log_probs=stand_in), counts, groups)
+    # π_θ is not known yet, and only the masks are counted.
+    shards = collect_shards(dataclasses.replace(inputs, train_log_probs=inputs.rollout_log_probs), counts, groups)
     tokens = torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts])
     tokens = all_reduce_sum(tokens, groups.cp)
     has_tokens = tokens > 0

@@ -108,6 +108,8 @@ class RolloutCorrection:
             raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
+        if inputs is not None:
+            check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
         plan = self.mode.plan(inputs, counts, device or group_device(self.groups.pp))
         if isinstance(plan, DecoupledPlan):
             plan.allow_zero_log_probs = self.allow_zero_log_probs

@@ -12,11 +12,11 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, Layouts, Tensors, check_counts
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, Layouts, Tensors, check_counts
 from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
 from megatron_rc.parallel.arguments import check_kind
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
-from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
 
 T = TypeVar("T")
 
@@ -121,7 +121,6 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
         ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
             only.
     """
-    check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
     check_counts(counts)
     _check_pairs(inputs, counts)
     if groups is not None:
@@ -131,10 +130,10 @@ def collect_shards(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGrou
     if not masks:
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
     if inputs.train_log_probs is None or inputs.rollout_log_probs is None:
-        name = "train_log_probs" if inputs.train_log_probs is None else "rollout_log_probs"
+        name = "rollout_log_probs" if inputs.rollout_log_probs is None else "train_log_probs"
         raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
-    train = _listed("train_log_probs", inputs.train_log_probs, is_list, len(masks))
     rollout = _listed("rollout_log_probs", inputs.rollout_log_probs, is_list, len(masks))
+    train = _listed("train_log_probs", inputs.train_log_probs, is_list, len(masks))
     layouts = layouts_of(inputs.layout, masks, is_list, groups)
     for tensors in zip(masks, layouts, train, rollout, strict=True):
         _check_tokens(*tensors)
@@ -184,10 +183,9 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
 
 def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:
     """One value for each micro-batch, given as a list or, for a single one, as it is."""
-    if not isinstance(value, (Tensor, SequenceLayout, list, tuple)):
-        raise ValueError(
-            f"{name} is a {type(value).__name__}: expected a torch.Tensor, or a list with one a micro-batch"
-        )
+    kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
+    if not isinstance(value, (kind, list, tuple)):
+        raise ValueError(f"{name} is a {type(value).__name__}: expected {remedy}, or a list with one a micro-batch")
     if is_list != isinstance(value, (list, tuple)):
         raise ValueError(
             f"{name} is a {type(value).__name__}: give one tensor for everything, or a list with one a micro-batch for "
@@ -196,6 +194,8 @@ def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None)
     values: list[T] = list(value) if isinstance(value, (list, tuple)) else [cast(T, value)]
     if count is not None and len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries: expected one for each of {count} micro-batches")
+    for index, each in enumerate(values):
+        check_kind(f"{name}[{index}]", each, kind, remedy)
     return values
 
 
@@ -205,18 +205,17 @@ def layouts_of(
     """The layout of each micro-batch; without one, padded rows cut as ``groups.cp`` says."""
     if value is not None:
         return _listed("layout", value, is_list, len(masks))
-    groups = groups or ParallelGroups()
     return [SequenceLayout.given(None, "response_mask", mask, groups) for mask in masks]
 
 
 def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor) -> None:
-    for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout), ("response_mask", mask)):
+    for name, value in (("rollout_log_probs", rollout), ("train_log_probs", train), ("response_mask", mask)):
         if tuple(value.shape) != layout.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: the layout's local shape is {layout.shape}")
         if value.device != mask.device:
             raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
     check_mask("response_mask", mask)
-    for name, value in (("train_log_probs", train), ("rollout_log_probs", rollout)):
+    for name, value in (("rollout_log_probs", rollout), ("train_log_probs", train)):
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
     if torch.finfo(rollout.dtype).bits < 32:

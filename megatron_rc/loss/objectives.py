@@ -106,7 +106,7 @@ def objective_of(name: str) -> Objective:
     Raises:
         ValueError: an unknown name.
     """
-    if name not in tuple(OBJECTIVES):  # which may be asked for what has no hash
+    if name not in tuple(OBJECTIVES):  # a list has no hash
         raise ValueError(f"algorithm={name!r} is unknown: use one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[name]
 

@@ -111,7 +111,7 @@ def policy_loss(
         dual_clip: c, or None; ``ppo_clip`` and ``gspo`` only.
         weights: like ``log_probs``, detached; default 1.
         layout: which tokens these are. Default: rows of ``log_probs`` are whole sequences or, with groups, slices.
-        groups: ``cp`` holds the other slices of the sequences; ``gspo`` alone looks at it.
+        groups: ``cp`` holds the other slices of the sequences; ``gspo`` alone needs it.
         sequence_log_ratio: [n], the mean of log r over each whole sequence, where it is known already (``gspo``).
 
     Collectives: none; ``gspo`` without ``sequence_log_ratio`` makes one SUM of [2, n] over ``cp``.
@@ -124,7 +124,7 @@ def policy_loss(
     _check_dual_clip(objective, dual_clip)
     _check_clips(clip_low, clip_high, dual_clip)
     check_tensors(
-        {"weights": weights},
+        {"weights": weights, "sequence_log_ratio": sequence_log_ratio},
         log_probs=log_probs,
         old_log_probs=old_log_probs,
         advantages=advantages,
@@ -134,9 +134,10 @@ def policy_loss(
         if value is not None and value.shape != log_probs.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
     check_mask("response_mask", response_mask)
-    groups = ParallelGroups.given(groups)
-    # Rows need no positions: slices of any length will do.
-    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if layout is not None else ParallelGroups())
+    given, groups = groups, ParallelGroups.given(groups)
+    # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
+    compared = layout is not None and (given is not None or objective.by_sequence)
+    layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compared else None)
     # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))
     zero = log_probs.new_zeros(())

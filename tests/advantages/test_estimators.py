@@ -335,6 +335,7 @@ def test_a_batch_without_tokens_is_zero():
 
 
 TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
+IDS = torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +347,18 @@ TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
         (lambda: gae(TOKENS, TOKENS, MASK, gamma=1.5), "gamma=1.5 must be a number between 0 and 1"),
         (lambda: gae(TOKENS, TOKENS, MASK, lam=float("nan")), "lam=nan must be a number between 0 and 1"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma="1"), "gamma='1' must be a number between 0 and 1"),
-        (lambda: gae(TOKENS, None, MASK), "values is NoneType: expected a tensor"),
-        (lambda: group_advantages([1.0, 0.0], torch.zeros(2, dtype=torch.int64)), "rewards is list: expected a tensor"),
-        (lambda: group_advantages(torch.zeros(2), [0, 0]), "group_ids is list: expected a tensor"),
+        (lambda: gae(TOKENS, None, MASK), "values is a NoneType: pass a torch.Tensor"),
+        (lambda: group_advantages([1.0, 0.0], IDS), "rewards is a list: pass a torch.Tensor"),
+        (lambda: group_advantages(torch.zeros(2), [0, 0]), "group_ids is a list: pass a torch.Tensor"),
+        (lambda: group_advantages(torch.zeros(2), IDS, kept=[True, True]), "kept is a list: pass a torch.Tensor"),
+        (lambda: group_advantages(torch.zeros(2), IDS, estimator="opo", lengths=[1, 2]), "lengths is a list: pass"),
+        (lambda: group_advantages(torch.zeros(2), IDS, estimator="gpg", f_norm="1"), "f_norm='1' must be finite"),
+        (lambda: group_advantages(torch.zeros(2), IDS, estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
+        (lambda: group_advantages(torch.zeros(2), IDS, num_groups=1.5), "num_groups=1.5 must be a whole number"),
+        (lambda: group_advantages(torch.zeros(2), IDS, groups="dp"), "groups is a str: pass ParallelGroups"),
+        (lambda: group_advantages(torch.zeros(2), IDS[0]), r"group_ids is torch.int64 \(\): expected int64, one a seq"),
+        (lambda: gae(TOKENS, TOKENS, [[True] * 4] * 2), "response_mask is a list: pass a torch.Tensor"),
+        (lambda: gae(TOKENS, TOKENS, MASK, gamma=True), "gamma=True must be a number between 0 and 1"),
         (lambda: whiten(TOKENS[0], MASK[0]), "without a layout it must be"),
         (
             lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)),
@@ -357,7 +367,10 @@ TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
         (lambda: whiten(TOKENS, MASK, layout=SequenceLayout.padded(2, 5)), r"local shape is \(2, 5\)"),
         (lambda: remax(TOKENS, torch.zeros(3), MASK), "baselines is .* expected a float for each of 2 sequences"),
         (lambda: outcome_rewards(torch.zeros(2, 4), MASK), "rewards is"),
-        (lambda: group_advantages(torch.zeros(2), torch.zeros(2)), "group_ids is torch.float32: expected int64"),
+        (
+            lambda: group_advantages(torch.zeros(2), torch.zeros(2)),
+            r"group_ids is torch.float32 \(2,\): expected int64",
+        ),
         (lambda: group_advantages(torch.zeros(2), torch.zeros(3).long()), "for each of 3 sequences"),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=torch.ones(2)),

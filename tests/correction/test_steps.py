@@ -426,6 +426,13 @@ def test_what_is_no_scale_no_group_and_no_tensor_is_named():
     for mode in MODES:
         with pytest.raises(ValueError, match=r"inputs is a dict: pass PlanInputs"):
             Training(mode).correction.plan({})
+    for mode in MODES:
+        training = Training(mode)
+        for name in ("rollout_log_probs", "response_mask", "layout", "advantages", "mini_batch_ids"):
+            inputs = listed(training)
+            wrong = dataclasses.replace(inputs, **{name: [[0], *inputs.response_mask[1:]]})
+            with pytest.raises(ValueError, match=rf"{name}\[0\] is a list: pass"):
+                training.correction.plan(wrong, num_mini_batches=2)
     with pytest.raises(ValueError, match=r"max_staleness=None must be a whole number"):
         training.correction.plan(PlanInputs(training.old, training.rollout, training.mask), max_staleness=None)
     with pytest.raises(ValueError, match=r"num_mini_batches=2\.5 must be a whole number"):

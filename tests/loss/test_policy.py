@@ -247,12 +247,23 @@ def test_shapes_that_do_not_fit_are_named(name):
         policy_loss(**(arguments | {name: torch.zeros(3, 3).bool() if name == "response_mask" else torch.zeros(3, 3)}))
 
 
-@pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout"])
+@pytest.mark.parametrize(
+    "name",
+    ["log_probs", "old_log_probs", "advantages", "response_mask", "weights", "layout", "sequence_log_ratio"],
+)
 def test_what_is_no_tensor_is_named(name):
     tokens = torch.zeros(2, 3)
     given = {"log_probs": tokens, "old_log_probs": tokens, "advantages": torch.ones(2), "response_mask": tokens > -1}
     with pytest.raises(ValueError, match=f"^{name} is a list: pass"):
         policy_loss(**given | {name: [1.0]})
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(OBJECTIVES) - {"gspo"}))
+def test_slices_need_no_group_where_nothing_is_summed(algorithm):
+    tokens, layout = -torch.ones(2, 4), SequenceLayout.padded(2, 4, cp_rank=1, cp_size=2)
+    given = [tokens, tokens, torch.ones(2), tokens < 0]
+    found = policy_loss(*given, algorithm=algorithm, layout=layout).per_token
+    assert torch.equal(found, policy_loss(*given, algorithm=algorithm).per_token)
 
 
 def test_a_layout_of_other_tokens_is_named():

@@ -1,5 +1,6 @@
 """Cutting sequences over context-parallel ranks, and what is summed over the pieces."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,12 @@ def test_zigzag_is_megatrons():
     assert shard_positions(8, 1, 2, "contiguous").tolist() == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+def test_bounds_of_any_kind(kind):
+    layout = SequenceLayout.packed(kind([0, 4, 12]), cp_rank=1, cp_size=2)
+    assert layout.full_lengths == (8, 16)
+
+
 def test_sums_are_float64():
     layout = SequenceLayout.padded(1, 3)
     assert layout.sum_sequences(torch.tensor([[1e8, 1.0, -1e8]])).tolist() == [1.0]
@@ -62,6 +69,7 @@ def test_sums_are_float64():
         ),
         (lambda: SequenceLayout.packed(torch.tensor([0.0, 2.7])), r"local_cu_seqlens=tensor.* must be whole numbers"),
         (lambda: SequenceLayout.packed(["0", "2"]), "local_cu_seqlens=.* must be whole numbers"),
+        (lambda: SequenceLayout.padded(2, 4).cut([1]), r"whole sequences is a list: pass a torch\.Tensor"),
         (lambda: SequenceLayout.packed(None), "local_cu_seqlens=None must be whole numbers"),
         (lambda: SequenceLayout.padded(2.0, 4), r"batch_size=2\.0 must be a whole number"),
         (lambda: SequenceLayout.padded(2, -4), "local_length=-4 must be 0 or more"),
