@@ -18,5 +18,7 @@ flags=(
     --rollout-rs token_k1,seq_max_k2                      # algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k2
     # algorithm.rollout_correction.rollout_rs_threshold=0.6_1.6,2.5: the first bounds 1/ρ there, and ρ here
     --rollout-rs-threshold 0.625_1.6666666666666667,2.5
+    # verl's engines count the tokens of the global batch before the loss rejects any
+    --rejection-denominator original
 )
 exec "$(dirname "$0")/bypass.sh" "${flags[@]}" "$@"

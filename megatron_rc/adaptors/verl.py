@@ -204,7 +204,7 @@ def _check(config: RolloutCorrectionConfig) -> None:
     for name, reason in unknown.items():
         if getattr(config, name):
             raise ValueError(f"{name}={getattr(config, name)!r}: verl cannot: {reason}: drop it")
-    if config.rejection_denominator != "accepted":
+    if config.rejection_denominator != "accepted" and not config.bypass_mode:
         raise ValueError(
             f"rejection_denominator={config.rejection_denominator!r}: verl counts what its losses are divided by "
             "itself: leave it out"

@@ -153,6 +153,7 @@ def test_settings_are_verls_own():
     got, _ = VerlCorrection().add_to_batch(proto(batch), settings)
     assert float(got.batch["rollout_is_weights"].max()) == pytest.approx(1.1)
     settings = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": None}
+    settings |= {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e6}  # rejects nothing
     rollout, new, advantages, mask = step()
     config = actor(policy_loss=Config(rollout_correction=settings))
     loss, _ = VerlCorrection().policy_loss(rollout, new, advantages, mask, config=config)

@@ -85,8 +85,19 @@ def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Ma
 
 def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[str]]:
     """The settings inside their sections, as the program's defaults are spelled, and the keys beside them."""
-    given, unread = _inside(fields, program)
-    return {program.spelled(str(name)): value for name, value in given.items()}, unread
+    inside, unread = _inside(fields, program)
+    given: dict[str, Any] = {}
+    for name, value in inside.items():
+        given = _together(given, {program.spelled(str(name)): value})
+    return given, unread
+
+
+def _together(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of both; ValueError for one that they give different values."""
+    for name in first.keys() & second.keys():
+        if first[name] != second[name]:
+            raise ValueError(f"{name} stands there twice, as {first[name]!r} and {second[name]!r}: keep one of them")
+    return {**first, **second}
 
 
 def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], list[str]]:
@@ -107,7 +118,7 @@ def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, A
     if nested and program.shares_section:
         unread += [name for name in fields if name not in program.defaults]
         fields = {name: value for name, value in fields.items() if name in program.defaults}
-    return {**fields, **elsewhere}, unread
+    return _together(fields, elsewhere), unread
 
 
 def _taken_out(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], dict[str, Any], list[str]]:
@@ -117,7 +128,7 @@ def _taken_out(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str
     for section, names in program.elsewhere.items():
         inner = fields.get(section)
         if isinstance(inner, Mapping) and set(names) & set(inner):
-            found |= {name: inner[name] for name in names if name in inner}
+            found = _together(found, {name: inner[name] for name in names if name in inner})
             unread += [f"{section}.{name}" for name in inner if name not in names]
             fields = {name: value for name, value in fields.items() if name != section}
     return fields, found, unread

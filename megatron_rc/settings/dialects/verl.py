@@ -48,6 +48,9 @@ def verl(settings: Settings) -> dict[str, Any]:
     own.update(_rejection(settings))
     loss = settings.choice("loss_type", ("ppo_clip", "reinforce"))
     own.update(_mode(settings, settings.boolean("bypass_mode"), loss == "reinforce"))
+    if "bypass_mode" in own and "rollout_rs" in own:
+        # The tokens of the global batch are counted before its loss rejects any.
+        own["rejection_denominator"] = "original"
     return _without_unused_normalization(settings, own)
 
 
@@ -125,6 +128,8 @@ def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:
 def _rejection(settings: Settings) -> dict[str, Any]:
     names, given = criterion_names(settings["rollout_rs"]), settings["rollout_rs_threshold"]
     if not names:
+        if settings["rollout_rs"] is not None:
+            raise ValueError(f"rollout_rs={settings['rollout_rs']!r} names no criterion: name one, or set it to null")
         settings.drop("rollout_rs_threshold", because="there is no criterion in rollout_rs")
         return {}
     for name in str(settings["rollout_rs"]).split(","):

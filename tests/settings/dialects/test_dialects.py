@@ -21,6 +21,13 @@ from tests.settings.dialects.test_nemo_rl import ERROR, ICEPOP, RATIO, RATIO_MIN
             "takes sequences out of the denominators and 'seq-mask-tis' leaves them in: keep one",
         ),
         (
+            "nemo-rl",
+            {"grpo": {"seq_logprob_error_threshold": 1.5}, "ppo": {"seq_logprob_error_threshold": 2}},
+            "seq_logprob_error_threshold stands there twice, as 1.5 and 2: keep one of them",
+        ),
+        ("nemo-rl", {"seq_logprob_error_threshold": 3, "grpo": ERROR}, "threshold stands there twice, as 3 and 2"),
+        ("slime", {"--tis-clip": 3.0, "tis_clip": 2.0}, "tis_clip stands there twice, as 3.0 and 2.0: keep one"),
+        (
             "verl-2026",
             {},
             "dialect='verl-2026' is unknown: use one of verl, verl-2025-11, verl-2025-10, slime, nemo-rl",
@@ -51,6 +58,7 @@ from tests.settings.dialects.test_nemo_rl import ERROR, ICEPOP, RATIO, RATIO_MIN
         ("verl", {"rollout_is_threshold": "5_0.5"}, "must lie below the upper one"),
         ("verl", {"rollout_is_threshold": -1}, "must be a finite positive number"),
         ("verl", {"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize='yes' must be true or false"),
+        ("verl", {"rollout_rs": " , "}, "rollout_rs=' , ' names no criterion: name one, or set it to null"),
         ("verl", {"rollout_rs": "token_k1"}, "rollout_rs_threshold=None: rollout_rs='token_k1' needs a bound"),
         ("verl", {"rollout_rs": "geometric", "rollout_rs_threshold": 2}, "rollout_rs='geometric' is unknown to verl"),
         ("verl", {"rollout_rs": "opsm", "rollout_rs_threshold": 2}, "rollout_rs='opsm' is unknown to verl"),

@@ -85,6 +85,13 @@ OCTOBER = {"metric_prefix": "mismatch/", "rejection_denominator": "original"}
             {"rollout_is": "token", "rollout_is_threshold": 2.0, "bypass_mode": True},
             ("rollout_is_batch_normalize=True dropped: PPO in bypass mode applies no weights",),
         ),
+        # Its engines count the tokens of the global batch, and its loss rejects afterwards.
+        (
+            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1},
+            {"rollout_is": None, "bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.1}
+            | {"rejection_denominator": "original"},
+            (),
+        ),
     ],
 )
 def test_verl(given, expected, notes):
