@@ -120,7 +120,8 @@ def _rule_of_task(task: str | None, seed: int) -> Rule:
 
 def _called_by_keywords(function: Any, name: str) -> Rule:
     """The function, if its parameters are those that it is called with and it gives its result at once."""
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(kind(called) for kind in kinds for called in (function, function.__call__)):
         raise ConfigurationError(f"{name} gives no result when it is called: make it neither async nor a generator")
     try:
         inspect.signature(function).bind(prompt="", response="", label=None, record={})

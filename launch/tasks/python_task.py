@@ -61,7 +61,13 @@ class PythonTask:
 
     def _flaw(self, problem: Problem) -> str | None:
         """Why a model cannot be shown a problem; None: it can."""
-        texts = [problem.prompt, *(text for example in problem.examples for text in example)]
+        examples = problem.examples
+        pairs = isinstance(examples, (tuple, list)) and all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in examples
+        )
+        if not pairs:
+            return f"has examples {examples!r:.40}: give pairs of a prompt and its answer"
+        texts = [problem.prompt, *(text for pair in examples for text in pair)]
         if not all(isinstance(text, str) for text in texts):
             other = next(text for text in texts if not isinstance(text, str))
             return f"has a {type(other).__name__} where its prompt or an example must be text: give a str"

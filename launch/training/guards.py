@@ -51,7 +51,8 @@ class Guards:
         """
         for row in rows if self._met else ():
             if row["step"] <= iteration:
-                self.step(int(row["step"]), row)
+                for condition in self._met:
+                    self._count(condition, int(row["step"]), row)
 
     def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
         """Why the run is to end, if it is, and with which exit code; the weights are good.
@@ -60,16 +61,22 @@ class Guards:
             step: number of the step.
             row: its metrics; a step that was left out has none of its loss, which changes nothing here.
         """
-        errors = [self._look(condition, step, row) for condition in self._met]
+        errors = [self._missing(condition, step, row) or self._count(condition, step, row) for condition in self._met]
         return next(filter(None, errors), None)
 
-    def _look(self, condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError | None:
+    def _missing(self, condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError | None:
+        """Why a condition can never be met: the first whole step of this run has no such metric."""
+        if condition.metric in row:
+            self._unseen.discard(condition)
+        elif "grad_norm" in row and condition in self._unseen:
+            return _unknown(condition, step, row)
+        return None
+
+    def _count(self, condition: Condition, step: int, row: Mapping[str, float]) -> AgreedError | None:
         """One condition's verdict; where it is met its steps are counted anew: the run may be gone on from there."""
-        values = self._met[condition]
         if condition.metric not in row:
-            is_unknown = "grad_norm" in row and condition in self._unseen
-            return _unknown(condition, step, row) if is_unknown else None
-        self._unseen.discard(condition)
+            return None
+        values = self._met[condition]
         values.append(row[condition.metric])
         if condition.holds(values[-1]) and len(values) < condition.steps:
             return None

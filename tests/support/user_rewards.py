@@ -27,6 +27,18 @@ async def later(prompt, response, label, record):
     return 1.0
 
 
+async def later_one_by_one(prompt, response, label, record):
+    yield 1.0
+
+
+class _Later:
+    async def __call__(self, prompt, response, label, record):
+        return 1.0
+
+
+called_later = _Later()
+
+
 def one_by_one(prompt, response, label, record):
     yield 1.0
 

@@ -86,7 +86,7 @@ def test_an_unknown_rule_is_refused(reward):
         Source("count_up", 1, reward).check()
 
 
-@pytest.mark.parametrize("name", ["later", "one_by_one"])
+@pytest.mark.parametrize("name", ["later", "one_by_one", "later_one_by_one", "called_later"])
 def test_a_function_that_gives_no_result_when_it_is_called_is_refused(name):
     with pytest.raises(ConfigurationError, match=f"^--reward .*:{name} gives no result when it is called: make it nei"):
         Source("count_up", 1, f"python:tests.support.user_rewards:{name}").load()

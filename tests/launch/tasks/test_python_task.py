@@ -93,6 +93,8 @@ def test_a_class_that_is_no_task_is_refused(own, line, other, message):
         ("['1', '2']", "it gave a list with a str$"),
         ("[Problem(1), Problem('2')]", r"problem 0 \(held_out=False\) has a int where its prompt .* must be text"),
         ("[Problem('1'), Problem('2', examples=(('1', 2),))]", r"problem 1 \(held_out=False\) has a int where"),
+        ("[Problem('1', examples=None), Problem('2')]", r"problem 0 .* has examples None: give pairs of a prompt and"),
+        ("[Problem('1', examples=['12']), Problem('2')]", r"problem 0 .* has examples \['12'\]: give pairs"),
         ("[Problem('1'), Problem('2 + a')]", "problem 1 .* has ' ', which is none of the tokenizer's characters"),
         ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) has an empty prompt: give it a text$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),

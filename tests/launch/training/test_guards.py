@@ -170,6 +170,13 @@ def test_rows_of_steps_that_are_made_again_do_not_count(tmp_path):
     assert [guards.step(step, {"lr": 0.1}) is not None for step in (2, 3)] == [False, True]
 
 
+def test_a_metric_of_earlier_steps_alone_ends_the_run_at_its_first(tmp_path):
+    """Such as one of a loss that the run had before it was gone on with."""
+    guards = Guards(run_config(flags(tmp_path, "--stop-if", f"{KL} > 0.5 for 3")))
+    guards.go_on([{"step": 1, "grad_norm": 1.0, KL: 0.1}], 1)
+    assert f"step 2 has no metric {KL}" in str(guards.step(2, {"grad_norm": 1.0}))
+
+
 def error_and_code(words):
     try:
         train(*configure(words, torch.distributed.get_world_size()))
