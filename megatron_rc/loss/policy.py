@@ -57,6 +57,7 @@ class PolicyLossConfig:
             _check_dual_clip(objective_of(self.algorithm), self.dual_clip)
         check_aggregation(self.aggregation, self.loss_scale_factor)
         _check_clips(self.clip_low, self.clip_high, self.dual_clip)
+        check_number("clip_low", self.clip_low, lambda x: x <= 1, "must lie in [0, 1]")
         check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use k1, k2 or k3")
@@ -106,7 +107,7 @@ def policy_loss(
         advantages: [n], one a sequence, or like ``log_probs``; of a shape that is both, one a sequence.
         response_mask: bool, like ``log_probs``; what stands elsewhere changes no bit of the result or the gradient.
         algorithm: see above.
-        clip_low: the ratio is clipped below 1 - this.
+        clip_low: the ratio is clipped below 1 - this; 1 and more clip nothing, as the 10 of verl's CISPO examples.
         clip_high: the ratio is clipped above 1 + this.
         dual_clip: c, or None; ``ppo_clip`` and ``gspo`` only.
         weights: like ``log_probs``, detached; default 1.
@@ -189,7 +190,7 @@ def _check_dual_clip(objective: Objective, dual_clip: float | None) -> None:
 
 
 def _check_clips(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    check_number("clip_low", clip_low, lambda x: 0 <= x <= 1, "must lie in [0, 1]")
+    check_number("clip_low", clip_low, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
     check_number("clip_high", clip_high, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
     if dual_clip is not None:
         check_number("dual_clip", dual_clip, lambda x: 1 < x < torch.inf, "must be above 1; leave it out for no cap")

@@ -1,5 +1,6 @@
 """verl's calls by their shapes (0.9.1): the oracle's numbers, and errors by its names. make test-adaptors has verl."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,14 @@ def test_prompts_are_needed_where_a_criterion_looks_at_them():
     config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="group_mean_k1", rollout_rs_threshold="0.9_1.1")
     with pytest.raises(ValueError, match="uid of the batch has 0 entries: expected 12"):
         VerlCorrection(config).add_to_batch(proto(batch))
+
+
+def test_a_lower_bound_below_0_clips_nothing():
+    """verl's examples of CISPO have clip_ratio_low=10."""
+    old, new, ones = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-4.0, -1.0]]), torch.ones(1, 2)
+    correction = VerlCorrection(RolloutCorrectionConfig.decoupled_token_is(), algorithm="cispo")
+    loss, _ = correction.policy_loss(old, new, ones, ones, config=actor(clip_ratio_low=10, clip_ratio_high=0.2))
+    assert loss.item() == pytest.approx((4 * math.exp(-3) + 1.2) / 2)
 
 
 def test_calls_that_cannot_be():
