@@ -13,6 +13,8 @@ from megatron_rc.records.formats.rows import (
     as_int32,
     cut_off,
     finish_reasons,
+    flags_of,
+    log_probs_of,
     numbered,
     sampled_log_probs,
     scored_log_probs,
@@ -63,7 +65,7 @@ def from_nemo_rl(
     tokens = tensor_of(fields, "input_ids", (None, None), integers=True)
     rows, shape = len(tokens), tuple(tokens.shape)
     keep = _within(tensor_of(fields, "input_lengths", (rows,), integers=True), shape[1])
-    mask = (tensor_of(fields, "token_mask", shape) != 0) & keep
+    mask = flags_of(fields, "token_mask", shape) & keep
     if group_ids is None:
         group_ids = _same_prompts(fields, tokens, mask, keep)
     one = isinstance(policy_version, int)
@@ -171,12 +173,12 @@ def _message(message: Mapping[str, Any], row: int, index: int) -> dict[str, Tens
         number, generated = len(tokens), message.get("generation_logprobs") is not None
         mask = torch.full((number,), generated and message.get("role") == "assistant")
         if message.get("token_loss_mask") is not None:
-            mask = tensor_of(message, "token_loss_mask", (number,)) != 0
+            mask = flags_of(message, "token_loss_mask", (number,))
         if mask.any() and not generated:
             raise ValueError("generation_logprobs are missing, but token_loss_mask trains on it")
         own = {"input_ids": tokens, "token_mask": mask, "generation_logprobs": torch.zeros(number)}
         if generated:
-            own["generation_logprobs"] = tensor_of(message, "generation_logprobs", (number,))
+            own["generation_logprobs"] = log_probs_of(message, "generation_logprobs", (number,))
         if message.get("routed_experts") is not None:
             experts = tensor_of(message, "routed_experts", (number, None, None), integers=True)
             own["routed_experts"] = as_int32("routed_experts", experts)

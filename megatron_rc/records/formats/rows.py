@@ -177,6 +177,23 @@ def tensor_of(
     return value
 
 
+def flags_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "") -> Tensor:
+    """A mask, bool; ValueError for anything in it but 0 and 1."""
+    value = tensor_of(fields, name, shape, remedy)
+    odd = (value != 0) & (value != 1)
+    if odd.any():
+        raise ValueError(f"{name} has {value[odd][0].item()}: expected 0 or 1 throughout, put weights elsewhere")
+    return value != 0
+
+
+def log_probs_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "") -> Tensor:
+    """Log-probs; ValueError for half precision, which widening would hide."""
+    value = tensor_of(fields, name, shape, remedy)
+    if value.is_floating_point() and torch.finfo(value.dtype).bits < 32:
+        raise ValueError(f"{name} is {value.dtype}, which shifts the ratios by percents: expected float32 or float64")
+    return value
+
+
 def finish_reasons(is_cut_off: Tensor) -> Tensor:
     """[n]: of programs that only know whether the limit was reached; every other response has stopped."""
     return torch.where(is_cut_off, _LENGTH, _STOP)
@@ -204,12 +221,16 @@ def version_of(policy_version: int | None, found: Iterable[Any], sample: int) ->
     Raises:
         ValueError: what the record says is no number, or the version does not fit 32 bits.
     """
-    found = [] if policy_version is not None else list(found)
+    found = list(found) if policy_version is None else [policy_version]
     try:
         # A record that names none is of a synchronous run, whose weights are all of one version.
-        version = min((int(version) for version in found), default=policy_version or 0)
-    except (TypeError, ValueError):
-        raise ValueError(f"sequence {sample} has the weight versions {found!r}: pass policy_version instead") from None
+        version = min(map(int, found), default=0)
+        if any(not isinstance(one, str) and int(one) != one for one in found):
+            raise ValueError("a fraction")
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError(
+            f"sequence {sample} has the weight versions {found!r}: pass policy_version instead, an integer"
+        ) from None
     if abs(version) >= 2**31:
         raise ValueError(
             f"sequence {sample} has the weight version {version}, beyond 32 bits: pass the number of the update as "

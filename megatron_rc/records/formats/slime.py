@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron_rc.records.formats.rows import (
     as_int32,
+    flags_of,
+    log_probs_of,
     one_sequence,
     sampled_log_probs,
     scored_log_probs,
@@ -93,11 +95,11 @@ def _sequence(
     log_probs = torch.zeros(length)
     remedy = "the engine was not asked for log-probs"
     if response:
-        log_probs[length - response :] = tensor_of(sample, "rollout_log_probs", (response,), remedy)
+        log_probs[length - response :] = log_probs_of(sample, "rollout_log_probs", (response,), remedy)
     old = None
     if sample.get("log_probs") is not None:
         old = torch.zeros(length)
-        old[length - response :] = tensor_of(sample, "log_probs", (response,))
+        old[length - response :] = log_probs_of(sample, "log_probs", (response,))
     mask = torch.zeros(length, dtype=torch.bool)
     if not sample.get("remove_sample"):
         mask[length - response :] = _loss_mask(sample, response)
@@ -136,7 +138,7 @@ def _loss_mask(sample: Mapping[str, Any], response: int) -> Tensor:
     """[response]; where there is none, slime trains on every token of the response."""
     if sample.get("loss_mask") is None:
         return torch.ones(response, dtype=torch.bool)
-    return tensor_of(sample, "loss_mask", (response,)) != 0
+    return flags_of(sample, "loss_mask", (response,))
 
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from megatron_rc.records.formats.nested import padded
 from megatron_rc.records.formats.rows import (
     as_int32,
     finish_reasons,
+    flags_of,
     numbered,
     sampled_log_probs,
     scored_log_probs,
@@ -159,7 +160,7 @@ def _response_mask(tensors: Mapping[str, Any], attention: Tensor) -> Tensor:
     """[n, r]; where there is none, verl trains on every token of the response."""
     if tensors.get("response_mask") is None:
         return attention
-    mask = tensor_of(tensors, "response_mask", tuple(attention.shape)) != 0
+    mask = flags_of(tensors, "response_mask", tuple(attention.shape))
     if (mask & ~attention).any():
         row = int((mask & ~attention).nonzero()[0, 0])
         raise ValueError(f"response_mask of sequence {row} has padding marked as sampled: expected 0 there")

@@ -152,6 +152,14 @@ def test_nemo_rl_and_back(batch):
             "message 0 of sequence 0: generation_logprobs are missing, but token_loss_mask trains on it",
         ),
         (
+            {"message_log": [[{"token_ids": [1, 2], "generation_logprobs": torch.zeros(2).bfloat16()}]]},
+            "message 0 of sequence 0: generation_logprobs is torch.bfloat16, which shifts the ratios by percents",
+        ),
+        (
+            {"message_log": [[{"token_ids": [1], "generation_logprobs": [-1.0], "token_loss_mask": [0.5]}]]},
+            "message 0 of sequence 0: token_loss_mask has 0.5: expected 0 or 1 throughout",
+        ),
+        (
             {"message_log": [[{"token_ids": [1, 2], "generation_logprobs": [-1.0], "role": "assistant"}]]},
             r"message 0 of sequence 0: generation_logprobs has shape \(1,\): expected \(2,\)",
         ),

@@ -128,6 +128,7 @@ def test_verls_older_forms_are_read():
         ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * 2)}, "is not that of responses padded on the right"),
         ({"response_mask": torch.ones(2, 4)}, "response_mask of sequence 1 has padding marked as sampled"),
         ({"input_ids": torch.zeros(2, 7)}, "input_ids of sequence 0, column 1 is not what prompts and responses have"),
+        ({"param_version_start": [1.5, 2]}, r"sequence 0 has the weight versions \[1.5\]: pass policy_version"),
         ({"rm_scores": None}, "token_level_scores and rm_scores are missing: score the responses first"),
         ({"rm_scores": torch.zeros(2)}, "rm_scores has shape"),
         ({"routed_experts": torch.zeros(2, 4, 2, 1).int()}, "routed_experts has shape"),
