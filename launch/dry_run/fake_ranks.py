@@ -26,6 +26,7 @@ TRANSFORMER_ENGINE = "transformer_engine"
 _OF_GPUS = (
     *("fp8", "fp4", "tp_comm", "cuda_graph", "enable_cuda_graph", "external_cuda_graph", "cpu_offloading"),
     *("attention_backend", "moe_grouped_gemm", "overlap", "batch_p2p", "fine_grained_activation_offloading"),
+    *("moe_enable_deepep", "moe_deepep", "moe_flex_dispatcher", "moe_hybridep"),
     *("batch_invariant_mode", "use_te_", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
     "pipeline_model_parallel_comm_backend",
 )

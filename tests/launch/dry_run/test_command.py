@@ -124,6 +124,7 @@ def test_packages_of_the_training_machines_are_noted(capsys):
 
 def test_experts_that_deepep_exchanges_are_looked_at_without_it(capsys):
     words = "--config count_up --num-experts 4 --moe-ffn-hidden-size 64 --qk-layernorm --moe-token-dispatcher-type flex"
+    words += " --moe-enable-deepep --moe-deepep-num-sms 24 --moe-router-dtype fp32"
     code, output, errors = dry_run(capsys, f"{words} --json", ranks=4)
     assert (code, errors) == (0, "")
     assert [note for note in json.loads(output)["notes"] if "flex needs deep_ep, which is not installed" in note]
