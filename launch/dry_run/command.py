@@ -82,10 +82,12 @@ class DryRun:
     @property
     def notes(self) -> list[str]:
         """What a run's own machines must have, and what the figures leave out."""
-        from megatron_rc.launch.dry_run.fake_ranks import of_gpus
+        from megatron_rc.launch.dry_run.fake_ranks import modules_of_gpus, of_gpus
 
         notes = [f"not looked for on this machine: {words}" for words in self.missing]
         names = ", ".join(flag(name) for name in of_gpus(self.config))
+        modules = modules_of_gpus(self.config)
+        names += ", " * bool(names and modules) + " ".join(["--recompute-modules", *modules] * bool(modules))
         return [*notes, *[f"the memory is that without {names}"] * bool(names)]
 
 

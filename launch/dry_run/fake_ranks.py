@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.many_experts import even_experts
 from megatron_rc.launch.dry_run.places import expert_tp
+from megatron_rc.launch.flags.checks.megatron import MODULES_OF_ENGINE
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron import MegatronSection
 from megatron_rc.launch.train_ppo import cpu_backend
@@ -72,7 +73,14 @@ def on_this_machine(config: RunConfig) -> RunConfig:
 
 def _known_here(config: RunConfig) -> MegatronSection:
     given = {name: value for name, value in config.megatron.given.items() if name not in of_gpus(config)}
+    if "recompute_modules" in given:
+        given["recompute_modules"] = [name for name in given["recompute_modules"] if name not in MODULES_OF_ENGINE]
     return dataclasses.replace(config.megatron, given=given)
+
+
+def modules_of_gpus(config: RunConfig) -> list[str]:
+    """Given modules that only Transformer Engine's layers make anew; what that spares is not seen here."""
+    return [name for name in config.megatron.given.get("recompute_modules", ()) if name in MODULES_OF_ENGINE]
 
 
 def of_gpus(config: RunConfig) -> list[str]:

@@ -116,6 +116,8 @@ _POSITIVE = frozenset(
     "decoupled_lr embedding_init_method_std loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
     "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage".split()
 )
+# Of --recompute-modules.
+MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 _OF_THE_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -328,7 +330,7 @@ def _check_numbers(config: RunConfig) -> None:
             f"--moe-apply-probs-on-input needs --moe-router-topk 1, got {config.experts.moe_router_topk}: drop it"
         )
     for module in given.get("recompute_modules", ()):
-        if module in ("layernorm", "moe_act", "mla_up_proj") and not _has_engine(config):
+        if module in MODULES_OF_ENGINE and not _has_engine(config):
             raise ConfigurationError(
                 f"--recompute-modules {module} needs --transformer-impl transformer_engine: use core_attn, mlp or moe"
             )

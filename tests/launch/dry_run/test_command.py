@@ -99,6 +99,16 @@ def test_flags_that_only_gpus_know_are_no_hindrance(capsys, words):
     assert ("--tp-comm-overlap" in output) == ("--tp-comm-overlap" in words), "a note names it"
 
 
+def test_modules_that_transformer_engine_makes_anew_are_noted(capsys):
+    words = "--config count_up --recompute-granularity selective --recompute-modules"
+    code, output, errors = dry_run(capsys, f"{words} layernorm mlp --tp-comm-overlap --bf16 --json", ranks=4)
+    assert (code, errors) == (0, "")
+    found = json.loads(output)
+    assert "the memory is that without --tp-comm-overlap, --recompute-modules layernorm" in found["notes"]
+    alike = json.loads(dry_run(capsys, f"{words} mlp --bf16 --json", ranks=4)[1])
+    assert found["memory"] == alike["memory"]
+
+
 def test_json_alone_does_nothing(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--config", "count_up", "--json"])
