@@ -29,7 +29,11 @@ class Forked(subprocess.Popen):
         self.pid = os.fork()
         self._child_created = True
         if not self.pid:
-            os._exit(_run(args[args.index("-m") + 1 :], env))
+            code = 1
+            try:
+                code = _run(args[args.index("-m") + 1 :], env)
+            finally:  # whatever happens, the fork never goes on as a second agent
+                os._exit(code)
 
 
 def _run(words, env):
