@@ -185,7 +185,7 @@ def test_every_check_has_its_row(table):
 def test_when_time_is_up_the_rest_is_not_reached(tmp_path):
     code = "import time\n\ndef test_one():\n    time.sleep(60)\n\ndef test_two():\n    pass\n"
     checks, found = write_checks(tmp_path, code), tmp_path / "found.json"
-    words = ("-m", "tests.gpu", "--device=cpu", "--seconds=3", f"--json={found}", str(checks))
+    words = ("-m", "tests.gpu", "--device=cpu", "--seconds=8", f"--json={found}", str(checks))
     status, _, _ = command(*words)
     rows = json.loads(found.read_text(encoding="utf-8"))["checks"]
     assert [(row["name"], row["result"]) for row in rows] == [
