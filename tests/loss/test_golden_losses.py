@@ -15,7 +15,7 @@ gradient with the weights as constants.
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -155,7 +155,10 @@ def correction_of(case):
         return RolloutCorrectionConfig.from_dict(fields, dialect="verl-2025-11")
     if algorithm.startswith("bypass_"):
         fields = {"rollout_is": None, "bypass_mode": True} | config["rollout_correction"]
-        return RolloutCorrectionConfig.from_dict(fields, dialect="verl")
+        # verl's engines hand its loss the counts of the whole batch, made before it rejects. These cases call the
+        # loss alone, without such counts: then it divides by what it accepts.
+        assert "global_batch_info" not in config
+        return replace(RolloutCorrectionConfig.from_dict(fields, dialect="verl"), rejection_denominator="accepted")
     if project == "NeMo-RL":
         return RolloutCorrectionConfig.from_dict({"loss_fn": config}, dialect="nemo-rl")
     if project == "slime":
