@@ -79,8 +79,8 @@ def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = 
 
     Raises:
         ConfigurationError: there is none, it has more tokens than the model, or the run had one token a character and
-            needs no folder; or it was a class
-            of the user's own that the request does not name: what a checkpoint names alone is not imported.
+            needs no folder; or it was a class of the user's own that the request does not name: what a checkpoint
+            names alone is not imported.
     """
     task, files = config.task, config.checkpoints
     is_own = task.tokenizer_type != HUGGING_FACE and is_python_spec(task.task)

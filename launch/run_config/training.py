@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -176,7 +176,7 @@ class CheckpointSection:
 
     def is_save(self, folder: str | None) -> bool:
         """Whether a folder is that of ``--save``, however it is spelled, through a link too."""
-        return bool(folder and self.save) and Path(str(folder)).resolve() == Path(str(self.save)).resolve()
+        return bool(folder and self.save) and os.path.realpath(str(folder)) == os.path.realpath(str(self.save))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,8 +67,12 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a file one by one, without a last one that was cut off when the run was killed."""
-    return (row for row in map(_parsed, _lines(path)) if row is not None)
+    """The rows of a file one by one, without a last one that was cut off when the run was killed.
+
+    Of a row that somebody has changed by hand, what is no number is left out.
+    """
+    for row in filter(None, map(_parsed, _lines(path))):
+        yield {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
 def last_evaluation(path: Path, step: int) -> int:

@@ -53,7 +53,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file to write")
     if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
         raise OSError(f"{path} is a device or a pipe: expected the name of a file to write")
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # unlike resolve(), no RuntimeError for links that lead round in a circle
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist, create it first")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

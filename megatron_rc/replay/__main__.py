@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,8 +67,8 @@ def _check_page(page: str, batches: Sequence[str]) -> None:
         raise ValueError(f"--html {page!r}: expected the name of a file to write")
     if not Path(page).parent.is_dir():
         raise ValueError(f"--html {page}: the folder {Path(page).parent} does not exist, create it first")
-    read = [Path(one).resolve() for one in batches]
-    if Path(page).suffix in (".safetensors", ".jsonl") or Path(page).resolve() in read:
+    read = [os.path.realpath(one) for one in batches]
+    if Path(page).suffix in (".safetensors", ".jsonl") or os.path.realpath(page) in read:
         raise ValueError(f"--html {page} is the name of a record: name the page something.html")
 
 

@@ -143,6 +143,9 @@ def test_a_pipe_stays_and_a_link_leads_to_what_is_written(tmp_path):
     save_rollouts(example(), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert identical(load_rollouts(tmp_path / "file"), example())
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    save_rollouts(example(), tmp_path / "round")
+    assert identical(load_rollouts(tmp_path / "round"), example())
 
 
 def test_a_batch_of_the_wrong_structure_is_not_written(tmp_path):

@@ -54,6 +54,12 @@ def test_steps_that_are_made_again_take_their_place_with_the_first_row(written):
     assert os.listdir(written.parent) == ["metrics.jsonl"]
 
 
+def test_what_is_no_number_is_left_out_of_a_row(written):
+    with written.open("a") as file:
+        file.write('{"step": 8, "reward/mean": null, "note": "by hand", "grad_norm": 0.5}\n')
+    assert list(read_rows(written))[-1] == {"step": 8, "grad_norm": 0.5}
+
+
 def test_a_row_that_was_cut_off_goes(written):
     with written.open("a") as file:
         file.write('{"step": 8, "rew')
