@@ -8,6 +8,7 @@ gloo's connections waits for a thread that looks up every ten milliseconds, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import time
 import traceback
@@ -210,6 +211,12 @@ def _share_device() -> None:
 _KEPT: list[Any] = []
 
 
+@functools.cache
+def _store(port: int) -> TCPStore:
+    """One connection to it for all meetings: of those made anew, every seventh waited five seconds for an answer."""
+    return TCPStore("127.0.0.1", port)
+
+
 def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
     import gc
 
@@ -223,7 +230,7 @@ def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
         # Models and trainers are cycles, which hold memory.
         gc.collect()
     port, name = meeting
-    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port))
+    store = dist.PrefixStore(name, _store(port))
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world, timeout=timeout)
     parallel_state.initialize_model_parallel(
