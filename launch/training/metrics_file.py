@@ -25,13 +25,16 @@ class MetricsFile:
     Args:
         path: of the file.
         iteration: optimizer steps that lie behind.
+
+    Raises:
+        ValueError: a resumed run cannot read the file.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
         self.path, self.iteration = path, iteration
         self._file: TextIO | None = None
-        if path.is_file() and not iteration:
-            set_aside(path)
+        if path.is_file():
+            _require_readable(path) if iteration else set_aside(path)
 
     def write(self, row: dict[str, float]) -> None:
         """Append a row, and wait until it is on the disk."""
@@ -91,6 +94,17 @@ def summarize(rows: Iterable[dict[str, float]], window: int) -> dict[str, tuple[
             first.setdefault(name, value)
             last[name].append(value)
     return {name: (value, list(last[name])) for name, value in first.items()}
+
+
+def _require_readable(path: Path) -> None:
+    """Now, while the other ranks can hear of it: what counts on from its rows reads them on rank 0 alone."""
+    try:
+        deque(_lines(path), maxlen=0)
+    except OSError as error:
+        raise ValueError(
+            f"{path}, which the run goes on with, cannot be read ({error.strerror}): make it readable, or choose "
+            "another --run-name"
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[str]:
