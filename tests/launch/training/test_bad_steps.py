@@ -129,14 +129,14 @@ def test_a_bad_step_ends_the_run_unless_it_may_be_left_out(ranks, tmp_path):
     ]
     # A new run of that name sets them aside.
     more = ["--bad-steps=skip", "--max-skipped-steps=2", "--bypass-mode"]
-    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*words, *more], [2, 3, 4])
+    (first, left, _), second = ranks.run(train_with_faults, Layout(pp=2), [*words, *more], [1, 2, 3])
     assert first == second[0]
     assert first.startswith(
-        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 4 is inf: the step was not"
+        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf: the step was not"
     )
     assert first.endswith("--max-skipped-steps 2 allows no more")
-    assert left == {2: True, 3: True}
-    assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 0, 1, 2]
+    assert left == {1: True, 2: True}
+    assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 1, 2]
     assert len(list((tmp_path / "run").glob("bad*"))) == 2
 
 
@@ -144,17 +144,17 @@ def test_steps_that_were_left_out_are_counted_over_a_resume(ranks, tmp_path):
     """The last before the checkpoint and the first after it are two in a row."""
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
     words = flags(tmp_path, *LIVE, *MOVING, *save, "--bad-steps=skip", "--max-skipped-steps=2")
-    ((error, *_),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=3"], [2])
+    ((error, *_),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=2"], [1])
     assert error is None
-    ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=5"], [3])
+    ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=4"], [2])
     assert error.startswith(
-        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 4 is inf"
+        "AgreedError: the last 2 steps left the model as it was (the gradient norm of step 3 is inf"
     )
-    assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 0, 1, 2]
+    assert [row["bad_steps"] for row in rows(tmp_path)] == [0, 1, 2]
     # What the error leaves is gone on from as well; the next step is made.
-    ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=5"], [])
+    ((error, _, said),) = ranks.run(train_with_faults, Layout(), [*words, "--train-iters=4"], [])
     assert error is None
-    assert "finished at step 5 (2 steps left out), saved to" in said
+    assert "finished at step 4 (2 steps left out), saved to" in said
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Runs that go on from a checkpoint: its schedule, other layouts, and what does not fit."""
 
+import functools
+
 import pytest
 import torch
 
@@ -69,10 +71,23 @@ def test_the_default_of_the_decay_is_the_run(ranks, tmp_path):
     assert "was written with --lr-decay-iters 4, this run has 8 (by default --train-iters): give the same" in said
 
 
-def test_a_constant_rate_goes_on_for_longer(ranks, tmp_path):
-    words = flags(tmp_path, *SMALL, "--train-iters=4")
-    ranks.run(steps, Layout(), [*words, f"--save={tmp_path}/save"])
-    ((reached, _),) = ranks.run(steps, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=8"], 1, False)
+@pytest.fixture(scope="module")
+def written(ranks, tmp_path_factory):
+    """The checkpoint of one step with these further flags, and the flags without them."""
+
+    @functools.cache
+    def write(*more):
+        folder = tmp_path_factory.mktemp("written")
+        words = flags(folder, *SMALL)
+        ranks.run(steps, Layout(), [*words, *more, f"--save={folder}/save"])
+        return folder / "save", words
+
+    return write
+
+
+def test_a_constant_rate_goes_on_for_longer(ranks, written):
+    folder, words = written()
+    ((reached, _),) = ranks.run(steps, Layout(), [*words, f"--load={folder}", "--train-iters=200"], 1, False)
     assert reached == 2
 
 
@@ -150,10 +165,9 @@ NO_OPTIM = "was written without the optimizer's state (--no-save-optim): give --
     ],
     ids=["no-optim", "no-optim-sgd", "no-momentum", "no-reference", "sgd", "adam", "hidden", "bias", "bf16"],
 )
-def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, message):
-    words = flags(tmp_path, *SMALL)
-    ranks.run(steps, Layout(), [*words, *before, f"--save={tmp_path}/save"])
-    (said,) = ranks.run(steps, Layout(), [*words, *after, f"--load={tmp_path}/save"])
+def test_what_does_not_fit_is_said_in_flags(ranks, written, before, after, message):
+    folder, words = written(*before)
+    (said,) = ranks.run(steps, Layout(), [*words, *after, f"--load={folder}"])
     assert isinstance(said, str)
     assert message is None or message in said
 
@@ -161,14 +175,14 @@ def test_what_does_not_fit_is_said_in_flags(ranks, tmp_path, before, after, mess
 @pytest.mark.parametrize(
     ("more", "layouts"),
     [
-        ([], [Layout(tp=2, pp=2), Layout(), Layout(tp=2), Layout(pp=2, vpp=True), Layout(cp=2)]),
-        (EXPERTS, [Layout(dp=2, ep=2), Layout(), Layout(tp=2, sp=True)]),
+        (["--num-layers=4"], [Layout(tp=2, pp=2), Layout(pp=2, vpp=True), Layout(cp=2), Layout()]),
+        (EXPERTS, [Layout(dp=2, ep=2), Layout(tp=2, sp=True), Layout()]),
     ],
     ids=["dense", "experts"],
 )
 def test_a_checkpoint_scores_alike_in_every_layout(ranks, tmp_path, more, layouts):
     """The log-probs of one batch, whatever layout reads the weights."""
-    words = flags(tmp_path, "--lr=1e-3", *more, "--num-layers=4", "--micro-batch-size=8")
+    words = flags(tmp_path, "--lr=1e-3", "--micro-batch-size=8", *more)
     ranks.run(steps, layouts[0], [*words, f"--save={tmp_path}/save", *layouts[0].flags()])
     scores = []
     for layout in layouts:

@@ -146,22 +146,22 @@ def test_a_metric_that_no_step_has_ends_the_run_at_the_first(tmp_path):
 
 def test_what_is_saved_at_the_guards_end_takes_no_older_checkpoints_place(ranks, tmp_path):
     """Also the time of a save can be looked at, which the first step does not have."""
-    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--save-interval=2", "--keep-last=1", "--train-iters=9")
+    words = flags(tmp_path, *LIVE, f"--save={tmp_path}/save", "--save-interval=1", "--keep-last=1", "--train-iters=9")
     ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--stop-if", "perf/save_seconds > 0 for 2"])
     assert code == 3
-    assert error.startswith("stopped by --stop-if 'perf/save_seconds > 0 for 2' after step 5 (perf/save_seconds was ")
-    assert error.endswith(f"; checkpoint 5 in {tmp_path}/save holds the steps before that, the one before it is 4")
-    assert iterations(tmp_path / "save") == [4, 5]
+    assert error.startswith("stopped by --stop-if 'perf/save_seconds > 0 for 2' after step 3 (perf/save_seconds was ")
+    assert error.endswith(f"; checkpoint 3 in {tmp_path}/save holds the steps before that, the one before it is 2")
+    assert iterations(tmp_path / "save") == [2, 3]
 
 
 def test_steps_in_a_row_are_counted_over_a_resume_and_anew_after_the_guards_end(ranks, tmp_path):
     save = [f"--save={tmp_path}/save", f"--load={tmp_path}/save"]
-    words = flags(tmp_path, *LIVE, *save, "--stop-if", "lr > 0 for 3")
-    assert ranks.run(error_and_code, Layout(), [*words, "--train-iters=2"]) == [None]
-    for step in (3, 6):
+    words = flags(tmp_path, *LIVE, *save, "--stop-if", "lr > 0 for 2")
+    assert ranks.run(error_and_code, Layout(), [*words, "--train-iters=1"]) == [None]
+    for step in (2, 4):
         ((error, code),) = ranks.run(error_and_code, Layout(), [*words, "--train-iters=9"])
         assert code == 3
-        assert error.startswith(f"stopped by --stop-if 'lr > 0 for 3' after step {step} (")
+        assert error.startswith(f"stopped by --stop-if 'lr > 0 for 2' after step {step} (")
 
 
 def test_rows_of_steps_that_are_made_again_do_not_count(tmp_path):
