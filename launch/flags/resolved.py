@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,16 +34,24 @@ def resolved_flags(args: argparse.Namespace, config: RunConfig) -> Iterator[Reso
     given, idle = {*args.typed, *args.in_launch_file, _ALWAYS}, idle_names(args, config.loss) | absent
     values = {name: getattr(config.loss, field) for field, name in LOSS_FLAGS.items()}
     values |= {name: value for name, value in vars(args).items() if value is not None or name not in values}
-    for group in build_parser()._action_groups:
-        title = group.title or ""
-        for action in group._group_actions:
-            if not (action.dest in _NO_SETTINGS or action.dest in idle or is_correction_flag(action.dest)):
-                name = action.option_strings[0].removeprefix("--")
-                value = as_given(action.dest, values[action.dest], args.own_objects)
-                yield ResolvedFlag(title, name, value, action.dest in given)
+    for title, dest, name in _settings():
+        if dest not in idle:
+            value = as_given(dest, values[dest], args.own_objects)
+            yield ResolvedFlag(title, name, value, dest in given)
     fields = config.correction.to_dict()
     own = {name: as_given(name, value, args.own_objects) for name, value in fields.items()}
     yield from _correction(own, any(map(is_correction_flag, given)))
+
+
+@functools.cache
+def _settings() -> tuple[tuple[str, str, str], ...]:
+    """Title, attribute and name of every flag that is a setting, but for the correction's; whatever run it is."""
+    return tuple(
+        (group.title or "", action.dest, action.option_strings[0].removeprefix("--"))
+        for group in build_parser()._action_groups
+        for action in group._group_actions
+        if not (action.dest in _NO_SETTINGS or is_correction_flag(action.dest))
+    )
 
 
 def _correction(fields: dict[str, Any], is_chosen: bool) -> Iterator[ResolvedFlag]:
