@@ -15,8 +15,7 @@ def check_checkpoints(config: RunConfig) -> None:
     files, logging = config.checkpoints, config.logging
     _check_saving(files)
     _check_loading(files)
-    if files.save_hf_interval and not files.save_hf:
-        raise ConfigurationError(f"--save-hf-interval {files.save_hf_interval} does nothing without --save-hf DIR")
+    _check_saving_hugging_face(files.save_hf, files.save_hf_interval, config.training.train_iters)
     prefix = config.correction.metric_prefix
     if not prefix.endswith("/") or len(prefix) < 2:
         raise ConfigurationError(
@@ -28,6 +27,16 @@ def check_checkpoints(config: RunConfig) -> None:
             raise ConfigurationError(f"{flag(name)} does nothing without --wandb-project")
     if logging.wandb_project:
         require("wandb", "--wandb-project", "wandb")
+
+
+def _check_saving_hugging_face(folder: str | None, interval: int | None, last: int) -> None:
+    if interval and not folder:
+        raise ConfigurationError(f"--save-hf-interval {interval} does nothing without --save-hf DIR")
+    if interval and interval > last:
+        raise ConfigurationError(
+            f"--save-hf-interval {interval} does nothing in a run of {last} optimizer steps, whose end is written "
+            f"without it: give {last} or less, or drop it"
+        )
 
 
 def _check_saving(files: CheckpointSection) -> None:

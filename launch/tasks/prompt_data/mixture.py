@@ -7,10 +7,12 @@ having drawn those before.
 from __future__ import annotations
 
 import math
+import os
 import random
 from array import array
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import combinations
 
 from megatron_rc.launch.errors import ConfigurationError
 
@@ -21,7 +23,7 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
     """Paths and their weights, as Megatron-LM's ``--data-path`` has them: ``0.7 a.jsonl 0.3 b.jsonl``, or paths alone.
 
     Raises:
-        ConfigurationError: weights for some paths only, a weight that is not positive, or the same path twice.
+        ConfigurationError: weights for some paths only, a weight that is not positive, or the same file twice.
     """
     numbers = [_number(word) for word in words]
     weights: list[Fraction | None] = [None] * len(words)
@@ -36,14 +38,18 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
                 "for each path (0.7 a.jsonl 0.3 b.jsonl), or for none"
             )
     stray = next((word for word in paths if _number(word) is not None), None)
-    twice = next((path for path in paths if paths.count(path) > 1), None)
+    # Two names of one file, such as a.jsonl and ./a.jsonl, name it twice too.
+    files = [(path, os.path.realpath(path)) for path in paths]
+    twice = next(((one, other) for (one, file), (other, same) in combinations(files, 2) if file == same), None)
     if stray is not None:
         raise ConfigurationError(
             f"{name} {' '.join(words)}: {stray!r} stands where a path belongs: give a weight before each path, or none "
             "(a file of that name is ./" + stray + ")"
         )
     if twice is not None:
-        raise ConfigurationError(f"{name} names {twice} twice: give it once, with the sum of its weights")
+        one, other = twice
+        again = "" if one == other else f" (again as {other})"
+        raise ConfigurationError(f"{name} names {one} twice{again}: give it once, with the sum of its weights")
     return list(zip(paths, weights, strict=True))
 
 

@@ -85,6 +85,10 @@ def test_a_directory_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp
     ("words", "message"),
     [
         (["--save-hf-interval=2"], "--save-hf-interval 2 does nothing without --save-hf DIR"),
+        (
+            ["--save-hf=hf", "--save-hf-interval=7", "--train-iters=6"],
+            "--save-hf-interval 7 does nothing in a run of 6 optimizer steps, .*: give 6 or less, or drop it",
+        ),
         (["--save-hf=hf", "--save-hf-interval=0"], "--save-hf-interval 0 must be positive"),
         (["--save-hf={folder}/full"], "full is not empty, and this run begins: name another folder"),
         (["--save-hf={folder}/full/a"], r"--save-hf \S+ cannot be written to \(Not a directory"),

@@ -74,8 +74,16 @@ def test_words_are_paths_with_weights_or_paths_alone():
         ("0.5 0.5 a b", "stands where"),
         ("a 0.5 b", "'0.5' stands where a path belongs: .* .a file of that name is ./0.5"),
         ("a b a", "names a twice: give it once, with the sum of its weights"),
+        ("0.1 b 0.2 a 0.3 ./b", r"names b twice \(again as \./b\): give it once, with the sum of its weights"),
     ],
 )
 def test_words_that_are_no_mixture(words, message):
     with pytest.raises(ConfigurationError, match=message):
         parse_mixture("--prompt-data", words.split())
+
+
+def test_a_link_and_its_file_are_one_file(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    words = [f"{tmp_path}/{name}" for name in ("file", "other", "link")]
+    with pytest.raises(ConfigurationError, match=r"names \S+/file twice \(again as \S+/link\)"):
+        parse_mixture("--eval-data", words)
