@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -53,8 +52,6 @@ def test_a_worker_knows_neither_torch_nor_megatron(pool):
 @pytest.mark.parametrize(
     ("response", "failure", "place"),
     [
-        ("sleep 100", "took longer than --reward-timeout 0.6 s", "in misbehave"),
-        ("regex", "took longer than --reward-timeout 0.6 s", "in misbehave"),
         ("exit 3", "ended its process with exit code 3", ""),
         ("exit 0", "ended its process with exit code 0", ""),
         ("segfault", "ended its process with signal SIGSEGV", "in misbehave"),
@@ -96,10 +93,17 @@ def test_what_goes_wrong_costs_its_sample_alone(pool, response, failure, place):
         assert "launch/rewards" not in bad.traceback, "the traceback begins with the user's own function"
 
 
-def test_what_a_function_started_ends_with_it(pool):
+def test_what_takes_too_long_costs_its_sample_alone(pool):
+    """Also a function that lets no other thread run; what a function has started ends with it."""
     seconds = "1234.5"
-    (outcome,) = pool.score([request(f"start {seconds}")])
-    assert outcome.failure == "took longer than --reward-timeout 0.6 s"
+    long = ["sleep 100", "regex", f"start {seconds}"]
+    found = pool.score([request(text) for text in ("fine", *long, "fine")])
+    assert (found[0].reward, found[-1].reward) == (1.0, 1.0)
+    for outcome in found[1:-1]:
+        assert outcome.failure == "took longer than --reward-timeout 0.6 s"
+        assert outcome.reward != outcome.reward, "NaN"
+        assert "in misbehave" in outcome.traceback
+        assert "multiprocessing" not in outcome.traceback
     deadline = time.monotonic() + SECONDS
     while (found := processes_of(["sleep", seconds])) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -242,40 +246,36 @@ def suppressed(pool, responses):
 
 
 PARENT = f"""
-import os, sys
 from megatron_rc.launch.rewards.pool import RewardPool
 from megatron_rc.launch.rewards.rules import Source
 pool = RewardPool(Source("count_up", 1, "{USER}:misbehave"), 2, 100.0)
 request = dict(prompt="", label="", record={{}})
-pids = {{int(one.reward) for one in pool.score([dict(request, response="pid")] * 50)}}
-sys.stdout.write(" ".join(map(str, pids)) + "\\n")
-sys.stdout.flush()
-pool.score([dict(request, response=sys.argv[1])] * 2)
+pool.score([dict(request, response="fine")] * 50)
+print("loaded", flush=True)
+pool.score([dict(request, response=text) for text in ("sleep 100", "regex")])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux")
-@pytest.mark.parametrize("response", ["sleep 100", "regex"])
-def test_no_worker_outlives_a_trainer_that_is_killed(response):
-    """In the middle of a function, even of one that lets no other thread run."""
+def test_no_worker_outlives_a_trainer_that_is_killed():
+    """In the middle of a function, even of one that lets no other thread run: one worker each."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, response], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    assert pids
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout.readline() == "loaded\n"
+    workers = psutil.Process(parent.pid).children()
+    assert len(workers) == 2
     time.sleep(0.3)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + SECONDS
-    while any(Path(f"/proc/{pid}").exists() and is_running(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(map(runs, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [pid for pid in pids if is_running(pid)]
+    assert not any(map(runs, workers))
 
 
-def is_running(pid):
+def runs(process):
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

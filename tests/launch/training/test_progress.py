@@ -21,7 +21,8 @@ progress._QUIET_SECONDS = float(sys.argv[1])
 shown = progress.Progress(6, 2)
 for step in range(3, 7):
     shown.step({"reward/mean": step / 10, "rollout_corr/kl": 0.01, "grad_norm": 0.5})
-    time.sleep(0.11)
+    if step == 3 and not shown.bar.disable:
+        time.sleep(shown.bar.mininterval + 0.01)  # else it redraws itself at no step
     if step == 4:
         shown.say("held out: 50.0% right")
 shown.close()
