@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.run_page.page import page_data
+from tests.support.forked import launch_forked
 from tests.support.runs import SMALL, TWO, children, finish, launch, read, start, torchrun, wait_for
 
 
@@ -41,7 +42,7 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     """One is killed; torchrun keeps its store, in which the dead one's address still stands. Later comes Ctrl-C."""
     words = ["--nproc-per-node=2", "--max-restarts=1", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
     files = [f"--save={tmp_path}/save", f"--load={tmp_path}/save", "--save-interval=2"]
-    process = start(["-m", "tests.support.forked", *words, *files, f"--runs-dir={tmp_path}"])
+    process = launch_forked(tmp_path, [*words, *files, f"--runs-dir={tmp_path}"])
     folder = tmp_path / "count_up"
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) >= 3, process)
     os.kill(children(process.pid)[1], signal.SIGKILL)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_rc.launch import heartbeats, phases
 from megatron_rc.launch.heartbeats import Heartbeats
-from tests.support.runs import SMALL, TWO, finish, read, start, wait_for
+from tests.support.forked import launch_forked
+from tests.support.runs import SMALL, TWO, finish, read, wait_for
 
 HOST = socket.gethostname()
 SINCE = r"since \d\d:\d\d:\d\d"
@@ -186,7 +187,7 @@ def test_a_rank_whose_collective_failed_names_the_one_it_misses(make, state, sen
 def test_a_long_rollout_is_none_too_long_and_a_stopped_rank_is_named(tmp_path):
     """The limit of collectives is 4 s: the first rollout takes longer, and later rank 1 is stopped."""
     words = ["--nproc-per-node=2", *SMALL, *TWO, "--train-iters=100000", "--lr-decay-iters=100000"]
-    process = start(["-m", "tests.support.forked", "tests.support.impatient", *words, f"--runs-dir={tmp_path}"])
+    process = launch_forked(tmp_path, [*words, f"--runs-dir={tmp_path}"], "tests.support.impatient")
     folder = tmp_path / "count_up"
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) > 1, process)
     assert read(folder)[0]["perf/rollout_seconds"] > 4.5

@@ -4,6 +4,8 @@ import socket
 
 import pytest
 
+from tests.support.forked import ForkedCall
+from tests.support.meets import meet
 from tests.support.runs import SMALL, finish, launch, read, start
 
 # A layout for any number of processes.
@@ -18,9 +20,11 @@ def free_port():
 
 @pytest.mark.processes
 def test_two_machines_that_are_numbered_meet(tmp_path):
-    ends = finish(start(["-m", "tests.support.meets", str(free_port()), str(tmp_path)]))
-    assert (ends[0], ends[1]) == (0, "[0, 0]\n"), ends
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3"}
+    met = tmp_path / "met"
+    met.mkdir()
+    code, _, errors = finish(ForkedCall(tmp_path, meet, free_port(), str(met)))
+    assert code == 0, errors
+    assert {path.name: path.read_text() for path in met.iterdir()} == {"0": "3", "1": "3"}
 
 
 @pytest.mark.long

@@ -1,10 +1,9 @@
-"""``python -m tests.support.forked``: the launcher, whose ranks are forked with all that they load already there.
+"""The launcher in a process forked from the server of the ranks' pool, and its ranks forked from it.
 
-torchrun's agent, its store, the ranks' processes and their ends are the real ones. What is spared is an interpreter
-that imports torch, Megatron and transformers for each rank of each start: most of the seconds of a small run.
+torchrun's agent, its store, the ranks' processes and their ends are the real ones. What is spared are interpreters that
+import torch, Megatron and transformers for each of them: most of the seconds of a small run.
 """
 
-import importlib
 import logging
 import os
 import runpy
@@ -12,14 +11,57 @@ import signal
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 from unittest import mock
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from megatron_rc.launch.__main__ import TRAINER, main
-from megatron_rc.launch.training.cpu import without_compiler
+from tests.support.ranks import server_context
 
-LOADED = ("training.loop", "engines.transformers_engine")
+
+class ForkedCall:
+    """A call in a process and a session of its own, with what tests use of :class:`subprocess.Popen`.
+
+    What it writes lies in ``folder``. It ends with what the function returns, or gives to ``sys.exit``.
+    """
+
+    def __init__(self, folder, function, *args):
+        self._written = [Path(folder, name) for name in ("output", "errors")]
+        self._process = server_context().Process(target=_call, args=(self._written, dict(os.environ), function, args))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout=None):
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked call", timeout)
+        return tuple(path.read_text() for path in self._written)
+
+
+def _call(written, environment, function, args):
+    os.setsid()
+    for number, path in enumerate(written, start=1):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
+    with mock.patch.object(subprocess_handler, "Popen", Forked):
+        sys.exit(function(*args))
+
+
+def launch_forked(folder, words, module=TRAINER):
+    """``python -m megatron_rc.launch`` with these words, under way."""
+    return ForkedCall(folder, main, words, module)
 
 
 class Forked(subprocess.Popen):
@@ -56,14 +98,3 @@ def _run(words, env):
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    with without_compiler():
-        for name in LOADED:
-            importlib.import_module(f"megatron_rc.launch.{name}")
-        importlib.import_module("transformers.models.llama.modeling_llama")
-    given = sys.argv[1:]
-    module = given.pop(0) if given[0].startswith("tests.") else TRAINER
-    with mock.patch.object(subprocess_handler, "Popen", Forked):
-        main(given, module)

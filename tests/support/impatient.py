@@ -1,9 +1,9 @@
-"""The trainer with a limit of seconds for collectives, and a first rollout that takes longer; torchrun starts it."""
+"""The trainer with a limit of seconds for collectives and four heartbeats a second; its first rollout takes longer."""
 
 import time
 from dataclasses import replace
 
-from megatron_rc.launch import train_ppo
+from megatron_rc.launch import heartbeats, train_ppo
 from megatron_rc.launch.rollouts.sampler import RolloutSampler
 
 LIMIT_SECONDS, ROLLOUT_SECONDS = 4, 5
@@ -22,5 +22,6 @@ def sample_slowly(sampler, step):
 
 
 if __name__ == "__main__":
+    heartbeats.BEAT_SECONDS = 0.25
     train_ppo.configure, RolloutSampler.sample = configure_impatiently, sample_slowly
     train_ppo.main()

@@ -1,20 +1,16 @@
-"""``python -m tests.support.meets PORT FOLDER``: two machines meet, each with a rank that writes down whom it met.
+"""Two machines that meet, each with a rank that writes down whom it met.
 
-Both are launchers with torchrun's agent, in processes of their own; that and their ranks are forks of one process that
-has torch loaded, which is most of what such a start takes.
+Both are launchers with torchrun's agent, in processes of their own. ``tests.support.forked`` runs them.
 """
 
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch.distributed.run
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
-from tests.support.forked import Forked
 
 
 def rank(folder):
@@ -36,20 +32,16 @@ def machine(number, port, folder):
     return outcome.code
 
 
-def main(port, folder):
-    """The exit codes of both machines."""
+def meet(port, folder):
+    """Both machines; the sum of their exit codes."""
     started = []
     for number in range(2):
         child = os.fork()
         if not child:
             os._exit(machine(number, port, folder))
         started.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
+    return sum(abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in started)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        rank(sys.argv[-1])
-    else:
-        with mock.patch.object(subprocess_handler, "Popen", Forked):
-            print(main(*sys.argv[1:]))  # noqa: T201
+    rank(sys.argv[-1])

@@ -68,12 +68,18 @@ class RankFailure(AssertionError):
     """The first rank that failed, with its traceback."""
 
 
+def server_context() -> Any:
+    """What makes processes that are forked with all that a rank loads already there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
+
+
 class RankPool:
     """Runs one function on several ranks at once."""
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.support.preloaded"])
+        self.context = server_context()
         # Port 0: whichever is free.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers: list[tuple[Any, Connection]] = []

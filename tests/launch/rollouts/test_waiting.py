@@ -70,7 +70,7 @@ def test_a_signal_ends_a_long_rollout_and_keeps_the_steps(ranks, tmp_path, signa
     whole = tmp_path / "whole"
     for error, _ in ranks.run(run_slowly, LAYOUT, words_of(whole), SlowEngine(0, slow=ROLLOUT_1)):
         assert error is None
-    slow = SlowEngine(FOREVER if signalled else 2, slow=ROLLOUT_1)
+    slow = SlowEngine(FOREVER if signalled else 1, slow=ROLLOUT_1)
     for error, seconds in ranks.run(run_slowly, LAYOUT, words_of(tmp_path), slow, signalled):
         assert error is None
         assert seconds < 15
