@@ -21,6 +21,7 @@ from megatron_rc.launch.training.data_check import check_data, compare_with_chec
 from megatron_rc.launch.training.guards import Guards
 from megatron_rc.launch.training.heap import trim_heap
 from megatron_rc.launch.training.hugging_face import HuggingFaceSaves, hugging_face_folder
+from megatron_rc.launch.training.in_use import in_use
 from megatron_rc.launch.training.machine import Machine
 from megatron_rc.launch.training.profiling import Profiling
 from megatron_rc.launch.training.report import begin_report
@@ -47,9 +48,11 @@ def train(config: RunConfig, task: Task) -> bool:
     groups = ParallelGroups.from_megatron()
     trainer = Trainer(config, groups)
     _check_start(config, trainer.iteration)
-    # A run that is refused leaves the settings of the one before it.
-    agree(config, write_settings(config) if dist.get_rank() == 0 else None)
+    is_first = dist.get_rank() == 0
     with ExitStack() as stack:
+        agree(config, stack.enter_context(in_use(config)) if is_first else None)
+        # A run that is refused leaves the settings of the one before it.
+        agree(config, write_settings(config) if is_first else None)
         run = _Run(config, task, groups, trainer, stack)
         run.begin()
         while not (run.is_done or run.is_stopped):

@@ -27,6 +27,13 @@ CORPUS: tuple[tuple[str, Any], ...] = (
     ("correction, megatron_rc", b"a: 2026-99-99"),
     *((f"correction, {dialect}", b"3: 1\nuse_tis: true") for dialect in ("megatron_rc", "slime", "verl")),
     *(("weights", b'{"weight_map": {"a": %s}}' % name) for name in (b"{}", b"0", b'"../a"', b'"/a"', b'""')),
+    *(
+        (
+            f"correction, {dialect}",
+            b'{"algorithm": {"rollout_correction": {"rollout_is_threshold": -1%s}}}' % (b"0" * 400),
+        )
+        for dialect in ("slime", "verl", "verl-2025-11")
+    ),
     ("weights", b'{"weight_map": {"a": "' + b"a" * 10_000 + b'"}}'),
     ("weights", b'{"weight_map": "\xe5' + b"a" * 30_000),
     ("llama", b'{"model_type": {}}'),

@@ -127,6 +127,8 @@ def finite(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)) or "_" in str(value):
             raise ValueError
         number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        raise ValueError(f"{name} must be finite") from None
     except ValueError:
         raise ValueError(f"{name}={value!r} must be a number") from None
     if number - number != 0:
