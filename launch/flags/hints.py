@@ -101,7 +101,6 @@ _OTHERWISE = {
     ),
     **dict.fromkeys("cache-mla-latents mla-down-proj-fusion".split(), _LATENT),
     **dict.fromkeys(("distributed-backend", "device"), "GPUs are used where there are any, unless --cpu is given"),
-    "rotary-percent": "no model family that is known turns a part of its rotary dimensions: leave it out",
     "split": "--eval-data names the prompts that are held out",
     "rollout-num-gpus-per-engine": "what a server of --rollout-url runs on is that server's own flag",
 }

@@ -40,6 +40,7 @@ class ModelSection:
     max_position_embeddings: int = option("longest sequence that the model can take", positive=True, most=2**31)
     position_embedding_type: Literal["learned_absolute", "rope"] = option("positions", default="learned_absolute")
     rotary_base: int = option("base of the rotary frequencies", default=10000, positive=True)
+    rotary_percent: float = option("share of a head's width that is rotated", default=1.0, positive=True)
     rope_scaling: bool = option(
         "stretch the low rotary frequencies as Llama 3.1 does", flag="use_rope_scaling", default=False
     )

@@ -49,6 +49,7 @@ def build_chunks(config: RunConfig, transformer: TransformerConfig, *, is_critic
                 parallel_output=True,
                 share_embeddings_and_output_weights=not (is_critic or config.model.untie_embeddings_and_output_weights),
                 position_embedding_type=config.model.position_embedding_type,
+                rotary_percent=config.model.rotary_percent,
                 rotary_base=config.model.rotary_base,
                 rope_scaling=config.model.rope_scaling,
                 rope_scaling_factor=config.model.rope_scaling_factor,

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, as_word
 
+_PART = "partial_rotary_factor"
 # GPTModel's stretching has a factor of one's choice, and these numbers.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What YaRN's numbers are called in files, their flags, and transformers' defaults.
@@ -28,9 +29,11 @@ class Rotary(Row):
 
     Attributes:
         default_theta: where a file names no base.
+        default_part: share of a head's width that is turned, where a file names none; None: it is always all of it.
     """
 
     default_theta: float = 10000.0
+    default_part: float | None = None
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`."""
@@ -38,12 +41,10 @@ class Rotary(Row):
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise UnknownFeatureError(f"rotary embeddings of type {kind!r}")
-        for holder in (file, parameters):
-            if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
-                raise UnknownFeatureError(f"partial_rotary_factor is {holder['partial_rotary_factor']!r}, not 1.0")
         flags = {
             "position-embedding-type": "rope",
             "rotary-base": as_word("rope_theta", "rotary-base", parameters["rope_theta"]),
+            "rotary-percent": as_word(_PART, "rotary-percent", _part(file, parameters, self.default_part)),
             "use-rope-scaling": "true" if kind == "llama3" else "false",
         }
         if kind == "llama3":
@@ -61,11 +62,14 @@ class Rotary(Row):
         parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": float(model.rotary_base)}
         if model.rope_scaling:
             parameters |= {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
+        if self.default_part is not None:
+            parameters[_PART] = model.rotary_percent
         return {"rope_parameters": parameters}
 
     def fits(self, config: RunConfig) -> bool:
         """See :class:`Row`."""
-        return config.model.position_embedding_type == "rope"
+        model = config.model
+        return model.position_embedding_type == "rope" and (model.rotary_percent == 1 or self.default_part is not None)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class LatentRotary(Row):
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         flags = {
             "position-embedding-type": "rope",
+            "rotary-percent": as_word(_PART, "rotary-percent", _part(file, parameters, None)),
             "use-rope-scaling": "false",
             "rotary-base": as_word("rope_theta", "rotary-base", parameters["rope_theta"]),
         }
@@ -119,4 +124,12 @@ def _parameters(file: File, default_theta: float) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise UnknownFeatureError(f"{name} is {value!r}, not a table of numbers")
         found |= value
+    return found
+
+
+def _part(file: File, parameters: dict[str, Any], default: float | None) -> Any:
+    """The share of a head that is rotated; without a default, all of it."""
+    found = next((holder[_PART] for holder in (parameters, file) if holder.get(_PART) is not None), default or 1.0)
+    if default is None and found != 1:
+        raise UnknownFeatureError(f"{_PART} is {found!r}, not 1.0")
     return found

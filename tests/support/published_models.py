@@ -30,6 +30,16 @@ DEEPSEEK = GATED | {
 }
 # As Moonlight: queries that come directly, frequencies that are not stretched, experts from all groups.
 MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": GATED["rope_parameters"]}
+GLM = GATED | {
+    **{"head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    **{"rope_parameters": GATED["rope_parameters"] | {"partial_rotary_factor": 0.5}, "num_nextn_predict_layers": 0},
+}
+# As GLM-4.5-Air: queries and keys without norms.
+AIR = {"use_qk_norm": False, "routed_scaling_factor": 1.0}
+# GLM-4.7-Flash's file has both forms of what is said of the first layers.
+FLASH = DEEPSEEK | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "rope_parameters": GATED["rope_parameters"]}
+FLASH |= {"mlp_layer_types": ["dense", *["sparse"] * 3]}
 MODELS = {
     "llama": transformers.LlamaConfig(**GATED, tie_word_embeddings=True),
     "llama-untied": transformers.LlamaConfig(**GATED, tie_word_embeddings=False, rms_norm_eps=1e-4),
@@ -50,6 +60,9 @@ MODELS = {
     "mixtral": transformers.MixtralConfig(**GATED, **EXPERTS, num_local_experts=4),
     "deepseek_v3": transformers.DeepseekV3Config(**DEEPSEEK),
     "moonlight": transformers.DeepseekV3Config(**DEEPSEEK | MOONLIGHT),
+    "glm4_moe": transformers.Glm4MoeConfig(**GLM),
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig(**FLASH),
+    "glm4_moe-air": transformers.Glm4MoeConfig(**GLM | AIR),
 }
 
 

@@ -28,8 +28,6 @@ def _check_layers(config: RunConfig) -> None:
     require_multiple("num_query_groups", groups, *tp)
     require_multiple("num_attention_heads", heads, "num_query_groups", groups)
     require_multiple("ffn_hidden_size", layers.ffn_hidden_size, *tp)
-    if config.latent is None and model.position_embedding_type == "rope" and layers.kv_channels % 2:
-        raise ConfigurationError(f"rotary embeddings need an even head width, got {layers.kv_channels}: --kv-channels")
     _check_latents(config)
     _check_positions_and_activation(config)
     if length > model.max_position_embeddings:
@@ -58,6 +56,7 @@ def _check_latents(config: RunConfig) -> None:
         ("--qk-l2-norm", config.megatron.given.get("qk_l2_norm"), "drop it"),
         ("--no-rope-freq", config.megatron.given.get("no_rope_freq"), "drop it"),
         ("--use-rope-scaling", config.model.rope_scaling, "use --rope-type yarn"),
+        (f"--rotary-percent {config.model.rotary_percent}", config.model.rotary_percent != 1, "drop it"),
         (
             f"--position-embedding-type {config.model.position_embedding_type}",
             config.model.position_embedding_type != "rope",
@@ -80,16 +79,32 @@ def _check_latents(config: RunConfig) -> None:
 
 def _check_positions_and_activation(config: RunConfig) -> None:
     layers, model, length = config.transformer, config.model, config.training.seq_length
-    if model.rope_scaling and model.position_embedding_type != "rope":
-        raise ConfigurationError(
-            f"--use-rope-scaling does nothing with --position-embedding-type {model.position_embedding_type}: use rope"
-        )
+    if model.position_embedding_type == "rope":
+        _check_rotated(config)
+    for name, is_given in (("use_rope_scaling", model.rope_scaling), ("rotary_percent", model.rotary_percent != 1)):
+        if is_given and model.position_embedding_type != "rope":
+            raise ConfigurationError(
+                f"{flag(name)} does nothing with --position-embedding-type {model.position_embedding_type}: use rope"
+            )
     if model.openai_gelu and layers.gated_linear_unit:
         raise ConfigurationError("--openai-gelu does nothing with --swiglu, which has no GELU: drop one of them")
     if model.sliding_window is not None and length > model.sliding_window:
         raise ConfigurationError(
             f"--seq-length {length} is longer than --sliding-window {model.sliding_window}, beyond which the published "
             "model does not look back and this one would: use shorter sequences"
+        )
+
+
+def _check_rotated(config: RunConfig) -> None:
+    """Dimensions are rotated in pairs; those of latent attention have a check of their own."""
+    width, percent = config.transformer.kv_channels, config.model.rotary_percent
+    if percent > 1:
+        raise ConfigurationError(f"--rotary-percent {percent} must be at most 1: it is a share of a head's width")
+    rotated = int(width * percent)
+    if config.latent is None and (rotated < 2 or rotated % 2):
+        raise ConfigurationError(
+            f"rotary embeddings need an even number of dimensions, got {rotated}: --kv-channels {width}, "
+            f"--rotary-percent {percent}"
         )
 
 

@@ -36,12 +36,12 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     if find_family(config):
         return
     raise ConfigurationError(
-        "no Hugging Face architecture has this combination of --normalization, --swiglu, "
-        "--position-embedding-type, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
+        "no Hugging Face architecture has this combination of --normalization, --swiglu, --position-embedding-type, "
+        "--rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
         "--multi-latent-attention, --num-experts and how these are chosen: use RMSNorm with --swiglu, rope and "
         "--disable-bias-linear (Llama; with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts "
-        "Mixtral, with both of the latter Qwen3-MoE), Megatron's defaults (GPT-2), or DeepSeek-V3's flags "
-        "(docs/models.md)"
+        "Mixtral, with both of the latter Qwen3-MoE), Megatron's defaults (GPT-2), or the flags of DeepSeek-V3's or "
+        "GLM-4.5's row in docs/models.md"
     )
 
 

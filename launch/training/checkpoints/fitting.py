@@ -17,10 +17,11 @@ from megatron_rc.launch.training.checkpoints.settings import settings_beside
 _SHAPE = {"transformer": "", "latent": "--multi-latent-attention", "experts": "--num-experts", "model": ""}
 # What of it the weights' own shapes do not tell, or not always.
 FUNCTION = frozenset(
-    "num_attention_heads num_query_groups normalization layernorm_epsilon rotary_base rope_scaling rope_scaling_factor "
-    "moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor "
-    "moe_router_num_groups moe_router_group_topk rope_type rotary_scaling_factor original_max_position_embeddings "
-    "beta_fast beta_slow mscale mscale_all_dim qk_head_dim qk_pos_emb_head_dim v_head_dim vocab_size".split()
+    "num_attention_heads num_query_groups normalization layernorm_epsilon rotary_base rotary_percent rope_scaling "
+    "rope_scaling_factor moe_router_topk moe_router_pre_softmax moe_router_score_function "
+    "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk rope_type rotary_scaling_factor "
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim qk_head_dim qk_pos_emb_head_dim "
+    "v_head_dim vocab_size".split()
 )
 
 

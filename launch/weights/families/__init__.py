@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.families.deepseek import DEEPSEEK_V3
+from megatron_rc.launch.weights.families.glm import GLM4_MOE, GLM4_MOE_LITE
 from megatron_rc.launch.weights.families.gpt2 import GPT2
 from megatron_rc.launch.weights.families.llama import LLAMA_FAMILIES
 from megatron_rc.launch.weights.family import Family
 
-FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, DEEPSEEK_V3, GPT2)}
+FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, GPT2)}
 
 
 def find_family(config: RunConfig) -> Family | None:

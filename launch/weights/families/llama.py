@@ -58,7 +58,7 @@ _PLAIN_EXPERTS: tuple[Row, ...] = (
     Lacks("moe-router-enable-expert-bias"),
 )
 _DENSE: tuple[Row, ...] = (Always("num-experts", None), Entry("intermediate_size", "ffn-hidden-size"))
-_ANY_LENGTH: tuple[Row, ...] = (Always("sliding-window", None),)
+ANY_LENGTH: tuple[Row, ...] = (Always("sliding-window", None),)
 _NULL_IS_ANY_LENGTH = Entry("sliding_window", "sliding-window", default=None)
 # Mistral's first models look back 4096 tokens, also where they do not say it; the later ones have null here.
 _MISTRALS = Entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
@@ -82,10 +82,12 @@ def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
     )
 
 
-def _attention(qkv_bias: bool = False, qk_norms: bool = False) -> tuple[Row, ...]:
-    rows: tuple[Row, ...] = (Always("add-qkv-bias", qkv_bias), Always("qk-layernorm", qk_norms))
-    # Qwen2 has its bias whatever this says.
-    return rows if qkv_bias else (*rows, Only("attention_bias", False))
+_WHOLE_HEADS = Rotary()
+_NO_BIAS: tuple[Row, ...] = (Always("add-qkv-bias", False), Only("attention_bias", False))
+_NO_NORMS: tuple[Row, ...] = (Always("qk-layernorm", False),)
+# Qwen2 has its bias whatever attention_bias says.
+_WITH_BIAS: tuple[Row, ...] = (Always("add-qkv-bias", True), *_NO_NORMS)
+_WITH_NORMS: tuple[Row, ...] = (*_NO_BIAS, Always("qk-layernorm", True))
 
 
 _GATED_ATTENTION = (
@@ -122,39 +124,53 @@ _QKV_BIAS = Rule(
     ("self_attention.linear_qkv.bias",),
     tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv"),
     QUERY_KEY_VALUE,
+    holds=lambda config: config.transformer.add_qkv_bias,
 )
 _QK_NORMS = tuple(
-    Rule((f"self_attention.{part}_layernorm.weight",), (f"model.layers.{{layer}}.self_attn.{part}_norm.weight",), WHOLE)
+    Rule(
+        (f"self_attention.{part}_layernorm.weight",),
+        (f"model.layers.{{layer}}.self_attn.{part}_norm.weight",),
+        WHOLE,
+        holds=lambda config: config.transformer.qk_layernorm,
+    )
     for part in "qk"
 )
 
 
-def _gated_family(
+def gated_family(
     name: str,
     config_class: str,
     fields: tuple[Row, ...],
-    default_theta: float = 10000.0,
+    rotary: Row = _WHOLE_HEADS,
+    attention: tuple[Row, ...] = (*_NO_BIAS, *_NO_NORMS),
     default_groups: int | None = None,
     default_head_dim: int | None = None,
-    qkv_bias: bool = False,
-    qk_norms: bool = False,
     expert_layer: tuple[Rule, ...] = (),
     expert: tuple[Rule, ...] = (),
     expert_names: ExpertNames | None = None,
     in_bridge: bool = False,
 ) -> Family:
+    """A family of Llama's layers.
+
+    Args:
+        name: see :class:`Family`, as for those that are not here.
+        config_class: see there.
+        fields: of the MLP or the experts, and what else is its own.
+        rotary: the row of its rotary embeddings.
+        attention: rows of the bias of queries, keys and values, and of the norms of queries and keys.
+        default_groups: heads of keys where a file names no number; None: as many as heads.
+        default_head_dim: width of a head where a file names none; None: that which makes the hidden size.
+        expert_layer: see :class:`Family`.
+        expert: see there.
+        expert_names: see there.
+        in_bridge: see there.
+    """
     return Family(
         name=name,
         config_class=config_class,
-        fields=(
-            *_GATED,
-            *_heads(default_groups, default_head_dim),
-            Rotary(default_theta),
-            *_attention(qkv_bias, qk_norms),
-            *fields,
-        ),
+        fields=(*_GATED, *_heads(default_groups, default_head_dim), rotary, *attention, *fields),
         embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
-        layer=(*_GATED_ATTENTION, *[_QKV_BIAS] * qkv_bias, *_QK_NORMS * qk_norms),
+        layer=(*_GATED_ATTENTION, _QKV_BIAS, *_QK_NORMS),
         dense_layer=_GATED_MLP,
         expert_layer=expert_layer,
         expert=expert,
@@ -170,25 +186,25 @@ def router(hugging_face: str) -> tuple[Rule, ...]:
     return (Rule(("mlp.router.weight",), (f"model.layers.{{layer}}.{hugging_face}.gate.weight",), WHOLE),)
 
 
-_LLAMA = _gated_family("llama", "LlamaConfig", (*_DENSE, *_ANY_LENGTH), in_bridge=True)
-_MISTRAL = _gated_family("mistral", "MistralConfig", (*_DENSE, _MISTRALS), default_groups=8)
-_QWEN2 = _gated_family(
-    "qwen2", "Qwen2Config", (*_DENSE, *_ANY_LENGTH), default_groups=32, qkv_bias=True, in_bridge=True
+_LLAMA = gated_family("llama", "LlamaConfig", (*_DENSE, *ANY_LENGTH), in_bridge=True)
+_MISTRAL = gated_family("mistral", "MistralConfig", (*_DENSE, _MISTRALS), default_groups=8)
+_QWEN2 = gated_family(
+    "qwen2", "Qwen2Config", (*_DENSE, *ANY_LENGTH), default_groups=32, attention=_WITH_BIAS, in_bridge=True
 )
-_QWEN3 = _gated_family(
+_QWEN3 = gated_family(
     "qwen3",
     "Qwen3Config",
-    (*_DENSE, *_ANY_LENGTH),
+    (*_DENSE, *ANY_LENGTH),
     default_groups=32,
     default_head_dim=128,
-    qk_norms=True,
+    attention=_WITH_NORMS,
     in_bridge=True,
 )
-_QWEN3_MOE = _gated_family(
+_QWEN3_MOE = gated_family(
     "qwen3_moe",
     "Qwen3MoeConfig",
     (
-        *_ANY_LENGTH,
+        *ANY_LENGTH,
         *_PLAIN_EXPERTS,
         # Layers without experts, by period or by list.
         Only("decoder_sparse_step", 1),
@@ -201,12 +217,12 @@ _QWEN3_MOE = _gated_family(
         Entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
     ),
     default_groups=4,
-    qk_norms=True,
+    attention=_WITH_NORMS,
     expert_layer=router("mlp"),
     expert=gated_mlp("", "model.layers.{layer}.mlp.experts.{expert}.", *GATED_NAMES),
     expert_names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
 )
-_MIXTRAL = _gated_family(
+_MIXTRAL = gated_family(
     "mixtral",
     "MixtralConfig",
     (
@@ -218,7 +234,7 @@ _MIXTRAL = _gated_family(
         _CHOSEN,
         Always("moe-router-pre-softmax", False),
     ),
-    default_theta=1000000.0,
+    rotary=Rotary(1000000.0),
     default_groups=8,
     expert_layer=router("block_sparse_moe"),
     expert=gated_mlp(

@@ -55,6 +55,7 @@ REFUSED = {
     SIZES: "--q-lora-rank 12 does nothing without --multi-latent-attention: give both, or neither",
     f"{LATENT} --group-query-attention --num-query-groups=2": "--group-query-attention does not go with --multi-laten",
     f"{LATENT} --position-embedding-type=learned_absolute": "--position-embedding-type learned_absolute does not go",
+    f"{LATENT} --rotary-percent=0.5": r"--rotary-percent 0\.5 does not go with --multi-latent-attention: drop it",
     f"{LATENT} --use-rope-scaling": "--use-rope-scaling does not go with --multi-latent-attention: use --rope-type",
     f"{LATENT} --add-qkv-bias": "--add-qkv-bias does not go with --multi-latent-attention: drop it",
     f"{LATENT} --kv-channels=8": "--kv-channels 8 does nothing with --multi-latent-attention, whose heads have widths",

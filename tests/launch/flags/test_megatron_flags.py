@@ -41,7 +41,7 @@ MEGATRON = {
     (float, 0.9): "adam-beta1 sgd-momentum",
     (float, 0.999): "adam-beta2",
     (float, 8.0): "rope-scaling-factor",
-    (float, 1.0): "rotary-scaling-factor mscale clip-grad rl-default-temperature",
+    (float, 1.0): "rotary-percent rotary-scaling-factor mscale clip-grad rl-default-temperature",
     (str, None): "recompute-granularity recompute-method save load tensorboard-dir wandb-project wandb-exp-name "
     "wandb-entity wandb-save-dir "
     "tokenizer-type tokenizer-model",

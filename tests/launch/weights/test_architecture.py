@@ -63,8 +63,8 @@ def test_flags_that_contradict_the_directorys_experts_are_refused(folders, name,
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba' is not known; known are deepseek_v3, gpt2, llama, mistral, mixtral, qwen2, qwen3, "
-            "qwen3_moe, whichever bridge is installed: take a model of these, or add a family",
+            "model_type 'mamba' is not known; known are deepseek_v3, glm4_moe, glm4_moe_lite, gpt2, llama, mistral, "
+            "mixtral, qwen2, qwen3, qwen3_moe, whichever bridge is installed: take a model of these, or add a family",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ({"attention_bias": True}, "attention_bias is True, not False"),
@@ -129,6 +129,17 @@ def test_models_that_would_be_computed_differently_are_refused(folders, tmp_path
         ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 1.0}}, "have an attention_factor, or no"),
         ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "have an attention_factor, or no truncate"),
         ("deepseek_v3", {"rope_parameters": YARN | {"factor": None}}, "factor is None, not a number"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, not 1\.0"),
+        ("glm4_moe", {"attention_bias": "all"}, "attention_bias is 'all', not true or false"),
+        ("glm4_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "half"}}, "is 'half', not a num"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, r"mlp_layer_types is \['dense', 'sparse'\], not"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse"] * 3 + ["dense"]},
+            "not 'dense' and then 'sparse' for 4 layers",
+        ),
+        ("glm4_moe_lite", {"mlp_layer_types": 4}, "has an entry of the wrong kind"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2 where mlp_layer_types has 1"),
     ],
 )
 def test_experts_that_would_be_computed_differently_are_refused(folders, tmp_path, name, change, message):
@@ -141,7 +152,7 @@ def test_what_a_file_lacks_is_what_transformers_takes(family):
     """Other groups of heads would be other numbers, tokens routed otherwise too, and no weight would tell of those."""
     config_class = getattr(transformers, family.config_class)
     whole = config_class().to_dict()
-    if family.name not in ("gpt2", "deepseek_v3"):
+    if family.name not in ("gpt2", "deepseek_v3", "glm4_moe_lite"):
         whole |= {"num_attention_heads": 64, "num_key_value_heads": 2, "head_dim": 96}
     compared = set()
     for entry in whole.keys() - {"model_type"}:
@@ -202,6 +213,7 @@ def test_a_model_of_two_families_is_what_is_asked_for(folders):
     ("words", "message"),
     [
         (["--use-rope-scaling"], "--use-rope-scaling does nothing with --position-embedding-type learned_absolute"),
+        (["--rotary-percent=0.5"], "--rotary-percent does nothing with --position-embedding-type learned_absolute"),
         (["--openai-gelu", "--swiglu"], "--openai-gelu does nothing with --swiglu"),
         (["--rope-scaling-factor=8"], r"--rope-scaling-factor 8\.0 does nothing without --use-rope-scaling"),
     ],
@@ -209,6 +221,22 @@ def test_a_model_of_two_families_is_what_is_asked_for(folders):
 def test_flags_that_change_nothing_are_refused(tmp_path, words, message):
     with pytest.raises(ConfigurationError, match=message):
         run_config(flags(tmp_path, *words, model=GPT2))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rotary-percent=1.5", r"--rotary-percent 1\.5 must be at most 1"),
+        ("--rotary-percent=0", r"--rotary-percent 0\.0 must be positive"),
+        ("--rotary-percent=0.4", r"even number of dimensions, got 3: --kv-channels 8, --rotary-percent 0\.4"),
+        ("--rotary-percent=0.1", r"even number of dimensions, got 0: --kv-channels 8, --rotary-percent 0\.1"),
+        ("--kv-channels=7", r"even number of dimensions, got 7: --kv-channels 7, --rotary-percent 1\.0"),
+        ("--rotary-percent=0.5", "no Hugging Face architecture has this combination"),
+    ],
+)
+def test_dimensions_that_cannot_be_rotated_are_refused(tmp_path, words, message):
+    with pytest.raises(ConfigurationError, match=message):
+        run_config(flags(tmp_path, words))
 
 
 def test_older_directories_are_read(tmp_path):

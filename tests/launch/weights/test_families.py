@@ -62,7 +62,7 @@ def test_what_is_never_written_is_the_default_of_transformers(name):
 def words_of_row(words):
     """The flags of a row of docs/models.md, with those of the row that it builds on."""
     found = re.findall("`(--[^`]+)`", words)[0].split()
-    for base, model in (("Qwen3's", "Qwen3"), ("Llama's", "Llama 1 to 3")):
+    for base, model in (("Qwen3's", "Qwen3"), ("Llama's", "Llama 1 to 3"), ("DeepSeek", "DeepSeek-V3, Moonlight")):
         if words.startswith(base):
             found = [*words_of_row({name: rest for name, _, rest in ROWS}[model]), *found]
     return found

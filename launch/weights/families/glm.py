@@ -1,0 +1,41 @@
+"""GLM-4.5 (also 4.5-Air, 4.6 and 4.7): Llama's layers with DeepSeek-V3's experts, and heads that are rotated in part.
+
+GLM-4.7-Flash is DeepSeek-V3 by another name.
+"""
+
+from __future__ import annotations
+
+from megatron_rc.launch.weights.entries import Entry
+from megatron_rc.launch.weights.families.deepseek import latent_family
+from megatron_rc.launch.weights.families.llama import ANY_LENGTH, gated_family
+from megatron_rc.launch.weights.families.sigmoid_experts import (
+    EXPERT,
+    EXPERT_LAYER,
+    EXPERT_NAMES,
+    DenseFirst,
+    DenseFirstByLayer,
+    sigmoid_experts,
+)
+from megatron_rc.launch.weights.rotary import Rotary
+
+GLM4_MOE = gated_family(
+    "glm4_moe",
+    "Glm4MoeConfig",
+    (*ANY_LENGTH, *sigmoid_experts(dense_first=DenseFirst(1), scaling=1.0, groups=1, chosen=1)),
+    rotary=Rotary(default_part=0.5),
+    attention=(
+        # Of queries, keys and values alone.
+        Entry("attention_bias", "add-qkv-bias", default=False),
+        Entry("use_qk_norm", "qk-layernorm", default=False),
+    ),
+    default_groups=8,
+    expert_layer=EXPERT_LAYER,
+    expert=EXPERT,
+    expert_names=EXPERT_NAMES,
+)
+GLM4_MOE_LITE = latent_family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteConfig",
+    sigmoid_experts(dense_first=DenseFirstByLayer(1), scaling=1.8, groups=1, chosen=1),
+    default_q_lora_rank=768,
+)
