@@ -79,19 +79,20 @@ def group_advantages(
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
         f_norm: of ``gpg``; the others have no use for it.
         num_groups: number of prompts of the whole batch, where the responses to one lie on several data-parallel ranks;
-            ids lie below it. Default: all responses to a prompt lie on this rank.
+            ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
         groups: with ``num_groups``, and for the α of ``gpg``: the ranks that hold the others. Default: this process
             alone.
 
     Returns:
         [n], float64; equal on the ranks of ``groups.cp``.
 
-    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups, 4] and [num_groups] doubles, and for
-    ``grpo-passk`` one SUM and two MAX of [num_groups] more. For ``gpg`` one SUM of two doubles over ``dp_cp``.
-    Gradient: none.
+    Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
+    for ``grpo-passk`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of two doubles over ``dp_cp``.
+    Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
-        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, or shapes or dtypes are wrong.
+        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, or shapes or dtypes are wrong;
+            on every rank alike, an id of any of them is not in [0, num_groups).
     """
     kept = _kept(rewards, group_ids, estimator, kept)
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
@@ -102,9 +103,16 @@ def group_advantages(
         add = _Totals(group, len(known), ParallelGroups())
     else:
         check_integer("num_groups", num_groups, least=0)
-        group, add = group_ids, _Totals(group_ids, num_groups, batch)
+        # The last one is of ids that belong to none.
+        group = torch.where((group_ids >= 0) & (group_ids < num_groups), group_ids, num_groups)
+        add = _Totals(group, num_groups + 1, batch)
     rewards, ones = rewards.detach().double(), torch.ones_like(rewards, dtype=torch.float64)
     count, size, weight, total = add(ones, *(torch.where(kept, each, 0) for each in (ones, weights, weights * rewards)))
+    if num_groups is not None and count[num_groups]:
+        raise ValueError(
+            f"{int(count[num_groups])} of group_ids do not lie in [0, num_groups={num_groups}): number the prompts of "
+            "the batch from 0, alike on every rank"
+        )
     centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
     (squares,) = add(torch.where(kept, centred.square(), 0))
     variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)

@@ -80,7 +80,8 @@ def gae(
     Using Generalized Advantage Estimation", Eq. 11 to 16)
 
     Args:
-        rewards: of the layout's local shape, one for each token.
+        rewards: of the layout's local shape, one for each token. One that is not finite makes the advantages before it
+            so, which the correction refuses.
         values: likewise: the critic's, of the state in which the token is chosen.
         response_mask: bool, likewise, True where the token counts; what stands elsewhere changes no bit.
         gamma: γ, the discount.

@@ -275,9 +275,9 @@ def test_collectives_do_not_grow_with_the_tokens(ranks):
         assert found["gae"] == [(False, 2, sequences * chunks * 2)]
         assert found["whiten"] == [(False, 4, 2), (False, 4, 1)]
         assert found["outcome"] == [(True, 2, sequences)]
-        assert found["group"] == [(False, 4, 4 * 4), (False, 4, 4)]
+        assert found["group"] == [(False, 4, 5 * 4), (False, 4, 5)]
         assert found["local group"] == []
-        assert found["passk"] == [*found["group"], (True, 4, 4), (False, 4, 4), (True, 4, 4)]
+        assert found["passk"] == [*found["group"], (True, 4, 5), (False, 4, 5), (True, 4, 5)]
         assert found["gpg"] == [(False, 4, 2)]
 
 
@@ -332,6 +332,25 @@ def test_a_batch_without_tokens_is_zero():
     empty = SequenceLayout.packed([0])
     none = torch.zeros(0)
     assert gae(none, none, none.bool(), layout=empty).returns.shape == (0,)
+
+
+def refusal_on_ranks(wrong):
+    """What is raised where the first data-parallel rank has these ids and the other has those of two prompts."""
+    groups = ParallelGroups.from_megatron()
+    ids = torch.tensor([0, 1, 1] if group_rank(groups.dp) else wrong)
+    try:
+        return group_advantages(torch.ones(3), ids, num_groups=2, groups=groups).tolist()
+    except ValueError as error:
+        return str(error)
+
+
+def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
+    layout = Layout(cp=2, dp=2)
+    wanted = (
+        "2 of group_ids do not lie in [0, num_groups=2): number the prompts of the batch from 0, alike on every rank"
+    )
+    assert ranks.run(refusal_on_ranks, layout, [-1, 1, 2]) == [wanted] * 4
+    assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
 
 
 TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
