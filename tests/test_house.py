@@ -18,7 +18,7 @@ LIBRARY = (
 )
 # What stands in one row does not know of each other.
 LAUNCH = (
-    {"errors", "ending", "resolved", "environment", "own_folders", "phases", "set_aside", "standard_error"},
+    {"errors", "ending", "resolved_file", "environment", "own_folders", "phases", "set_aside", "standard_error"},
     {"ranks", "python_specs", "heartbeats", "stopping"},
     {"run_config"},
     {"distributed"},

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rc.launch.flags.idle import idle_names
 from megatron_rc.launch.flags.own_objects import as_given
 from megatron_rc.launch.flags.parser import build_parser
-from megatron_rc.launch.resolved import ResolvedFlag
+from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config import RunConfig, passed_through
 from megatron_rc.settings.fields import DEFAULTS
 from megatron_rc.settings.flags import LOSS_FLAGS, is_correction_flag

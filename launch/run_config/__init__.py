@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from megatron_rc.launch.resolved import ResolvedFlag
+from megatron_rc.launch.resolved_file import ResolvedFlag
 from megatron_rc.launch.run_config.advantages import AdvantageSection
 from megatron_rc.launch.run_config.critic import CriticSection
 from megatron_rc.launch.run_config.data import DataSection, EvaluationSection

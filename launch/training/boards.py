@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.environment import environment
-from megatron_rc.launch.resolved import as_launch_file, as_mapping
+from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
 from megatron_rc.launch.run_config import RunConfig
 
 Distributions = Mapping[str, Distribution]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rc.launch.environment import environment_lines
-from megatron_rc.launch.resolved import as_launch_file
+from megatron_rc.launch.resolved_file import as_launch_file
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 

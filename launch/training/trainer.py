@@ -31,7 +31,7 @@ from megatron_rc.launch.training.left_out import LeftOut
 from megatron_rc.launch.training.micro_batches import LocalBatch, LocalTokens, cut_batch
 from megatron_rc.launch.training.model import build_chunks
 from megatron_rc.launch.training.offload import Offload, tensors_of_optimizer
-from megatron_rc.launch.training.overlong import without_overlong
+from megatron_rc.launch.training.overlong_filter import without_overlong
 from megatron_rc.launch.training.passes import ModelPasses
 from megatron_rc.launch.training.rewards import RewardScaler
 from megatron_rc.launch.training.starting_weights import reference_reader, start_from

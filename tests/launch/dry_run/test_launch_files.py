@@ -18,7 +18,7 @@ from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.launch_file import CONFIGS
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser
-from megatron_rc.launch.resolved import as_launch_file
+from megatron_rc.launch.resolved_file import as_launch_file
 from tests.launch.dry_run.test_command import dry_run
 from tests.support.paths import ROOT
 

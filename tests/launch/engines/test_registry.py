@@ -12,7 +12,7 @@ from megatron_rc.launch.engines.transformers_engine import TransformersEngine
 from megatron_rc.launch.engines.vllm_server import VllmServerEngine
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.resolved import as_launch_file, as_mapping
+from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
 from tests.support.paths import ROOT
 from tests.support.recorded_training import flags, run_config
 

@@ -11,7 +11,7 @@ import transformers
 from megatron_rc.launch.__main__ import torchrun_arguments
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.resolved import as_launch_file
+from megatron_rc.launch.resolved_file import as_launch_file
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.records.rollout import save_rollouts
 from tests.launch.tasks.test_text import tokenizer_folder

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.resolved import as_launch_file
+from megatron_rc.launch.resolved_file import as_launch_file
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.criteria import CRITERIA
 from tests.support.ranks import Layout
