@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, VOCABULARY, WHOLE
+from megatron_rc.launch.weights.conversions import COLUMNS, ROWS, WHOLE
 from megatron_rc.launch.weights.entries import Always, Entry, File, Flags, Only, Row, UnknownFeatureError
-from megatron_rc.launch.weights.families.llama import GATED_NAMES, gated_mlp
+from megatron_rc.launch.weights.families.llama import EMBEDDING, GATED, GATED_MLP, HEAD, UNTIED_HEAD
 from megatron_rc.launch.weights.families.sigmoid_experts import (
     EXPERT,
     EXPERT_LAYER,
@@ -92,14 +92,11 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
         name=name,
         config_class=config_class,
         fields=(
+            *GATED,
             Always("multi-latent-attention", True),
-            Only("hidden_act", "silu"),
             Only("attention_bias", False),
             Only("rope_interleave", True),
             Only("moe_layer_freq", 1),
-            Entry("num_hidden_layers", "num-layers"),
-            Entry("hidden_size", "hidden-size"),
-            Entry("num_attention_heads", "num-attention-heads"),
             _HeadsOfTheirOwn(),
             Entry(
                 "q_lora_rank",
@@ -111,27 +108,19 @@ def latent_family(name: str, config_class: str, experts: tuple[Row, ...], defaul
             Entry("qk_rope_head_dim", "qk-pos-emb-head-dim"),
             Entry("v_head_dim", "v-head-dim"),
             LatentRotary(),
-            Entry("max_position_embeddings", "max-position-embeddings"),
-            Entry("rms_norm_eps", "norm-epsilon"),
-            Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=False, inverted=True),
-            Entry("vocab_size", "vocab-size"),
             *experts,
-            Always("normalization", "RMSNorm"),
-            Always("swiglu", True),
-            Always("openai-gelu", False),
-            Always("disable-bias-linear", True),
             Always("add-qkv-bias", False),
             Always("qk-layernorm", True),
             Always("sliding-window", None),
         ),
-        embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
+        embedding=EMBEDDING,
         layer=_LATENT_ATTENTION,
-        dense_layer=gated_mlp("mlp.", f"{_LAYER}mlp.", *GATED_NAMES),
+        dense_layer=GATED_MLP,
         expert_layer=EXPERT_LAYER,
         expert=EXPERT,
         expert_names=EXPERT_NAMES,
-        head=(Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),),
-        untied_head=(Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),),
+        head=HEAD,
+        untied_head=UNTIED_HEAD,
     )
 
 

@@ -29,15 +29,12 @@ class _FullAttention(Only):
         return {}
 
 
-_GATED: tuple[Row, ...] = (
+# Of decoders with a gated MLP, whatever their attention is.
+GATED: tuple[Row, ...] = (
     Only("hidden_act", "silu"),
-    Only("mlp_bias", False),
-    Only("use_sliding_window", False),
-    _FullAttention("layer_types", "full_attention"),
     Entry("num_hidden_layers", "num-layers"),
     Entry("hidden_size", "hidden-size"),
     Entry("num_attention_heads", "num-attention-heads"),
-    Follows("group-query-attention", lambda file: True, lambda config: True),
     Entry("max_position_embeddings", "max-position-embeddings"),
     Entry("rms_norm_eps", "norm-epsilon"),
     Entry("tie_word_embeddings", "untie-embeddings-and-output-weights", default=False, inverted=True),
@@ -46,6 +43,13 @@ _GATED: tuple[Row, ...] = (
     Always("swiglu", True),
     Always("openai-gelu", False),
     Always("disable-bias-linear", True),
+)
+_LLAMAS: tuple[Row, ...] = (
+    *GATED,
+    Only("mlp_bias", False),
+    Only("use_sliding_window", False),
+    _FullAttention("layer_types", "full_attention"),
+    Follows("group-query-attention", lambda file: True, lambda config: True),
     Lacks("multi-latent-attention"),
 )
 # Of Qwen3-MoE and Mixtral: experts in all layers, chosen among all by a softmax, and none that all tokens pass.
@@ -119,7 +123,10 @@ def gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -
 
 
 GATED_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.", *GATED_NAMES)
+GATED_MLP = gated_mlp("mlp.", "model.layers.{layer}.mlp.", *GATED_NAMES)
+EMBEDDING = (Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),)
+HEAD = (Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),)
+UNTIED_HEAD = (Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),)
 _QKV_BIAS = Rule(
     ("self_attention.linear_qkv.bias",),
     tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.bias" for part in "qkv"),
@@ -168,16 +175,16 @@ def gated_family(
     return Family(
         name=name,
         config_class=config_class,
-        fields=(*_GATED, *_heads(default_groups, default_head_dim), rotary, *attention, *fields),
-        embedding=(Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), VOCABULARY),),
+        fields=(*_LLAMAS, *_heads(default_groups, default_head_dim), rotary, *attention, *fields),
+        embedding=EMBEDDING,
         layer=(*_GATED_ATTENTION, _QKV_BIAS, *_QK_NORMS),
-        dense_layer=_GATED_MLP,
+        dense_layer=GATED_MLP,
         expert_layer=expert_layer,
         expert=expert,
         expert_names=expert_names,
         in_bridge=in_bridge,
-        head=(Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), WHOLE),),
-        untied_head=(Rule(("output_layer.weight",), ("lm_head.weight",), VOCABULARY),),
+        head=HEAD,
+        untied_head=UNTIED_HEAD,
     )
 
 
