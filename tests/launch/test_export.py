@@ -43,11 +43,11 @@ CONFIGS = {
 STEP = "iter_0000003"
 CASES = {
     "llama3": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
+    "wide": (Layout(tp=2, pp=2), ["--use-distributed-optimizer"]),
     "qwen3_moe": (Layout(tp=2, sp=True, dp=2, ep=2), []),
     "deepseek_v3": (Layout(tp=2, sp=True, dp=2, ep=2), ["--bf16"]),
     "mistral": (Layout(pp=2, vpp=True), ["--bf16"]),
     "gpt2": (Layout(), []),
-    "wide": (Layout(tp=2), ["--use-distributed-optimizer"]),
 }
 
 

@@ -35,9 +35,8 @@ CASES += [
     ("deepseek_v3", Layout(cp=2, ep=2)),
     ("moonlight", Layout()),
     ("glm4_moe", Layout(tp=2, sp=True)),
-    ("glm4_moe", Layout(pp=2, dp=2, ep=2)),
     ("glm4_moe", Layout(cp=2, ep=2)),
-    ("glm4_moe-air", Layout()),
+    ("glm4_moe-air", Layout(pp=2, dp=2, ep=2)),
     ("glm4_moe_lite", Layout(pp=2)),
 ]
 UNEVEN = ["--decoder-first-pipeline-num-layers=1"]
