@@ -39,17 +39,20 @@ def test_a_killed_run_keeps_nobody_out(tmp_path):
     first = os.fork()
     if not first:
         with in_use(config):
-            lives_on = os.fork()
-            if lives_on:
-                os.write(writer, str(lives_on).encode())
+            child = os.fork()
+            if child:
+                os.write(writer, str(child).encode())
             else:
                 signal.pause()
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(first, 0)
-    assert (tmp_path / "run" / IN_USE_FILE).is_file()
-    with in_use(config) as refused:
-        assert refused is None
-    os.kill(int(os.read(reader, 20)), signal.SIGKILL)
+    lives_on = int(os.read(reader, 20))
+    try:
+        assert (tmp_path / "run" / IN_USE_FILE).is_file()
+        with in_use(config) as refused:
+            assert refused is None
+    finally:
+        os.kill(lives_on, signal.SIGKILL)
 
 
 def test_a_folder_that_cannot_be_written_to_is_left_to_what_writes_there(tmp_path):
