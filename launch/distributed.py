@@ -18,6 +18,7 @@ from megatron_rc.launch.heartbeats import Heartbeats
 from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
+_LEFT_OUT = b" ... "
 # A process ends with one of so many codes.
 _CODES = 256
 # Fields of Megatron's configs that its groups are made by too.
@@ -184,7 +185,12 @@ def number_of_rank_0(config: RunConfig, number: int) -> int:
 
 
 def _broadcast_text(text: str, source: int, device: torch.device) -> str:
-    content = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    message = torch.tensor(list(content), dtype=torch.uint8, device=device)
+    # What a user's code raises, and names of files, may hold what is no Unicode.
+    content = text.encode(errors="backslashreplace")
+    if len(content) > _MESSAGE_BYTES:
+        # The remedy stands at the end.
+        begun = _MESSAGE_BYTES // 2
+        content = content[:begun] + _LEFT_OUT + content[len(content) - (_MESSAGE_BYTES - begun - len(_LEFT_OUT)) :]
+    message = torch.tensor(list(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
     dist.broadcast(message, src=source, group=dist.group.WORLD)
-    return bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
