@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
     connection: Connection[Any, Any] = Connection(int(argv[1]))
     setup: Setup = pickle.loads(connection.recv_bytes())
     _prepare(setup)
+    worker = os.getpid()
     faulthandler.dump_traceback_later(setup.load_timeout, file=setup.stacks)
     try:
         rule, problem = setup.source.load(), ""
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> None:
             return
         faulthandler.dump_traceback_later(setup.timeout, file=setup.stacks)
         outcome = outcome_of(partial(_score, rule, request))
+        if os.getpid() != worker:  # a process that the rule forked has come back from it
+            os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(write_outcome(outcome))
 

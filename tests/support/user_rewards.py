@@ -76,6 +76,8 @@ def misbehave(prompt, response, label, record):
     elif what == "start":  # leaves another process behind, and hangs
         subprocess.Popen(["sleep", rest])
         time.sleep(float(rest))
+    elif what == "fork":  # both processes come back
+        os.fork()
     elif what == "heavy":
         return float("torch" in sys.modules or "megatron.core" in sys.modules)
     return 1.0

@@ -49,6 +49,12 @@ def test_a_worker_knows_neither_torch_nor_megatron(pool):
     assert pool.score([request("heavy")])[0].reward == 0.0
 
 
+def test_what_a_rule_forks_scores_nothing(pool):
+    assert [one.reward for one in pool.score([request("fork")] * 4)] == [1.0] * 4
+    forked = [one for worker in pool._workers for one in psutil.Process(worker._process.pid).children()]
+    wait_for(lambda: forked and not any(map(runs, forked)))
+
+
 @pytest.mark.parametrize(
     ("response", "failure", "place"),
     [
@@ -104,10 +110,7 @@ def test_what_takes_too_long_costs_its_sample_alone(pool):
         assert outcome.reward != outcome.reward, "NaN"
         assert "in misbehave" in outcome.traceback
         assert "multiprocessing" not in outcome.traceback
-    deadline = time.monotonic() + SECONDS
-    while (found := processes_of(["sleep", seconds])) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not found
+    wait_for(lambda: not processes_of(["sleep", seconds]))
 
 
 def processes_of(words):
@@ -268,10 +271,14 @@ def test_no_worker_outlives_a_trainer_that_is_killed():
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
+    wait_for(lambda: not any(map(runs, workers)))
+
+
+def wait_for(condition):
     deadline = time.monotonic() + SECONDS
-    while any(map(runs, workers)) and time.monotonic() < deadline:
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not any(map(runs, workers))
 
 
 def runs(process):
