@@ -160,8 +160,11 @@ def as_json(value: Any) -> Any:
     """The value, or words for what is no JSON."""
     try:
         json.dumps(value)
-    except (TypeError, ValueError):
-        return reprlib.repr(value)
+    except (TypeError, ValueError, RecursionError):
+        try:
+            return reprlib.repr(value)
+        except ValueError:  # an integer of more digits than Python writes
+            return f"what cannot be written, of type {type(value).__name__}"
     return value
 
 

@@ -58,6 +58,19 @@ def test_the_first_error_ends_it_where_that_is_asked_for(tmp_path):
     assert len(lines(tmp_path)) == 2, "all of the batch are kept"
 
 
+def test_a_label_that_nothing_writes_is_named_by_its_kind(tmp_path):
+    """More digits than Python writes; lists deeper than JSON goes."""
+    deep = []
+    for _ in range(3000):
+        deep = [deep]
+    rewarder = make(tmp_path, "--reward=exact")
+    asked = [Problem("1 + 1 = ", label=label) for label in ({"count": 10**5000}, 10**5000, deep)]
+    assert rewarder.score(asked, ["2"] * 3, step=0).errors == 3
+    unwritten = "what cannot be written, of type "
+    written = [line["label"] for line in lines(tmp_path)]
+    assert written == [f"{unwritten}dict", f"{unwritten}int", "[" * 6 + "[...]" + "]" * 6]
+
+
 def test_components_of_a_run_are_limited(tmp_path):
     rewarder = make(tmp_path)
 
