@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
@@ -29,10 +30,10 @@ class PythonTask:
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
         self._user = f"--task {spec}"
         self._own = _make(spec, seed)
-        if not callable(getattr(self._own, "problems", None)):
+        if not callable(_attribute(self._own, "problems", self._user)):
             raise ConfigurationError(f"{self._user} has no method problems(start, count, held_out=False): add it")
         self.text = text or self._characters()
-        longest = max_response_length or getattr(self._own, "max_response_length", None)
+        longest = max_response_length or _attribute(self._own, "max_response_length", self._user)
         if not isinstance(longest, int) or longest <= 0:
             raise ConfigurationError(
                 f"{self._user} has max_response_length {longest!r}: set that attribute to a number of tokens, or give "
@@ -43,7 +44,7 @@ class PythonTask:
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """What the class gives, if these are as many problems as it was asked for."""
-        found = _call(self._user, self._own.problems, start, count, held_out=held_out)
+        found = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
         others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
         if others or len(found) != count:
             where = "a list with " if isinstance(found, list) else ""
@@ -61,6 +62,11 @@ class PythonTask:
 
     def _flaw(self, problem: Problem) -> str | None:
         """Why a model cannot be shown a problem; None: it can."""
+        if not isinstance(problem.record, Mapping):
+            return f"has a {type(problem.record).__name__} as its record: give a dict"
+        messages = problem.messages
+        if not isinstance(messages, (tuple, list)) or not all(isinstance(one, Mapping) for one in messages):
+            return f"has messages {messages!r:.40}: give dicts with 'role' and 'content'"
         examples = problem.examples
         pairs = isinstance(examples, (tuple, list)) and all(
             isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in examples
@@ -78,7 +84,7 @@ class PythonTask:
         return None if self.text.encode(problem) else "has an empty prompt: give it a text"
 
     def _characters(self) -> Text:
-        characters = getattr(self._own, "characters", None)
+        characters = _attribute(self._own, "characters", self._user)
         if not isinstance(characters, str) or not characters:
             raise ConfigurationError(
                 f"{self._user} has no text attribute characters to make tokens of: add it, or give --tokenizer-model"
@@ -99,22 +105,27 @@ def _make(spec: str, seed: int) -> Any:
     kind = load_python(spec, "--task")
     if not isinstance(kind, type):
         raise ConfigurationError(f"--task {spec} is of type {type(kind).__name__}: name a class")
-    return _call(f"--task {spec}", kind, seed=seed)
+    return _call(f"--task {spec}", kind.__name__, kind, seed=seed)
 
 
 def _reward_of(own: Any, user: str) -> Any:
-    reward = getattr(own, "reward", None)
+    reward = _attribute(own, "reward", user)
     if reward is not None and not callable(reward):
         raise ConfigurationError(f"{user} has a reward that is no method: make it one, or give --reward")
     return reward
 
 
-def _call(user: str, function: Any, *args: Any, **named: Any) -> Any:
+def _attribute(own: Any, name: str, user: str) -> Any:
+    """What the user's object has under a name, None without; a property runs the user's code."""
+    return _call(user, name, getattr, own, name, None)
+
+
+def _call(user: str, name: str, function: Any, *args: Any, **named: Any) -> Any:
     try:
         return function(*args, **named)
     except ConfigurationError:
         raise
-    except Exception as error:  # a user's class can raise anything
+    except (Exception, SystemExit) as error:  # a user's class can raise anything
         raise ConfigurationError(
-            f"{own_traceback(error, (__file__,))}\n{user}: {function.__name__} raises {in_words(error)}"
+            f"{own_traceback(error, (__file__,))}\n{user}: {name} raises {in_words(error)}"
         ) from error

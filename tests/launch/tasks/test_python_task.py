@@ -68,6 +68,12 @@ def test_what_a_class_may_lack(own):
         ("    max_response_length = 2", "    max_response_length = 0", "max_response_length 0: set that attribute"),
         ("    characters", "    reward = 3\n    characters", "has a reward that is no method"),
         (
+            "    characters",
+            "    @property\n    def reward(self): return {}[1]\n    characters",
+            r"^Traceback(?s:.*)\n--task python:own:Task: reward raises KeyError: 1$",
+        ),
+        ("self.seed = seed", "raise SystemExit(0)", r"\n--task python:own:Task: Task raises SystemExit: 0$"),
+        (
             "__init__(self, seed)",
             "__init__(self)",
             r"^TypeError.*\n--task python:own:Task: Task raises TypeError: .*seed",
@@ -96,6 +102,9 @@ def test_a_class_that_is_no_task_is_refused(own, line, other, message):
         ("[Problem('1', examples=None), Problem('2')]", r"problem 0 .* has examples None: give pairs of a prompt and"),
         ("[Problem('1', examples=['12']), Problem('2')]", r"problem 0 .* has examples \['12'\]: give pairs"),
         ("[Problem('1'), Problem('2 + a')]", "problem 1 .* has ' ', which is none of the tokenizer's characters"),
+        ("[Problem('1', record=[3]), Problem('2')]", r"problem 0 .* has a list as its record: give a dict$"),
+        ("[Problem('1', messages='ab'), Problem('2')]", r"problem 0 .* has messages 'ab': give dicts with 'role' and"),
+        ("exit()", r"(?s)^Traceback.*\n--task \S+: problems raises SystemExit: None$"),
         ("[Problem('1'), Problem('')]", r"problem 1 \(held_out=False\) has an empty prompt: give it a text$"),
         ("self.nothing", r"(?s)^Traceback.*\n--task \S+: problems raises AttributeError: 'Task' object has no"),
     ],
