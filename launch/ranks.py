@@ -58,7 +58,7 @@ def run_ranks(words: Sequence[str]) -> Outcome:
         os.environ[FOLDER] = str(folder)
         try:
             torchrun.run(args)
-            return finished(read_endings(folder))
+            return finished(read_endings(folder), int(args.nproc_per_node))
         except SignalException as stop:
             return stopped(stop.sigval, read_endings(folder), int(args.nproc_per_node))
         except ChildFailedError as error:
@@ -70,11 +70,19 @@ def run_ranks(words: Sequence[str]) -> Outcome:
             del os.environ[FOLDER]
 
 
-def finished(endings: list[Ending]) -> Outcome:
-    """The end of a run whose ranks all ended well; a signal may have come to one of them, or to another machine."""
+def finished(endings: list[Ending], ranks: int) -> Outcome:
+    """The end of a run whose ranks all ended well; a signal may have come to one of them, or to another machine.
+
+    Args:
+        endings: of the ranks of this machine.
+        ranks: their number.
+    """
     for ending in endings:
         if ending.error is not None:  # a guard's
             return Outcome(ending.code, f"error: {ending.error}")
+    if len(endings) < ranks:
+        how = f"{ranks - len(endings)} of {ranks} ranks ended with exit code 0 before the run did"
+        return Outcome(FAILURE, f"error: {how}: look for what calls os._exit() in your own modules")
     if all(ending.kept for ending in endings):
         return Outcome(0)
     return Outcome(FAILURE, f"error: a rank was told to stop, and {_NOT_KEPT}")

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
         heartbeats = Heartbeats(60 * config.launch.distributed_timeout_minutes, _end_at_once)
         try:
             initialize(config, heartbeats)
-            tell_ending(kept=(run or train)(config, task))
+            tell_ending(kept=_outcome_of(run or train, config, task))
             heartbeats.close()
             shut_down()
         except (AgreedError, ValueError) as error:
@@ -91,6 +91,14 @@ def cpu_backend() -> contextlib.AbstractContextManager[None]:
     with cpu.without_compiler():
         import megatron_rc.launch.training.loop  # noqa: F401
     return cpu.cpu_backend()
+
+
+def _outcome_of(run: Run, config: RunConfig, task: Task) -> bool:
+    """What the run gives; code of the user's that leaves the process ends no rank as if all were done."""
+    try:
+        return run(config, task)
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) was called within the run: raise an error instead") from error
 
 
 def _say_restart(rank: int) -> None:

@@ -301,7 +301,8 @@ class RolloutCollector:
                     result = work()
             except Interrupted:
                 pass  # the request says so
-            except Exception as problem:  # whatever an engine or a reward raises, the other ranks must hear of it
+            # Whatever an engine, a task or a reward raises, sys.exit() included, the other ranks must hear of it.
+            except (Exception, SystemExit) as problem:
                 error = f"{what} failed: {type(problem).__name__}: {problem}"
         phases.enter(what, waits=True)
         self.waits.meet(what)

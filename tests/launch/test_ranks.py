@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron_rc.launch.train_ppo import _outcome_of
 from tests.support.paths import ROOT
 
 # All cases in one process, since torch loads for two seconds.
@@ -27,6 +28,7 @@ CASES = {
     "aborts 0": r"1 error: connection closed by peer",
     "leaves 1": r"1 error: rank 1 \(process \d+\) ended with exit code 7: see above what it said",
     "saves": r"0 ",
+    "vanishes": r"1 error: 2 of 2 ranks ended with exit code 0 before the run did: look for .* your own modules",
     "stops": f"130 stopped by SIGINT, and {NOT_KEPT}",
     "interrupts": r"130 stopped by SIGINT before all ranks could save: what no checkpoint holds is lost",
     "told": f"1 error: a rank was told to stop, and {NOT_KEPT}",
@@ -66,6 +68,11 @@ def test_ranks_get_as_long_as_the_environment_says(monkeypatch):
     assert LaunchConfig(1, 1, 1).shutdown_timeout == 30
     monkeypatch.setenv(name, seconds)
     assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds) == 600
+
+
+def test_a_run_that_is_left_on_the_way_is_not_done():
+    with pytest.raises(RuntimeError, match=r"^sys\.exit\(0\) was called within the run: raise an error instead$"):
+        _outcome_of(lambda config, task: sys.exit(0), None, None)
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -160,6 +161,8 @@ class BrokenEngine:
     def sample(self, prompts, params, max_new_tokens, seed):
         if self.fault == "exception":
             raise TimeoutError("no answer in 60 s")
+        if self.fault == "exit":
+            sys.exit(0)
         log_probs = [-1.0] * 8
         log_probs[2] = {"nan": math.nan, "positive": 0.5}.get(self.fault, -1.0)
         return [Sample([3] * 8, log_probs, "stop") for _ in prompts]
@@ -189,6 +192,7 @@ def run_broken(words, fault):
     [
         ("weights", "the rollout engine refused the weights of step 0: out of memory"),
         ("exception", "the rollout of step 0 failed: TimeoutError: no answer in 60 s"),
+        ("exit", "the rollout of step 0 failed: SystemExit: 0"),
         ("nan", "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is nan"),
         ("positive", "the rollout of step 0 failed: ValueError: the rollout log-prob of sample 8, token 4 is 0.5"),
     ],
