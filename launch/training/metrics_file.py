@@ -33,7 +33,7 @@ class MetricsFile:
     def __init__(self, path: Path, iteration: int) -> None:
         self.path, self.iteration = path, iteration
         self._file: TextIO | None = None
-        if path.is_file():
+        if path.exists():
             _require_readable(path) if iteration else set_aside(path)
 
     def write(self, row: dict[str, float]) -> None:
@@ -98,6 +98,10 @@ def summarize(rows: Iterable[dict[str, float]], window: int) -> dict[str, tuple[
 
 def _require_readable(path: Path) -> None:
     """Now, while the other ranks can hear of it: what counts on from its rows reads them on rank 0 alone."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(
+            f"{path}, which the run goes on with, is no regular file: move it away, or choose another --run-name"
+        )
     try:
         deque(_lines(path), maxlen=0)
     except OSError as error:

@@ -109,6 +109,18 @@ def test_a_file_that_cannot_be_read_ends_a_resumed_run_on_all_ranks(ranks, tmp_p
     )
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    """A pipe that nobody reads, and a folder: a new run puts them aside, a resumed one says so."""
+    path = tmp_path / "metrics.jsonl"
+    for make in (os.mkfifo, os.mkdir):
+        make(path)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, which .*, is no regular file: move it away, or choose"):
+            MetricsFile(path, 5)
+        write(path, 0, {"step": 1})
+        assert steps_in(path) == [1]
+        path.unlink()
+
+
 KILLED = """
 import os, signal, sys
 from megatron_rc.launch.training import picture
