@@ -27,7 +27,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 class RewardError(RuntimeError):
-    """A response that cannot be scored, where that ends the run."""
+    """A response that cannot be scored, where that ends the run; or not be written down."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Rewarder:
             held_out: they are an evaluation's.
 
         Raises:
-            RewardError: with ``--reward-errors stop``: one could not be scored.
+            RewardError: one that could not be scored cannot be written down; with ``--reward-errors stop``: one could
+                not be scored.
             ConfigurationError: the rule cannot be loaded.
         """
         requests = [_request(problem, text) for problem, text in zip(problems, responses, strict=True)]
@@ -114,9 +115,14 @@ class Rewarder:
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
         what = {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
         line = {**about, **what, **{name: as_json(value) for name, value in request.items()}}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise RewardError(
+                f"{self.file} cannot be written ({error.strerror}): make room, or choose another --runs-dir"
+            ) from error
 
     def _report(self, index: int, outcome: Outcome, requests: Sequence[Mapping[str, Any]]) -> None:
         """End the run, or say once that it goes on."""

@@ -71,6 +71,17 @@ def test_a_label_that_nothing_writes_is_named_by_its_kind(tmp_path):
     assert written == [f"{unwritten}dict", f"{unwritten}int", "[" * 6 + "[...]" + "]" * 6]
 
 
+def test_a_full_disk_under_the_file_of_errors_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "reward-errors.jsonl").symlink_to("/dev/full")
+    rewarder = make(tmp_path, "--reward=exact")
+    words = (
+        r"reward-errors\.jsonl cannot be written \(No space left on device\): make room, or choose another --runs-dir$"
+    )
+    with pytest.raises(RewardError, match=words):
+        rewarder.score([BAD], ["3"], step=0)
+
+
 def test_components_of_a_run_are_limited(tmp_path):
     rewarder = make(tmp_path)
 
