@@ -84,7 +84,8 @@ def group_advantages(
             alone.
 
     Returns:
-        [n], float64; equal on the ranks of ``groups.cp``.
+        [n], float64; equal on the ranks of ``groups.cp``. Where a kept reward is NaN or infinite, those of its prompt
+        are too, unless they are 0 whatever it is; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
     for ``grpo-passk`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of two doubles over ``dp_cp``.

@@ -45,7 +45,7 @@ def outcome_rewards(
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
-        Like the mask, in the dtype of ``rewards``.
+        Like the mask, in the dtype of ``rewards``, NaN and infinite ones as they are.
 
     Collectives: one MAX of [n] int64 over ``cp``. Gradient: none.
 
@@ -80,8 +80,7 @@ def gae(
     Using Generalized Advantage Estimation", Eq. 11 to 16)
 
     Args:
-        rewards: of the layout's local shape, one for each token. One that is not finite makes the advantages before it
-            so, which the correction refuses.
+        rewards: of the layout's local shape, one for each token.
         values: likewise: the critic's, of the state in which the token is chosen.
         response_mask: bool, likewise, True where the token counts; what stands elsewhere changes no bit.
         gamma: γ, the discount.
@@ -90,7 +89,8 @@ def gae(
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
-        In the dtype of ``values``, at least float32; computed in float64.
+        In the dtype of ``values``, at least float32; computed in float64. Where a counted reward or value is NaN or
+        infinite, so is everything of its sequence up to there; the correction's ``check()`` reports it.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
 
@@ -145,7 +145,8 @@ def reinforce_plus_plus(
         groups: ``cp`` holds the other slices of the sequences, ``dp_cp`` all other tokens. Default: this process alone.
 
     Returns:
-        In the dtype of ``rewards``, at least float32.
+        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae` for the returns, and
+        :func:`whiten`, for which one is enough.
 
     Collectives: those of :func:`gae` and :func:`whiten`. Gradient: none.
 
@@ -176,7 +177,8 @@ def remax(
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
-        In the dtype of ``rewards``, at least float32.
+        In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae`; a baseline that is
+        not makes all advantages of its sequence so.
 
     Collectives: those of :func:`gae`. Gradient: none.
 

@@ -32,7 +32,8 @@ def whiten(
         groups: ``dp_cp`` holds the other tokens. Default: this process alone.
 
     Returns:
-        Like ``values``, at least float32; 0 where nothing counts.
+        Like ``values``, at least float32; 0 where nothing counts. One counted value of any rank that is NaN or infinite
+        makes everything NaN, which the correction's ``check()`` reports.
 
     Collectives: two SUMs over ``dp_cp``, of two doubles and of one. Gradient: none.
 

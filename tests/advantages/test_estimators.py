@@ -7,7 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rc import gae, group_advantages, outcome_rewards, reinforce_plus_plus, remax, whiten
+from megatron_rc import (
+    RolloutCorrectionConfig,
+    correct_rollouts,
+    gae,
+    group_advantages,
+    outcome_rewards,
+    reinforce_plus_plus,
+    remax,
+    whiten,
+)
 from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank, group_size
@@ -351,6 +360,46 @@ def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
     )
     assert ranks.run(refusal_on_ranks, layout, [-1, 1, 2]) == [wanted] * 4
     assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
+
+
+NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_reward_that_is_not_finite_shows_in_its_prompt_alone(estimator, bad):
+    rewards, ids = torch.tensor([1.0, bad, 4.0, 0.0, 3.0, bad]), torch.tensor([0, 0, 0, 1, 1, 2])
+    found = group_advantages(rewards, ids, estimator=estimator, lengths=torch.arange(1, 7))
+    alone_is_0 = estimator in ("rloo-vectorized", "grpo-passk")
+    assert (~found.isfinite()).tolist() == [True, True, True, False, False, not alone_is_0]
+    dropped = group_advantages(rewards, ids, estimator=estimator, lengths=ids, kept=rewards.isfinite())
+    assert dropped.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+@pytest.mark.parametrize(("gamma", "lam"), FACTORS)
+def test_a_token_that_is_not_finite_shows_up_to_it(gamma, lam, bad):
+    """And in the correction's check. The second sequence has none."""
+    mask, zeros = torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5)
+    mask[0, 1] = False
+    spoilt = zeros.clone()
+    spoilt[0, 2] = bad
+    until = [[True, False, True, False, False], [False] * 5]
+    for arguments in ((spoilt, zeros), (zeros, spoilt)):
+        found = gae(*arguments, mask, gamma=gamma, lam=lam)
+        for values in (found.advantages, found.returns):
+            assert (~values.isfinite()).tolist() == until
+        assert whiten(found.advantages, mask).isnan().all()
+        log_probs = torch.full((2, 5), -1.0)
+        for advantages in (found.advantages, whiten(found.advantages, mask)):
+            result = correct_rollouts(log_probs, log_probs, mask, RolloutCorrectionConfig(), advantages=advantages)
+            with pytest.raises(ValueError, match=r"^advantages: \d values of the batch .* must be finite"):
+                result.check()
+    assert reinforce_plus_plus(spoilt, mask, gamma=gamma).advantages.isnan().all()
+    baselined = remax(zeros, torch.tensor([bad, 1.0]), mask).advantages
+    assert torch.equal(~baselined.isfinite(), mask & torch.tensor([[True], [False]]))
+    ends = outcome_rewards(torch.tensor([bad, 1.0]), mask)
+    assert (~ends.isfinite()).nonzero().tolist() == [[0, 4]]
 
 
 TOKENS, MASK = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
