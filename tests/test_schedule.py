@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig
+from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrectionConfig, StepError
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
@@ -181,6 +181,33 @@ def test_what_the_loss_needs_is_named():
         masked_loss(make_correction("bypass", "ppo_clip"), batch, theta, None, scale)
     with pytest.raises(ValueError, match=r"take it from plan\.loss_scale"):
         masked_loss(correction, batch, theta, entropy, dataclasses.replace(scale, step=None))
+
+
+@pytest.mark.parametrize("name", ["train_log_probs", "weights", "mask", "sequence_lengths"])
+def test_what_the_loss_finds_is_not_taken_and_ignored(name):
+    """It was worked out for decoupled mode."""
+    theta, old, rollout, _, _, mask = tensors()
+    layout = SequenceLayout.padded(ROWS, WIDTH)
+    correction = make_correction("bypass", "ppo_clip")
+    end = wrap_finalize(correction, lambda model: None)
+    scale = correction.plan(PlanInputs(None, rollout, mask)).loss_scale(num_microbatches=1)
+    given = {"train_log_probs": old, "weights": torch.ones_like(old), "mask": mask}
+    given["sequence_lengths"] = torch.full((ROWS,), 4.0, dtype=torch.float64)
+    inputs = {"rollout_log_probs": rollout, "response_mask": mask, "layout": layout, "advantages": torch.ones(ROWS)}
+    batch = MicroBatch(**{"train_log_probs": None} | inputs | {name: given[name]})
+    with pytest.raises(ValueError, match=rf"^{name} would be ignored: bypass_mode=True .*: pass {name}=None, or use"):
+        masked_loss(correction, batch, theta, None, scale)
+    with pytest.raises(StepError, match="without a micro-batch"):
+        end([Chunk()])
+
+
+@pytest.mark.parametrize("mode", ["bypass_mode", "proximal_interpolation"])
+def test_a_plan_takes_no_log_probs_that_it_ignores(mode):
+    _, old, rollout, _, _, mask = tensors()
+    correction = RolloutCorrection(RolloutCorrectionConfig(rollout_is=None, **{mode: True}), ALONE, loss=LOSS)
+    inputs, versions = PlanInputs(old, rollout, mask), torch.zeros(ROWS, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"^train_log_probs would be ignored: {mode}=True .* rollout_log_probs"):
+        correction.plan(dataclasses.replace(inputs, policy_versions=versions), current_version=0)
 
 
 @pytest.mark.parametrize(

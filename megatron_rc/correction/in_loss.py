@@ -41,6 +41,8 @@ class InLoss:
 
     def plan(self, inputs: AnyInputs | None, counts: AgreedCounts, device: torch.device) -> InLossPlan:
         """Tokens and sequences under the response mask, on the last stage."""
+        if inputs is not None:
+            _check_left_out(self.config, inputs, "train_log_probs")
         masks = None if inputs is None else count_masks(inputs, counts, self.groups)
         self._newest, self._steps = InLossPlan(self.config, self.loss, self.groups, counts, masks), ()
         return self._newest
@@ -75,6 +77,7 @@ class InLoss:
     @torch.no_grad()
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
         """What is found from π_θ."""
+        _check_left_out(self.config, micro_batch, "train_log_probs", "weights", "mask", "sequence_lengths")
         return self.from_theta(dataclasses.replace(micro_batch, train_log_probs=log_probs), step)
 
     def metrics(self) -> dict[str, float]:
@@ -148,6 +151,17 @@ class InLoss:
 def _of_one_step(counts: AgreedCounts) -> AgreedCounts:
     """The counts of a single mini-batch, without prompts."""
     return dataclasses.replace(counts, num_mini_batches=1, num_groups=None)
+
+
+def _check_left_out(config: RolloutCorrectionConfig, given: AnyInputs, *names: str) -> None:
+    """Raise ValueError for what decoupled mode takes and the loss would find for itself: it would be ignored."""
+    mode, old = "proximal_interpolation", "interpolates log π_old from log π_θ and rollout_log_probs"
+    if config.bypass_mode:
+        mode, old = "bypass_mode", "takes rollout_log_probs for log π_old"
+    for name in names:
+        if getattr(given, name) is not None:
+            what = old if name == "train_log_probs" else f"finds the {name} in the loss"
+            raise ValueError(f"{name} would be ignored: {mode}=True {what}: pass {name}=None, or use decoupled mode")
 
 
 def _without_others(inputs: OneMicroBatch, counts: AgreedCounts) -> OneMicroBatch:

@@ -27,7 +27,7 @@ class CorrectionInputs(Generic[V, L]):
     given one a sequence or one a token is read as one a sequence where both shapes are the same.
 
     Attributes:
-        train_log_probs: None where the correction is made in the loss: π_θ comes later, and what is given is not read.
+        train_log_probs: must be None where the correction is made in the loss: π_θ comes later.
     """
 
     train_log_probs: V | None

@@ -17,15 +17,16 @@ class MicroBatch(OneMicroBatch):
     """What the loss of one micro-batch needs, on the last pipeline stage: of the plan's inputs and of the plan.
 
     Attributes:
-        train_log_probs: log π_old; None where π_old is π_rollout or interpolated.
+        train_log_probs: log π_old; must be None where π_old is π_rollout or interpolated.
         layout: which tokens these are; must be given, and so must advantages.
         advantages: [n], or per token.
         sequence_ids: error messages name them where the correction is made in the loss.
         policy_versions: for metrics by staleness, bounds by staleness and the interpolation that are made in the loss;
             where the plan was given the current version.
         ref_log_probs: log π_ref, where there is a KL penalty.
-        weights: importance weights of the plan; None where the config applies none, and where the loss finds them.
-        mask: bool, the accepted tokens of the plan; None where the loss finds them.
+        weights: importance weights of the plan; must be None where the config applies none, and where the loss finds
+            them.
+        mask: bool, the accepted tokens of the plan; must be None where the loss finds them.
         sequence_lengths: [n] float64, n_i of the plan; likewise.
     """
 

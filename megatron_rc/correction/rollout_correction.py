@@ -83,7 +83,8 @@ class RolloutCorrection:
         """Prepare a rollout batch, alike on all pipeline stages. Steps of earlier plans are not touched.
 
         Args:
-            inputs: this rank's part, a PlanInputs; None on the stages that hold no log-probs.
+            inputs: this rank's part, a PlanInputs, in the loss without ``train_log_probs``; None on the stages that
+                hold no log-probs.
             num_mini_batches: optimizer steps that share the batch, equal on every rank.
             num_groups: prompts of the whole batch.
             current_version: of the weights that train.
@@ -98,7 +99,8 @@ class RolloutCorrection:
         the loss, one SUM over ``cp`` and one SUM over ``dp_cp``, on the last stage.
 
         Raises:
-            ValueError: shapes or ids that do not fit. Bad data is reported by ``check()`` of the result.
+            ValueError: shapes or ids that do not fit; in the loss, ``train_log_probs``, which would be ignored. Bad
+                data is reported by ``check()`` of the result.
         """
         counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
         # What every stage can see, before any of them waits for another.

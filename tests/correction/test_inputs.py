@@ -279,7 +279,8 @@ def test_a_trainer_refuses_zero_log_probs_too(bypass):
     config = RolloutCorrectionConfig(rollout_is="token", **mode)
     for allowed in (False, True):
         correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(), allow_zero_log_probs=allowed)
-        result = correction.plan(PlanInputs(*given.values()))
+        inputs = PlanInputs(**given)
+        result = correction.plan(dataclasses.replace(inputs, train_log_probs=None) if bypass else inputs)
         if bypass:
             correction.in_loss(*given.values())
             correction.finish_step()
