@@ -111,15 +111,17 @@ def policy_loss(
         clip_high: the ratio is clipped above 1 + this.
         dual_clip: c, or None; ``ppo_clip`` and ``gspo`` only.
         weights: like ``log_probs``, detached; default 1.
-        layout: which tokens these are. Default: rows of ``log_probs`` are whole sequences or, with groups, slices.
-        groups: ``cp`` holds the other slices of the sequences; ``gspo`` alone needs it.
+        layout: which tokens these are. Default: padded, rows of ``log_probs``. Sequences that are packed into one row
+            need it, or ``gspo`` takes one mean over all of them.
+        groups: ``cp`` holds the other slices of the sequences; ``gspo`` alone needs it. Without it, and without a
+            layout, ``gspo`` takes a slice for the whole sequence: nothing says that it is none.
         sequence_log_ratio: [n], the mean of log r over each whole sequence, where it is known already (``gspo``).
 
     Collectives: none; ``gspo`` without ``sequence_log_ratio`` makes one SUM of [2, n] over ``cp``.
 
     Raises:
-        ValueError: an unknown algorithm, bounds that cannot be, shapes that do not fit, or a layout of another rank of
-            ``cp``.
+        ValueError: an unknown algorithm, bounds that cannot be, shapes that do not fit, a layout of another rank of
+            ``cp``, or for ``gspo`` rows that are no slices of as many ranks as ``cp`` has.
     """
     objective = objective_of(algorithm)
     _check_dual_clip(objective, dual_clip)
@@ -137,7 +139,7 @@ def policy_loss(
     check_mask("response_mask", response_mask)
     given, groups = groups, ParallelGroups.given(groups)
     # Only sums over cp need its slices: the other objectives take a layout alone, and rows are slices of any length.
-    compared = layout is not None and (given is not None or objective.by_sequence)
+    compared = objective.by_sequence or (layout is not None and given is not None)
     layout = SequenceLayout.given(layout, "log_probs", log_probs, groups if compared else None)
     # A ratio in bfloat16 is wrong by percents, and one of exp(20) no number of float16.
     log_probs = log_probs.to(arithmetic(log_probs.dtype))

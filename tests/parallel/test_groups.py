@@ -55,6 +55,19 @@ def test_slices_without_their_group_are_refused(name):
         USES[name](HALF, None)
 
 
+@pytest.mark.parametrize("name", USES)
+def test_rows_that_are_no_slices_are_refused(name):
+    """Rows without a layout are cut as the group says, and twelve tokens make no eight chunks."""
+    with (
+        mock.patch("torch.distributed.get_world_size", return_value=4),
+        mock.patch("torch.distributed.get_rank", return_value=1),
+        mock.patch("tests.parallel.test_groups.TOKENS", TOKENS[:, :3]),
+        mock.patch("tests.parallel.test_groups.MASK", MASK[:, :3]),
+        pytest.raises(ValueError, match="a sequence of 12 tokens does not divide into 8 chunks"),
+    ):
+        USES[name](None, ParallelGroups(cp=mock.sentinel.cp, dp_cp=mock.sentinel.cp))
+
+
 @pytest.mark.parametrize("wrong", ["tp", {}, 0])
 @pytest.mark.parametrize("name", USES)
 def test_what_are_no_groups_is_named(name, wrong):
