@@ -1,8 +1,8 @@
 """``python -m megatron_rc.launch --nproc-per-node N <flags>``: check the flags once, then let torchrun start the ranks.
 
 Ends with 0 where all steps are made, or a checkpoint holds those that were when a signal came; with 2 for flags that
-cannot work, 1 for a failed run, and as shells tell signals (130 for Ctrl-C, 143 for SIGTERM) where one came and nothing
-was saved. But for 0 the last line of the output says why.
+cannot work, 1 for a failed run, and as shells tell signals (130 for Ctrl-C, 143 for SIGTERM, 129 for a closed terminal)
+where one came and nothing was saved. But for 0 the last line of the output says why.
 """
 
 from __future__ import annotations

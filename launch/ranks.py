@@ -6,12 +6,14 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, read_endings
 from megatron_rc.launch.own_folders import own_folder
+from megatron_rc.launch.stopping import STOPPING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -56,8 +58,11 @@ def run_ranks(words: Sequence[str]) -> Outcome:
     args = torchrun.parse_args(list(words))
     with own_folder(tempfile.gettempdir(), "megatron-rc-endings-") as folder:
         os.environ[FOLDER] = str(folder)
+        # Torchrun would take up each signal, also while the ranks save.
+        args.signals_to_handle = "SIGQUIT"
         try:
-            torchrun.run(args)
+            with _first_signal():
+                torchrun.run(args)
             return finished(read_endings(folder), int(args.nproc_per_node))
         except SignalException as stop:
             return stopped(stop.sigval, read_endings(folder), int(args.nproc_per_node))
@@ -68,6 +73,33 @@ def run_ranks(words: Sequence[str]) -> Outcome:
             return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
         finally:
             del os.environ[FOLDER]
+
+
+@contextmanager
+def _first_signal() -> Iterator[None]:
+    """Inside this block the first signal ends the ranks, as torchrun lets it; those after it change nothing.
+
+    One that is ignored already, as ``nohup`` has it, stays ignored.
+
+    Raises:
+        SignalException: it came.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def end(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
+
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def finished(endings: list[Ending], ranks: int) -> Outcome:

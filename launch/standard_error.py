@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import Any
@@ -10,17 +11,19 @@ _DESCRIPTOR = 2
 
 
 class _Unread(io.FileIO):
-    """Where the reader is gone (``… 2>&1 | head``), what is written vanishes, as if it had been read."""
+    """Where the reader is gone (``… 2>&1 | head``, a closed terminal), what is written vanishes, as if it were read."""
 
     def write(self, content: Any, /) -> int:
         try:
             return super().write(content)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             return memoryview(content).nbytes
 
 
 def outlast_reader() -> None:
-    """From now on a closed pipe is no error of whatever writes to ``sys.stderr``; for a process's own beginning.
+    """From now on a closed pipe or terminal is no error of what writes to ``sys.stderr``; for a process's own beginning.
 
     Otherwise rank 0, which alone speaks, would end with an error that the other ranks cannot know of.
     """

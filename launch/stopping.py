@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: noted, answered with a line, and heeded where all ranks can save together."""
+"""Ctrl-C, SIGTERM, a closed terminal: noted, answered with a line, and heeded where all ranks can save together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_rc.launch import phases
 
+# What is sent to end a run; the last one when its terminal is closed.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # torchrun's, and what it waits by default.
 SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SHUTDOWN_DEFAULT = 30
@@ -31,7 +33,7 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """Set by SIGINT or SIGTERM; the loop looks at it between two optimizer steps.
+    """Set by a signal of :data:`STOPPING`; the loop looks at it between two optimizer steps.
 
     Attributes:
         signal: name of the first that came.
@@ -48,7 +50,7 @@ class StopRequest:
         is_first, self.signal = self.signal is None, signal.Signals(number).name
         if is_first and self._answers and not self._interrupts and os.environ.get("RANK") == "0":
             # Not by sys.stderr, in the midst of whose work this may run.
-            with suppress(BrokenPipeError):
+            with suppress(OSError):  # whoever listened may be gone
                 os.write(_STDERR, self._answer().encode())
         if self._interrupts:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
@@ -61,12 +63,12 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handle both signals inside the block, as before after it.
+        """Handle these signals inside the block, as before after it.
 
         After an error this goes on, so that torchrun, which ends the ranks when one fails, does not cut off what is
         said: see :func:`leaves_by_sigterm`.
         """
-        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self) for number in STOPPING}
         try:
             yield self
         except BaseException:

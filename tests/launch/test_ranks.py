@@ -2,11 +2,13 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from megatron_rc.launch.ranks import _first_signal
 from megatron_rc.launch.train_ppo import _outcome_of
 from tests.support.paths import ROOT
 
@@ -28,6 +30,7 @@ CASES = {
     "aborts 0": r"1 error: connection closed by peer",
     "leaves 1": r"1 error: rank 1 \(process \d+\) ended with exit code 7: see above what it said",
     "saves": r"0 ",
+    "saves-late": r"0 ",
     "vanishes": r"1 error: 2 of 2 ranks ended with exit code 0 before the run did: look for .* your own modules",
     "stops": f"130 stopped by SIGINT, and {NOT_KEPT}",
     "interrupts": r"130 stopped by SIGINT before all ranks could save: what no checkpoint holds is lost",
@@ -68,6 +71,16 @@ def test_ranks_get_as_long_as_the_environment_says(monkeypatch):
     assert LaunchConfig(1, 1, 1).shutdown_timeout == 30
     monkeypatch.setenv(name, seconds)
     assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds) == 600
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _first_signal():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_that_is_left_on_the_way_is_not_done():

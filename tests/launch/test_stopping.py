@@ -52,6 +52,14 @@ def test_work_ends_wherever_it_is_interrupted(monkeypatch, work, limit, send, en
     assert (request.signal == "SIGTERM") == (limit == 60)
 
 
+def test_a_closed_terminal_is_a_signal_to_stop():
+    before, request = signal.getsignal(signal.SIGHUP), StopRequest()
+    with request.installed():
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert request.signal == "SIGHUP"
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
 def test_work_fails_by_an_error_of_its_own():
     with pytest.raises(TimeoutError, match=r"^of its own$"), StopRequest().interrupts(60, "late"):
         raise TimeoutError("of its own")

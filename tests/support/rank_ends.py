@@ -15,7 +15,10 @@ mine = not where or rank == int(where[0])
 
 
 def stop(*_: object) -> None:
-    tell_ending(kept=how == "saves")
+    if how == "saves-late":
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)
+    tell_ending(kept=how.startswith("saves"))
     sys.exit(0)
 
 
@@ -32,7 +35,7 @@ def meet() -> None:
         time.sleep(0.01)
 
 
-if how in ("saves", "stops"):
+if how in ("saves", "saves-late", "stops"):
     signal.signal(signal.SIGINT, stop)
 if how == "interrupts":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -42,7 +45,7 @@ if not mine:
     signal.signal(signal.SIGTERM, fail_as_a_victim)
 tell_start()
 meet()
-if how in ("saves", "stops", "interrupts") and rank == 0:
+if how in ("saves", "saves-late", "stops", "interrupts") and rank == 0:
     os.kill(os.getppid(), signal.SIGINT)
 elif how == "vanishes":
     os._exit(0)

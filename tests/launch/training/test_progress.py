@@ -98,10 +98,10 @@ def test_a_pipe_gets_lines_now_and_then_and_the_last_step(seconds, steps):
     assert "\r" not in done.stderr
 
 
-@pytest.mark.parametrize("outlasts", [True, False])
-def test_a_pipe_that_nobody_reads_any_more_ends_nothing(outlasts):
-    """``… 2>&1 | head -1``."""
-    ours, theirs = os.pipe()
+@pytest.mark.parametrize(("ends", "outlasts"), [(os.pipe, True), (os.pipe, False), (os.openpty, True)])
+def test_a_pipe_that_nobody_reads_any_more_ends_nothing(ends, outlasts):
+    """``… 2>&1 | head -1``, and a terminal that was closed."""
+    ours, theirs = ends()
     os.close(ours)
     begin = "from megatron_rc.launch.standard_error import outlast_reader; outlast_reader()\n"
     command = [sys.executable, "-c", begin * outlasts + SAID, "0"]
