@@ -23,7 +23,7 @@ class _Unread(io.FileIO):
 
 
 def outlast_reader() -> None:
-    """From now on a closed pipe or terminal is no error of what writes to ``sys.stderr``; for a process's own beginning.
+    """From now on a closed pipe or terminal is no error of who writes to ``sys.stderr``; for a process's own beginning.
 
     Otherwise rank 0, which alone speaks, would end with an error that the other ranks cannot know of.
     """

@@ -46,11 +46,12 @@ def train(config: RunConfig, task: Task) -> bool:
     """
     check_data(config)
     groups = ParallelGroups.from_megatron()
-    trainer = Trainer(config, groups)
-    _check_start(config, trainer.iteration)
     is_first = dist.get_rank() == 0
     with ExitStack() as stack:
+        # Before --load is looked at: where that is --save, it brings back what a killed run was replacing.
         agree(config, stack.enter_context(in_use(config)) if is_first else None)
+        trainer = Trainer(config, groups)
+        _check_start(config, trainer.iteration)
         # A run that is refused leaves the settings of the one before it.
         agree(config, write_settings(config) if is_first else None)
         run = _Run(config, task, groups, trainer, stack)

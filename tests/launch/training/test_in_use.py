@@ -32,6 +32,20 @@ def test_a_second_run_in_one_folder_is_one_error_on_all_ranks(ranks, tmp_path, s
     assert not list(tmp_path.iterdir()), "nor does a run that wrote nothing"
 
 
+def test_what_another_run_is_replacing_is_left_to_it(ranks, tmp_path):
+    """Between two names of a checkpoint."""
+    layout, replaced = Layout(tp=2), tmp_path / "save" / "iter_0000001.replaced"
+    replaced.mkdir(parents=True)
+    words = flags(
+        tmp_path, *LIVE, *layout.flags(), "--train-iters=1", f"--save={tmp_path}/save", f"--load={tmp_path}/save"
+    )
+    with in_use(run_config(flags(tmp_path, "--run-name=other", f"--save={tmp_path}/save", "--train-iters=1"))):
+        found, other = ranks.run(run_training, layout, words)
+    assert found == other
+    assert " writes there: wait until it has ended" in found
+    assert replaced.is_dir()
+
+
 def test_a_killed_run_keeps_nobody_out(tmp_path):
     """Its file stays and its lock does not, even where a process lives on that it began, as to write a checkpoint."""
     config = run_config(flags(tmp_path, "--run-name=run", "--train-iters=1"))
