@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed.run
 
+from megatron_rc.launch.ending import tell_ending
 from megatron_rc.launch.flags.torchrun import machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 
@@ -20,6 +21,7 @@ def rank(folder):
     torch.distributed.all_reduce(number)
     Path(folder, str(torch.distributed.get_rank())).write_text(str(int(number)))
     torch.distributed.destroy_process_group()
+    tell_ending(kept=True)
 
 
 def machine(number, port, folder):

@@ -13,6 +13,7 @@ import torch
 from megatron_rc import RolloutCorrection, wrap_finalize
 from megatron_rc.launch.engines import Sample
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.training import metrics_file
 from megatron_rc.launch.training.run_page.page import page_data
 from megatron_rc.parallel import ParallelGroups
 from tests.support.documented import undocumented
@@ -113,11 +114,17 @@ def test_an_older_metrics_file_is_kept(ranks, tmp_path):
     assert older.read_text() == '{"step": 1}\n'
 
 
+def run_with_metrics_in_place(words):
+    """What stands in the place of the metrics stays there, although the run begins."""
+    with mock.patch.object(metrics_file, "set_aside"):
+        return run_training(words)
+
+
 def test_a_full_disk_under_the_metrics_is_one_error_on_all_ranks(ranks, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
     layout = Layout(tp=2)
-    messages = ranks.run(run_training, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=3"))
+    messages = ranks.run(run_with_metrics_in_place, layout, flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=3"))
     assert set(messages) == {
         f"AgreedError: the metrics in {tmp_path}/run cannot be written (No space left on device): make room, or choose "
         "another --runs-dir"
