@@ -19,7 +19,8 @@ LIBRARY = (
 # What stands in one row does not know of each other.
 LAUNCH = (
     {"errors", "ending", "resolved_file", "environment", "own_folders", "phases", "set_aside", "standard_error"},
-    {"ranks", "python_specs", "heartbeats", "stopping"},
+    {"python_specs", "heartbeats", "stopping"},
+    {"ranks"},
     {"run_config"},
     {"distributed"},
     {"tasks", "weights"},
