@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc import PlanInputs
-from megatron_rc.correction.checks.shift import find_lag, shift_sums
-from megatron_rc.correction.inputs import AgreedCounts
-from megatron_rc.correction.shards import collect_shards
+from megatron_rc.correction.inputs import AgreedCounts, collect_shards
+from megatron_rc.measures.shift import find_lag, shift_sums
 
 SHAPE = (9, 64)
 NOISES = (1e-3, 0.02, 0.1, 0.5, 1.0, 3.0)

@@ -24,15 +24,9 @@ def is_log_prob(values: Tensor) -> Tensor:
     return (values >= torch.finfo(values.dtype).min) & (values <= POSITIVE_LIMIT)
 
 
-def unusable(values: Tensor) -> Tensor:
-    """The opposite, as 1 and 0 of the values' dtype, which on a CPU takes a fraction of the time that bools take."""
-    excess = values - values.clamp(torch.finfo(values.dtype).min, POSITIVE_LIMIT)
-    return torch.ne(excess, 0, out=excess)
-
-
-def exp_ratio(log_ratio: Tensor, out: Tensor | None = None) -> Tensor:
+def exp_ratio(log_ratio: Tensor) -> Tensor:
     """exp(clamp(x, ±20)): a ratio that is finite and never 0."""
-    return torch.clamp(log_ratio, -EXP_LIMIT, EXP_LIMIT, out=out).exp_()
+    return log_ratio.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
 
 
 def k2(log_ratio: Tensor) -> Tensor:
@@ -41,8 +35,9 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """ρ - 1 - log ρ with ρ = exp(min(log ρ, 20)); Schulman 2020."""
-    return torch.expm1(log_ratio.clamp(max=EXP_LIMIT)) - log_ratio
+    """exp(x) - 1 - x with x = min(log ρ, 20); Schulman 2020. Both terms are clamped, so that it is never negative."""
+    clamped = log_ratio.clamp(max=EXP_LIMIT)
+    return torch.expm1(clamped) - clamped
 
 
 def factor_error(log_ratio: Tensor) -> Tensor:

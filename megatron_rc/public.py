@@ -6,15 +6,10 @@
 from megatron_rc.advantages.group import group_advantages
 from megatron_rc.advantages.returns import TokenAdvantages, gae, outcome_rewards, reinforce_plus_plus, remax
 from megatron_rc.advantages.whitening import whiten
-from megatron_rc.correction.api import RolloutCorrection, correct_rollouts
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
-from megatron_rc.correction.local_tokens import sequence_sums
-from megatron_rc.correction.micro_batch import MicroBatch
-from megatron_rc.correction.misuse import StepError
-from megatron_rc.correction.plans import LossScale
-from megatron_rc.correction.result import CorrectionResult
-from megatron_rc.correction.shards import collect_shards
-from megatron_rc.correction.stages import (
+from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.local import sequence_sums
+from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.batch.sums import (
     batch_sums,
     finish,
     group_sums,
@@ -22,6 +17,7 @@ from megatron_rc.correction.stages import (
     reduce_groups,
     reduce_sequences,
 )
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
 from megatron_rc.loss.aggregation import aggregate_loss
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.records.formats.jsonl import from_json_lines, read_jsonl, to_json_lines, write_jsonl
@@ -29,13 +25,17 @@ from megatron_rc.records.formats.nemo_rl import from_nemo_rl, to_nemo_rl
 from megatron_rc.records.formats.slime import from_slime, to_slime
 from megatron_rc.records.formats.verl import from_verl, to_verl
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts, save_rollouts
-from megatron_rc.schedule import masked_loss, wrap_finalize
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import (
     add_rollout_correction_args,
     policy_loss_config_from_args,
     rollout_correction_config_from_args,
 )
+from megatron_rc.training.micro_batch import MicroBatch
+from megatron_rc.training.misuse import StepError
+from megatron_rc.training.plan import LossScale
+from megatron_rc.training.rollout_correction import RolloutCorrection
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 __all__ = [
     "AgreedCounts",

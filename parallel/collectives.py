@@ -1,12 +1,110 @@
-"""The few collectives that the correction makes. None is made for a group of size 1."""
+"""Records of numbers that add up over ranks, and the few collectives that carry them.
+
+A record is a dataclass whose fields are tensors, None, or records again, also in tuples and dicts. A tensor is a sum
+unless its field says :func:`largest` or :func:`smallest`. No collective is made for a group of size 1.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.parallel.groups import Group, group_size
+
+Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
+Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest: found by the signs 0, 1 and -1
+R = TypeVar("R")
+
+
+def largest() -> Any:
+    """A field of which the largest value of all ranks counts."""
+    return dataclasses.field(metadata={"sign": 1})
+
+
+def smallest() -> Any:
+    """A field of which the smallest value of all ranks counts; it travels as the largest negative."""
+    return dataclasses.field(metadata={"sign": -1})
+
+
+def map_record(record: R, function: Callable[[Tensor, int], Any], sign: int = 0) -> R:
+    """The record with ``function(tensor, sign)`` in the place of each tensor; sign: 0 sum, 1 largest, -1 smallest."""
+    found: Any = record
+    if isinstance(record, Tensor):
+        found = function(record, sign)
+    elif isinstance(record, tuple):
+        found = tuple(map_record(value, function, sign) for value in record)
+    elif isinstance(record, Mapping):
+        found = {name: map_record(value, function, sign) for name, value in record.items()}
+    elif dataclasses.is_dataclass(record) and not isinstance(record, type):
+        values = {
+            one.name: map_record(getattr(record, one.name), function, one.metadata.get("sign", 0))
+            for one in dataclasses.fields(record)
+        }
+        found = dataclasses.replace(record, **values)
+    return cast(R, found)
+
+
+def flatten(record: object) -> Kinds:
+    """The tensors of a record in the order of its fields: (sums, largest, smallest)."""
+    found: Kinds = ([], [], [])
+
+    def note(value: Tensor, sign: int) -> Tensor:
+        found[sign].append(value)
+        return value
+
+    map_record(record, note)
+    return found
+
+
+def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
+    """A record of the same form with these values, in the order of :func:`flatten`."""
+    rest = [iter(kind) for kind in kinds]
+    return map_record(record, lambda _, sign: next(rest[sign]))
+
+
+def pack(record: object) -> Pair:
+    """(sums, maxima) of a record, each one flat float64 tensor; smallest values are among the maxima, negative."""
+    kinds = flatten(record)
+    nothing = next(value for kind in kinds for value in kind).new_empty(0, dtype=torch.float64)
+    sums, largest, smallest = (torch.cat([nothing, *(value.reshape(-1).double() for value in kind)]) for kind in kinds)
+    return sums, torch.cat([largest, -smallest])
+
+
+def unpack(record: R, pair: Pair) -> R:
+    """The record of the same form and shapes that a pair of :func:`pack` holds, as views."""
+    kinds = flatten(record)
+    sums, maxima = pair
+    num_largest = sum(value.numel() for value in kinds[1])
+    flat = sums, maxima[:num_largest], -maxima[num_largest:]
+    return rebuild(record, (_cut(values, kind) for values, kind in zip(flat, kinds, strict=True)))
+
+
+def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([value.numel() for value in kind])
+    return [piece.view(value.shape) for piece, value in zip(pieces, kind, strict=True)]
+
+
+def on_host(record: object) -> Any:
+    """The record with Python floats, and lists of them, in the place of tensors. Host synchronisations: one."""
+    kinds = flatten(record)
+    numbers = iter(torch.cat([value.reshape(-1).double() for kind in kinds for value in kind]).tolist())
+    return rebuild(record, [[_listed(numbers, tuple(value.shape)) for value in kind] for kind in kinds])
+
+
+def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
+    """The next numbers, in lists of this shape."""
+    return [_listed(numbers, shape[1:]) for _ in range(shape[0])] if shape else next(numbers)
+
+
+def reduce_pair(pair: Pair, group: Group | None) -> Pair:
+    """The pair over the group. Collectives: one SUM, and one MAX where there are maxima."""
+    sums, maxima = pair
+    return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:

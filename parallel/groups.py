@@ -72,12 +72,12 @@ class ParallelGroups:
             )
 
     def check_sums(self) -> None:
-        """Raise ValueError where ``dp_cp`` cannot hold the ranks of ``cp``, whose tokens sums would then miss."""
-        size = group_size(self.cp)
-        if size > 1 and (self.dp_cp is None or group_size(self.dp_cp) % size):
+        """Raise ValueError where ``dp_cp`` cannot hold the ranks of ``cp`` and ``dp``, whose tokens sums would miss."""
+        cp, dp, dp_cp = group_size(self.cp), group_size(self.dp), group_size(self.dp_cp)
+        if dp_cp % (cp * dp) or (self.dp is not None and dp_cp != cp * dp):
             raise ValueError(
-                f"groups.cp has {size} ranks, groups.dp_cp {group_size(self.dp_cp)}: dp_cp holds all ranks with "
-                "different tokens, those of cp among them; without data parallelism it is the cp group itself"
+                f"groups.cp has {cp} ranks, groups.dp {dp}, groups.dp_cp {dp_cp}: dp_cp holds all ranks with different "
+                "tokens, cp times dp of them; without data parallelism it is the cp group itself"
             )
 
     @property

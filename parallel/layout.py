@@ -1,24 +1,23 @@
 """Which tokens of which sequence a local shard holds.
 
 A local shard is a flat run of tokens with the sequence each belongs to. Padded batches, packed batches, zigzag and
-contiguous context parallelism differ only in how that shard was cut, so only this module and :mod:`.blocks` know about
-them.
+contiguous context parallelism differ only in how that shard was cut, so only this module knows about them.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_rc.parallel.arguments import check_integer, check_kind
-from megatron_rc.parallel.blocks import Block, cut_packed, cut_padded
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
 Split = Literal["zigzag", "contiguous"]
@@ -64,6 +63,34 @@ def _num_chunks(length: int, cp_size: int, split: Split) -> int:
     if length % chunks:
         raise ValueError(f"a sequence of {length} tokens does not divide into {chunks} chunks: pad it to a multiple")
     return chunks
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some neighbouring whole sequences of a local shard, as one tensor.
+
+    Attributes:
+        sequences: their numbers in the layout.
+        index: the slice of the shard's first dimension that holds their tokens.
+        lengths: [n] int64, local tokens of each sequence, where the values are flat; None where they are [n, length].
+        shape: shape of the values: ``[n, length]`` for sequences of equal local length, else flat ``[t]``.
+    """
+
+    sequences: slice
+    index: slice
+    lengths: Tensor | None
+    shape: tuple[int, ...]
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The block's part of a tensor of the shard's shape, as a view of shape :attr:`shape`."""
+        return tensor[self.index].view(self.shape)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """Each token's own value of the block's part of ``[n]``, of shape :attr:`shape`."""
+        values = per_sequence[self.sequences]
+        if self.lengths is None:
+            return values.unsqueeze(1).expand(self.shape)
+        return torch.repeat_interleave(values, _sent(self.lengths, values.device), output_size=self.shape[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,17 +276,26 @@ class SequenceLayout:
         return self.sequence_index * self.num_chunks + place
 
     def blocks(self, num_tokens: int) -> list[Block]:
-        """The local shard in consecutive pieces of at most ``num_tokens`` tokens, none of them empty; cut once."""
-        if num_tokens not in self._cuts:
-            if len(self.shape) == 2:
-                pieces = cut_padded(self.shape, num_tokens)
-            else:
-                pieces = cut_packed(self.local_lengths.tolist(), num_tokens)
-            self._cuts[num_tokens] = list(pieces)
-        return self._cuts[num_tokens]
+        """The local shard in blocks of whole sequences, which hold at most ``num_tokens`` tokens or one sequence."""
+        if num_tokens not in self._blocks:
+            local = [length // self.cp_size for length in self.full_lengths]
+            starts = [0, *accumulate(local)]
+            first, found = 0, []
+            for number in range(1, len(local) + 1):
+                if number == len(local) or starts[number + 1] - starts[first] > num_tokens:
+                    found.append(self._block(slice(first, number), local[first:number], starts))
+                    first = number
+            self._blocks[num_tokens] = [block for block in found if math.prod(block.shape)]
+        return self._blocks[num_tokens]
+
+    def _block(self, sequences: slice, lengths: list[int], starts: list[int]) -> Block:
+        is_padded, is_even = len(self.shape) == 2, len(set(lengths)) == 1
+        tokens = slice(starts[sequences.start], starts[sequences.stop])
+        shape = (len(lengths), lengths[0]) if is_even else (tokens.stop - tokens.start,)
+        return Block(sequences, sequences if is_padded else tokens, None if is_even else torch.tensor(lengths), shape)
 
     @cached_property
-    def _cuts(self) -> dict[int, list[Block]]:
+    def _blocks(self) -> dict[int, list[Block]]:
         return {}
 
     def followed(self, places: Tensor) -> Tensor:

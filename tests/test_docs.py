@@ -17,9 +17,9 @@ import torch
 import yaml
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.histogram import QUANTILES
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.measures.histogram import QUANTILES
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.settings import bounds, criterion
 from megatron_rc.settings.criteria import CRITERIA, K1

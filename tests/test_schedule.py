@@ -10,7 +10,7 @@ from megatron_rc import MicroBatch, PlanInputs, RolloutCorrection, RolloutCorrec
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import masked_loss, wrap_finalize
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 from tests.support.chunk import Chunk
 
 ALONE = ParallelGroups()
@@ -51,6 +51,7 @@ def run_loss(correction, theta, old, rollout, ref, entropy, mask, planned=None):
             batch, train_log_probs=old, weights=plan.weights, mask=plan.mask, sequence_lengths=plan.sequence_lengths
         )
     end = wrap_finalize(correction, lambda model: None)
+    plan.check()
     scale = plan.loss_scale(num_microbatches=1)
     loss, count, log = masked_loss(correction, batch, theta, entropy, scale)
     loss.backward()
@@ -139,7 +140,7 @@ def test_the_denominator_is_known_before_only_in_decoupled_mode():
     correction = make_correction("bypass", "ppo_clip")
     loss, _, _, metrics = run_loss(correction, theta, old, rollout, ref, entropy, mask)
     accepted = float(correction.step.denominators[0, 2])
-    factor = float(correction.step.header[-1])
+    factor = float(correction.step.factor)
     assert factor == pytest.approx(float(mask.sum()) / accepted)
     assert factor > 1.05
     assert metrics["loss/total"] == pytest.approx(float(loss) * factor)
@@ -159,7 +160,7 @@ def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
     wrapped = wrap_finalize(correction, lambda *args, **kwargs: seen.append((args, kwargs)))
     assert wrapped(chunks, 5, pg_collection="groups", force_all_reduce=True) is None
     assert seen == [((chunks, 5), {"pg_collection": "groups", "force_all_reduce": True})]
-    expected = [float(correction.step.header[-1])] if bypass else []
+    expected = [float(correction.step.factor)] if bypass else []
     assert [chunk.factors for chunk in chunks] == [expected, expected]
 
 
@@ -168,7 +169,9 @@ def test_what_the_loss_needs_is_named():
     layout = SequenceLayout.padded(ROWS, WIDTH)
     batch = MicroBatch(None, rollout, mask, layout, torch.ones(ROWS))
     correction = make_correction("decoupled", "ppo_clip", entropy_coef=0.1, kl_coef=0.1)
-    scale = correction.plan(PlanInputs(old, rollout, mask)).loss_scale(num_microbatches=1)
+    plan = correction.plan(PlanInputs(old, rollout, mask))
+    plan.check()
+    scale = plan.loss_scale(num_microbatches=1)
     with pytest.raises(ValueError, match=r"decoupled mode needs train_log_probs .*, and mask and sequence_lengths"):
         masked_loss(correction, batch, theta, entropy, scale)
     lengths = torch.full((ROWS,), 4.0, dtype=torch.float64)

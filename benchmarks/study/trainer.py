@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from benchmarks.study.engine import register
 from benchmarks.study.settings import GAVE_UP, MISMATCHES, NONE
-from megatron_rc.correction.checks import shift
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.measures import shift
 
 USAGE_ERROR, STOPPED = 2, 4
 

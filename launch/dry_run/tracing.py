@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.inputs import PlanInputs
 from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.training.rollout_correction import RolloutCorrection
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # One; sequences of a replica; of a micro-batch; prompts of the batch; mini-batches; largest staleness.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron_rc.correction.objective import resolve_objective
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.flags.idle import check_idle
 from megatron_rc.launch.flags.parser import PENALTIES
@@ -31,6 +30,7 @@ from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_correction_config_from_args
+from megatron_rc.training.objective import resolve_objective
 
 _log = logging.getLogger("megatron_rc")
 

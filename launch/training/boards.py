@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.environment import environment
 from megatron_rc.launch.resolved_file import as_launch_file, as_mapping
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.measures.histogram import Distribution
 
 Distributions = Mapping[str, Distribution]
 

@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_rc.correction.plans import LossScale
 from megatron_rc.launch.distributed import agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.critic import CriticSection
@@ -31,7 +30,8 @@ from megatron_rc.loss.values import SUMS, derive_value_metrics, value_loss
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_sum, broadcast
 from megatron_rc.parallel.groups import group_rank, group_size
-from megatron_rc.schedule import Returned, schedule_return
+from megatron_rc.training.plan import LossScale
+from megatron_rc.training.schedule import Returned, schedule_return
 
 
 @dataclass(frozen=True)

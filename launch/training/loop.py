@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, suppress
 
 import torch.distributed as dist
 
-from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
@@ -30,6 +29,7 @@ from megatron_rc.launch.training.saved_log_probs import SavedLogProbs
 from megatron_rc.launch.training.settings_file import write_settings
 from megatron_rc.launch.training.trainer import Trainer
 from megatron_rc.launch.training.weight_sync import WeightSync
+from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 
 

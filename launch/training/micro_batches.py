@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.micro_batch import MicroBatch
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.packing import Packing, pack
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch
+from megatron_rc.training.micro_batch import MicroBatch
 
 _PER_SEQUENCE = ("sequence_ids", "sequence_lengths")
 

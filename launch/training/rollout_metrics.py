@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.histogram import NUM_BINS, Distribution, Histogram, bins_of, even_bins
 from megatron_rc.launch.rollouts.samples import dropped
+from megatron_rc.measures.histogram import NUM_BINS, Distribution, Histogram, bins_of, even_bins
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_rc.records.rollout import RolloutBatch

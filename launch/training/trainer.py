@@ -12,10 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.api import RolloutCorrection
-from megatron_rc.correction.histogram import Distribution
-from megatron_rc.correction.plans import LossScale, Plan
-from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.launch import phases
 from megatron_rc.launch.rollouts.samples import dropped
 from megatron_rc.launch.run_config import RunConfig
@@ -37,9 +34,12 @@ from megatron_rc.launch.training.rewards import RewardScaler
 from megatron_rc.launch.training.starting_weights import reference_reader, start_from
 from megatron_rc.launch.training.step_checks import StepChecks, telling_bad_steps
 from megatron_rc.launch.training.trained_model import TrainedModel
+from megatron_rc.measures.histogram import Distribution
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.records.rollout import RolloutBatch
-from megatron_rc.schedule import masked_loss, wrap_finalize
+from megatron_rc.training.plan import LossScale, Plan
+from megatron_rc.training.rollout_correction import RolloutCorrection
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.tensors import checked_tensor
-from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.correction.inputs import PlanInputs
-from megatron_rc.correction.micro_batch import MicroBatch
-from megatron_rc.correction.plans import LossScale, Plan
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.vocab import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from megatron_rc.schedule import masked_loss, wrap_finalize
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_correction_config_from_args
+from megatron_rc.training.micro_batch import MicroBatch
+from megatron_rc.training.plan import LossScale, Plan
+from megatron_rc.training.rollout_correction import RolloutCorrection
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 Data = Mapping[str, Tensor]
 

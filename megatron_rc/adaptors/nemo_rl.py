@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
 from megatron_rc.adaptors.tensors import checked_tensor
-from megatron_rc.correction.api import correct_rollouts
+from megatron_rc.batch.api import correct_rollouts
 from megatron_rc.numerics import k3
 from megatron_rc.settings.config import RolloutCorrectionConfig
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_rc.adaptors.settings import refuse_criteria
 from megatron_rc.adaptors.tensors import checked_tensor
-from megatron_rc.correction.api import correct_rollouts
-from megatron_rc.correction.result import CorrectionResult
+from megatron_rc.batch.api import correct_rollouts
+from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
 from megatron_rc.loss.metrics import SUMS, LossStatistics
 from megatron_rc.loss.objectives import objective_of

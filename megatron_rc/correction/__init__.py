@@ -1,4 +1,4 @@
-"""Weights, masks, denominators and metrics from log-probs that lie on many ranks.
+"""The decisions of a correction: from log-probs to weights, accepted mask and denominators.
 
-``docs/design.md`` begins with the words and symbols that all modules use: ρ, m and m', n_i, G and D₀, valid and usable.
+``docs/design.md`` begins with the words and symbols that are used here.
 """

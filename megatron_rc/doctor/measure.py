@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.checks.shift import measure_shift
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.measures.shift import measure_shift
 
 MAX_TOKENS = 2**18  # of those that the more expensive facts look at
 NOISE = 0.02  # nats: log-ratios below are rounding
@@ -97,7 +97,7 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
             allow_zero_log_probs=True,
         )
         measured[level] = result.metrics()
-    shift = measure_shift(result.on_host().shift)
+    shift = measure_shift(result.on_host.data.shift)
     if shift.is_enough:
         found = {"shift_share": shift.share, "shift_lag": float(shift.lag)}
     # Nobody has chosen the bounds of these weights.

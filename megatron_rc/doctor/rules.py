@@ -6,11 +6,11 @@ import math
 import re
 from string import Formatter
 
-from megatron_rc.correction.checks.shift import MIN_PAIRS
 from megatron_rc.doctor import signs
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.rule import Rule, Verdict
 from megatron_rc.doctor.signs import K3
+from megatron_rc.measures.shift import MIN_PAIRS
 
 _UNKNOWN = re.compile(r"\bnan%?")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megatron_rc.correction.checks.shift import RATIO
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.measures.shift import RATIO
 
 MIN_TOKENS = 256  # tokens below which shares and means are not judged
 K3 = 2e-3  # nats: what is below is rounding to bfloat16

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rc.parallel.collectives import largest
+
 SUMS = (
     *("tokens", "log_ratio", "abs_log_ratio", "clipped_low", "clipped_high", "dual_clipped"),
     *("loss", "entropy", "reference_kl"),
@@ -25,7 +27,7 @@ class LossStatistics:
     """
 
     sums: Tensor
-    maxima: Tensor
+    maxima: Tensor = largest()
 
     @classmethod
     def of(cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> LossStatistics:

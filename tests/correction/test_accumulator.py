@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
-from megatron_rc.correction.shards import collect_shards
-from megatron_rc.correction.token_pass.accumulator import Accumulator
-from megatron_rc.correction.token_pass.terms import BlockValues, term_names
+from megatron_rc.batch.local import _over_all
+from megatron_rc.correction.tokens import Runs
 from tests.support.correction_comparison import use_blocks
 
 CONFIG = RolloutCorrectionConfig(
@@ -51,19 +49,12 @@ def test_micro_batches_of_different_widths_add_up(shapes):
     torch.testing.assert_close(together.denominators, sum(result.denominators for result in alone))
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["long runs, added up at the end", "short runs, at once"])
-def test_sums_are_counted_beyond_float32(kept):
-    """2²⁴ + 1 is the first whole number that float32 has not; every kind of sum has it, from runs and from blocks."""
-    nothing = torch.zeros(2, 4)
-    names = term_names(CONFIG, token_advantages=False)
-    total = Accumulator(collect_shards(PlanInputs(nothing, nothing, nothing.bool()), AgreedCounts()), names)
-    many = torch.tensor([2.0**24, 1.0, 2.0**24, 0.0])
-    codes = torch.zeros(4, 1024 if kept else 64, dtype=torch.int64)
-    total.add(BlockValues(tuple((many,) * len(names) for names in names), codes), slice(0, 2))
-    sums = total.sums()
-    exact, sequence, *_ = names
-    assert sums.sequences.tolist() == [[2**24 + 1, 2**24]] * len(exact + sequence)
-    assert sums.sequence_max.tolist() == [[2**24, 2**24]]
-    assert set(sums.batch.tolist()) == {2**25 + 1}
-    assert set(sums.batch_max.tolist()) == {2**24}
-    assert float(sums.bins.sum()) == 2**25 + 1, "as many as are valid"
+@pytest.mark.parametrize("run", [1024, 64])
+def test_sums_are_counted_beyond_float32(run):
+    """2²⁴ + 1 is the first whole number that float32 has not: runs are added up in float64."""
+    values = torch.zeros(2**14 + 1, run)
+    values[:-1] = 1024 / run
+    values[-1, 0] = 1
+    each = Runs().sum(values)
+    assert each.dtype == torch.float32
+    assert float(_over_all([(each,), (each,)])[0]) == 2**25 + 2

@@ -13,7 +13,7 @@ from tests.support.correction_comparison import assert_same, correct, pack
 from tests.support.far_device import NAME, far_device
 
 # Eager operations of a whole correction: what a GPU is asked for by the host, one after the other.
-MOST_KERNELS = 480
+MOST_KERNELS = 620
 
 
 def moved(batch):
@@ -112,4 +112,4 @@ def test_a_million_tokens_are_one_block():
         tensors = [tensor.to(NAME) for tensor in (train, rollout, rollout < -0.7)]
         device.kernels = 0
         correct_rollouts(*tensors, config).check()
-    assert device.kernels <= 300
+    assert device.kernels <= 400

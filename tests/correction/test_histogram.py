@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.histogram import (
+from megatron_rc.measures.histogram import (
     NUM_BINS,
     NUM_CODES,
     QUANTILES,

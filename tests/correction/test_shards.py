@@ -120,7 +120,7 @@ def test_shards_match_the_oracle(ranks, layout, form):
 
 def correct_wrongly(batches, variant):
     """As ``correct_shards``, with one deliberate mistake in a reduction."""
-    from megatron_rc.correction import stages
+    from megatron_rc.batch import sums
 
     right = ParallelGroups.from_megatron()
     wrong = {
@@ -132,12 +132,12 @@ def correct_wrongly(batches, variant):
         "prompts over cp": ("reduce_groups", ParallelGroups(dp_cp=right.cp)),
     }
     name, groups = wrong[variant]
-    original = getattr(stages, name)
-    setattr(stages, name, lambda pair, _: original(pair, groups))
+    original = getattr(sums, name)
+    setattr(sums, name, lambda pair, _: original(pair, groups))
     try:
         return correct_shards(batches, [6, 6], "padded")
     finally:
-        setattr(stages, name, original)
+        setattr(sums, name, original)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def a_plan_of_other_shapes(change):
         try:
             plan = correction.plan(given if groups.is_last_stage else None)
             plan.check()
-            found.append(plan.denominators_on_host())
+            found.append(plan.on_host.denominators.counts)
         except ValueError as error:
             found.append(str(error))
     return found

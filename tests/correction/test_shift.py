@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_rc import PolicyLossConfig, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction.checks.shift import (
+from megatron_rc.correction.inputs import AgreedCounts, PlanInputs, collect_shards
+from megatron_rc.measures.shift import (
     MIN_CELLS,
     MIN_PAIRS,
     _window_places,
@@ -12,8 +13,6 @@ from megatron_rc.correction.checks.shift import (
     measure_shift,
     shift_sums,
 )
-from megatron_rc.correction.inputs import AgreedCounts, PlanInputs
-from megatron_rc.correction.shards import collect_shards
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 
 CONFIG = RolloutCorrectionConfig(rollout_is="token")
@@ -176,7 +175,7 @@ def test_a_shift_is_seen_in_short_micro_batches(count, length):
     train, rollout, mask = make_batch(shape=(count, length), holes=0)
     for given, lag in ((rollout, 0), (rollout.roll(1, dims=1), 1)):
         parts = [list(tensor.split(1)) for tensor in (train, given, mask)]
-        assert find_lag(correct_rollouts(*parts, CONFIG).on_host().shift) == lag
+        assert find_lag(correct_rollouts(*parts, CONFIG).on_host.data.shift) == lag
 
 
 @pytest.mark.parametrize(("lag", "count"), [(0, 64), (1, 64), (-1, 64), (1, 16)])
@@ -189,7 +188,7 @@ def test_a_shift_is_seen_over_all_micro_batches_of_a_step(lag, count):
     for part in zip(train.split(1), rollout.split(1), mask.split(1), strict=True):
         correction.in_loss(*part)
     correction.finish_step()
-    assert find_lag(correction.step.on_host().shift) == lag
+    assert find_lag(correction.step.on_host.data.shift) == lag
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatron_rc import (
 from megatron_rc.launch.flags.parser import build_parser
 from megatron_rc.loss.objectives import OBJECTIVES, Objective, TokenLoss, define
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import masked_loss, wrap_finalize
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 from tests.support.chunk import Chunk
 
 

@@ -26,7 +26,7 @@ from megatron_rc.loss.aggregation import aggregate_loss, denominator, loss_sum
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import masked_loss, wrap_finalize
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 from tests.correction import test_golden
 from tests.golden.load import cases
 from tests.support.chunk import Chunk
@@ -289,7 +289,7 @@ def test_correction_inside_the_loss(name):
     assert torch.equal(mask, arrays["effective_mask"])
     # Batch normalisation is a factor of the whole step, and PPO gets no weights: all at once, the weights are theirs.
     assert (weights is not None) == ("weights" in arrays and algorithm_of(case) == "reinforce")
-    weights = correct_rollouts(*inputs, config).weights
+    weights = correct_rollouts(*inputs, config).measured_weights
     assert (weights is not None) == ("weights" in arrays)
     if weights is not None:
         torch.testing.assert_close(weights, arrays["weights"], rtol=RTOL, atol=ATOL)

@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 
-from megatron_rc.correction.plans import LossScale
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import SequenceLayout
-from megatron_rc.schedule import schedule_return
+from megatron_rc.training.plan import LossScale
+from megatron_rc.training.schedule import schedule_return
 
 
 def float64(values):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.correction import local_tokens
+from megatron_rc.correction import tokens
 from megatron_rc.parallel import SequenceLayout
+from megatron_rc.parallel.collectives import pack as pack_record
 from tests.support.correction_cases import CASES, sizes
 
 SIGNS = {"positive": "reward_positive", "negative": "reward_negative", "zero": "reward_zero"}
@@ -24,10 +25,15 @@ def correct(name, batch, **more):
     )
 
 
+def numbers(result):
+    """All numbers of the whole batch, as one vector."""
+    return torch.cat(pack_record(result.header))
+
+
 def use_blocks(monkeypatch, num_tokens):
     """Cut all shards into blocks of this size."""
-    monkeypatch.setattr(local_tokens, "MIN_BLOCK", num_tokens)
-    monkeypatch.setattr(local_tokens, "MAX_BLOCK", num_tokens)
+    monkeypatch.setattr(tokens, "MIN_BLOCK", num_tokens)
+    monkeypatch.setattr(tokens, "MAX_BLOCK", num_tokens)
 
 
 def pack(batch):

@@ -168,7 +168,7 @@ def divergence(kind: str, x: float) -> float:
     """k1 is log ρ here."""
     if kind == "error":
         return math.expm1(min(abs(x), EXP_LIMIT))
-    return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - x}[kind]
+    return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - min(x, EXP_LIMIT)}[kind]
 
 
 def quantile(values: Iterable[float], share: float) -> float:

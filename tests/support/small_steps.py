@@ -76,9 +76,11 @@ class Training:
         """The plan of both mini-batches."""
         old = None if self.mode == "bypass" else self.old
         ids = torch.arange(ROWS) // 4
-        return self.correction.plan(
+        plan = self.correction.plan(
             PlanInputs(old, self.rollout, self.mask, mini_batch_ids=ids), num_mini_batches=len(MINI_BATCHES)
         )
+        plan.check()
+        return plan
 
     def micro_batch(self, plan, rows):
         layout = SequenceLayout.padded(len(rows), WIDTH)

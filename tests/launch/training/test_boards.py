@@ -12,10 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from megatron_rc.correction.histogram import Distribution
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.training.boards import WandB, in_section
 from megatron_rc.launch.training.report import Reporter
+from megatron_rc.measures.histogram import Distribution
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 from tests.support.training_runs import LIVE, run_training

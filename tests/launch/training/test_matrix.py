@@ -284,7 +284,7 @@ def test_a_wrong_factor_fails(run, single, variant, per_token_loss):
 
 def run_with_mean_of_means(words, data, old, new):
     """As ``run_case``, with denominators of each rank's own sequences, averaged over the ranks."""
-    from megatron_rc.correction.decoupled import DecoupledPlan
+    from megatron_rc.training.decoupled import DecoupledPlan
 
     def wrong(self, mini_batch):
         accepted = self.sequence_lengths.view(MINI_BATCHES, -1)[mini_batch] > 0

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_rc.correction.api import RolloutCorrection
 from megatron_rc.launch.distributed import AgreedError
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.experts import weakens_auxiliary_losses
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_rank, group_size
+from megatron_rc.training.rollout_correction import RolloutCorrection
 from tests.launch.training.test_matrix import (
     TO_REFERENCE,
     TO_SINGLE,

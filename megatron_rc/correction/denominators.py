@@ -1,0 +1,70 @@
+"""The counts that the loss of each mini-batch is divided by, and the mean weight of batch normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.sequences import SequenceSums, sequence_weights
+from megatron_rc.correction.verdicts import Verdicts, accepted_weight
+from megatron_rc.settings.config import RolloutCorrectionConfig
+
+N = TypeVar("N")  # Tensor on the device, float on the host
+
+
+@dataclass(frozen=True)
+class Denominators(Generic[N]):
+    """Sums over the whole batch from which the loss's denominators follow; on the host lists of floats.
+
+    Attributes:
+        counts: [num_mini_batches, 4] tokens and sequences under m, then under m'.
+        weights: [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights.
+        total_weight: the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences.
+        weight_count: the number of these weights.
+    """
+
+    counts: Any
+    weights: Any
+    total_weight: N
+    weight_count: N
+
+
+def count_batch(
+    sums: SequenceSums, verdicts: Verdicts, shards: Shards, config: RolloutCorrectionConfig
+) -> Denominators[Tensor]:
+    """The part of this rank, 0 on all but the first CP rank, since each rank of ``cp`` knows whole sequences."""
+    tokens, accepted = verdicts.tokens, verdicts.accepted
+    shared = sequence_weights(sums, config)
+    of_accepted = accepted_weight(sums, verdicts) if shared is None else shared * accepted
+    total, count = _normalized(sums, verdicts, of_accepted, shared, config)
+    columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0, of_accepted], dim=1) * shards.is_first_cp_rank
+    counts = into_buckets(shards.mini_batch_ids, shards.counts.num_mini_batches, columns)
+    return Denominators(
+        counts=counts[:, :4],
+        weights=counts[:, 4],
+        total_weight=total.sum() * shards.is_first_cp_rank,
+        weight_count=count.double().sum() * shards.is_first_cp_rank,
+    )
+
+
+def _normalized(
+    sums: SequenceSums, verdicts: Verdicts, of_accepted: Tensor, shared: Tensor | None, config: RolloutCorrectionConfig
+) -> tuple[Tensor, Tensor]:
+    """([n], [n]): the weights that batch normalisation averages, and how many each sequence has."""
+    only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
+    if shared is not None:
+        counted = verdicts.accepted > 0 if only_accepted else sums.valid > 0
+        return torch.where(counted, shared, 0), counted
+    if only_accepted or sums.weight is None:
+        return of_accepted, verdicts.accepted
+    return sums.weight, sums.valid
+
+
+def into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
+    """[count, k] float64: the sums of [n, k] columns by bucket; zeros without an index."""
+    buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
+    return buckets if index is None else buckets.index_add_(0, index, columns.double())

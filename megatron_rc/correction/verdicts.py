@@ -1,0 +1,156 @@
+"""Which sequences are rejected: verdicts from sums over whole sequences, and over all responses of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import AgreedCounts, Shards
+from megatron_rc.correction.sequences import SequenceSums, Statistics, statistics_of, threshold_scale
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.criterion import Criterion, Need
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The verdicts on whole sequences, [n] each, equal on all ranks of a CP group.
+
+    Attributes:
+        tokens: tokens under m, float64.
+        accept: bool: no criterion rejects the whole sequence.
+        accept_negative: bool: False where criteria reject the tokens with A < 0 alone; None unless advantages are one a
+            token.
+        accepted: tokens under m', float64.
+        by_criterion: for each criterion on sequences or prompts, by name, the sequences that it accepts, bool.
+    """
+
+    tokens: Tensor
+    accept: Tensor
+    accept_negative: Tensor | None
+    accepted: Tensor
+    by_criterion: dict[str, Tensor]
+
+
+def decide_sequences(
+    sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
+) -> Verdicts:
+    """The verdicts on whole sequences.
+
+    Args:
+        sums: of whole sequences.
+        shards: ids, and advantages where they are one a sequence.
+        config: the criteria.
+        prompts: [num_groups, columns] of :func:`prompt_columns`, over all responses of a prompt; None: criteria on
+            prompts are left out.
+    """
+    statistics, scale = statistics_of(sums, config), threshold_scale(sums, config)
+    accept = torch.ones_like(sums.valid, dtype=torch.bool)
+    accept_negative, by_criterion = None, {}
+    for criterion in config.criteria:
+        if criterion.unit == "token" or (criterion.unit == "prompt" and prompts is None):
+            continue
+        if criterion.unit == "prompt":
+            verdict = _prompt_verdict(criterion, prompts, config)[shards.group_ids]  # type: ignore[arg-type]
+        else:
+            # Without a valid token there is nothing to test.
+            verdict = criterion.within_bounds(criterion.statistic(statistics), scale) | (sums.valid == 0)
+        if criterion.only_negative and shards.advantages is not None:
+            verdict = verdict | ~(shards.advantages < 0)
+        by_criterion[criterion.name] = verdict
+        if criterion.only_negative and shards.advantages is None:
+            accept_negative = verdict if accept_negative is None else accept_negative & verdict
+        else:
+            accept = accept & verdict
+    if sums.vetoed is not None:
+        accept = accept & (sums.vetoed == 0)
+    if config.bad_log_probs == "reject_sequence":
+        accept = accept & (sums.response == sums.valid)
+    tokens = sums.valid if config.bad_log_probs == "reject_token" else sums.response
+    accepted = _left(sums.kept, sums.kept_negative, accept, accept_negative)
+    return Verdicts(tokens, accept, accept_negative, accepted, by_criterion)
+
+
+def accepted_weight(sums: SequenceSums, verdicts: Verdicts) -> Tensor:
+    """[n] float64: the sum of token-level weights over accepted tokens; 0 without such weights."""
+    if sums.kept_weight is None:
+        return torch.zeros_like(sums.valid)
+    return _left(sums.kept_weight, sums.kept_negative_weight, verdicts.accept, verdicts.accept_negative)
+
+
+def accepted_masks(kept: Sequence[Tensor], shards: Shards, verdicts: Verdicts) -> list[Tensor]:
+    """M' of each micro-batch: the kept tokens of accepted sequences."""
+    found = []
+    accepts = shards.expand(verdicts.accept)
+    spared = accepts if verdicts.accept_negative is None else shards.expand(verdicts.accept_negative)
+    for part, mask, accept, accept_negative in zip(shards.parts, kept, accepts, spared, strict=True):
+        mask = mask & accept
+        if part.advantages is not None and verdicts.accept_negative is not None:
+            mask = mask & (accept_negative | ~(part.advantages < 0))
+        found.append(mask)
+    return found
+
+
+def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
+    """[num_groups, k] float64 of this rank's responses: valid tokens, lost responses, then each sum that is needed."""
+    if shards.group_ids is None:
+        raise ValueError("criteria on prompts need group_ids")
+    lost = ((sums.response > 0) & (decide_sequences(sums, shards, config).accepted == 0)).double()
+    values = statistics_of(sums, config).values
+    columns = torch.stack([sums.valid, lost, *(values[need] for need in prompt_needs(config))], dim=1)
+    prompts = columns.new_zeros(shards.counts.num_groups or 0, columns.shape[1])
+    return prompts.index_add_(0, shards.group_ids, columns)
+
+
+def prompt_needs(config: RolloutCorrectionConfig) -> list[Need]:
+    """The sums over the responses of a prompt that criteria on prompts need, each once."""
+    return list(
+        dict.fromkeys(need for criterion in config.criteria if criterion.unit == "prompt" for need in criterion.needs)
+    )
+
+
+def check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
+    """Raise ValueError for a criterion without the advantages, prompts or versions that it needs."""
+    has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
+    for criterion in config.criteria:
+        if criterion.only_negative and not has_advantages:
+            raise ValueError(
+                f"rollout_rs={criterion.name} needs advantages: pass advantages=, one a sequence or one a token"
+            )
+        if criterion.unit == "prompt" and shards.group_ids is None:
+            raise ValueError(
+                f"rollout_rs={criterion.name} needs the prompt of each sequence: pass group_ids= and num_groups="
+            )
+    check_version_given(config, shards.counts)
+
+
+def check_version_given(config: RolloutCorrectionConfig, counts: AgreedCounts) -> None:
+    """Raise ValueError if the config looks at staleness and nobody knows it; looks at what every stage can see."""
+    for name in ("rollout_staleness_scale", "proximal_interpolation"):
+        if counts.current_version is None and getattr(config, name):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} needs the versions of the weights: pass policy_versions= and "
+                "current_version="
+            )
+
+
+def _left(value: Tensor, negative: Tensor | None, accept: Tensor, accept_negative: Tensor | None) -> Tensor:
+    """[n]: the part of a sum over kept tokens that the verdicts on sequences leave."""
+    if accept_negative is not None and negative is not None:
+        value = value - torch.where(accept_negative, 0, negative)
+    return torch.where(accept, value, 0)
+
+
+def _prompt_verdict(criterion: Criterion, prompts: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """[num_groups] bool: the prompts that a criterion accepts."""
+    valid, lost, *sums = prompts.unbind(1)
+    statistics = Statistics(valid.clamp(min=1), lost, dict(zip(prompt_needs(config), sums, strict=True)))
+    verdict = criterion.within_bounds(criterion.statistic(statistics))
+    if criterion.follows_others:
+        # Another criterion on prompts that rejects one rejects all of its responses.
+        for other in config.criteria:
+            if other.unit == "prompt" and not other.follows_others:
+                verdict = verdict & _prompt_verdict(other, prompts, config)
+    return verdict

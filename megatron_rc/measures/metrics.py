@@ -1,0 +1,148 @@
+"""Metrics from sums over the whole batch: a mean is a quotient of two sums, never a mean of means.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, PolicySums, StatisticSums
+from megatron_rc.measures.histogram import Histogram, quantiles
+from megatron_rc.measures.quotients import extreme, ratio, sample_std, spread
+from megatron_rc.measures.sequence_measures import REWARD_SIGNS
+from megatron_rc.measures.weight_metrics import weight_metrics
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.criterion import Criterion
+
+# The oldest dashboards say the word twice: mismatch/mismatch_kl.
+_OLDEST_PREFIX, _OLDEST_NAME = "mismatch/", "mismatch_"
+
+
+def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Every metric of one rollout batch, under verl's names where it has one; see ``docs/metrics.md``.
+
+    Returns:
+        ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens (the normalisation factor is 1).
+    """
+    policy = _policy_metrics(header.policy)
+    if config.metric_prefix == _OLDEST_PREFIX:
+        policy = {_OLDEST_NAME + name: value for name, value in policy.items()}
+    metrics = policy | quantiles(Histogram(header.bins))
+    if header.weights is not None:
+        metrics |= weight_metrics(header, header.weights, config)
+    metrics |= _rejection_metrics(header, config)
+    metrics |= _breakdowns(header.breakdowns)
+    if config.bad_log_probs != "error":
+        metrics["bad_log_probs"] = header.data.bad_tokens
+    return {config.metric_prefix + name: value for name, value in metrics.items()}
+
+
+def _policy_metrics(sums: PolicySums[float]) -> dict[str, float]:
+    tokens, sequences = sums.valid, sums.sequences
+    return {
+        "kl": ratio(-sums.log_ratio, tokens),
+        "k3_kl": ratio(sums.k3, tokens),
+        "training_ppl": ratio(sums.train_ppl, sequences),
+        "training_log_ppl": ratio(sums.train_log_ppl, sequences),
+        "rollout_ppl": ratio(sums.rollout_ppl, sequences),
+        "rollout_log_ppl": ratio(sums.rollout_log_ppl, sequences),
+        "log_ppl_diff": ratio(sums.log_ppl_diff, sequences),
+        "log_ppl_abs_diff": ratio(sums.log_ppl_abs_diff, sequences),
+        "log_ppl_diff_max": extreme(sums.log_ppl_diff_max),
+        "log_ppl_diff_min": extreme(sums.log_ppl_diff_min),
+        "ppl_ratio": ratio(sums.ppl_ratio, sequences),
+        # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
+        "chi2_token": ratio(sums.excess_squared + 2 * sums.excess, tokens),
+        "chi2_seq": ratio(sums.sequence_excess_squared + 2 * sums.sequence_excess, sequences),
+        "num_tokens": tokens,
+        "num_sequences": sequences,
+    }
+
+
+def _rejection_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
+    policy = header.policy
+    tokens, sequences = policy.valid, policy.sequences
+    metrics = {
+        "rollout_rs_masked_fraction": ratio(tokens - policy.accepted, tokens),
+        "rollout_rs_seq_masked_fraction": ratio(policy.sequences_with_rejected, sequences),
+    }
+    for criterion in config.criteria:
+        found = _criterion_metrics(criterion, header.criteria[criterion.name], policy)
+        metrics |= {f"rollout_rs_{criterion.name}_{name}": value for name, value in found.items()}
+    of_ratios = [criterion.name for criterion in config.criteria if criterion.is_measured and criterion.bounds.on_ratio]
+    if len(of_ratios) == 1:
+        # As verl named them in 2025-11, when there was one criterion.
+        for now, then in (("rho_fraction_above", "high"), ("rho_fraction_below", "low")):
+            metrics[f"rollout_rs_ratio_fraction_{then}"] = metrics[f"rollout_rs_{of_ratios[0]}_{now}"]
+    if header.veto is not None:
+        metrics["rollout_is_veto_fraction"] = ratio(header.veto.vetoed, sequences)
+        metrics["rollout_is_catastrophic_token_fraction"] = ratio(header.veto.catastrophic, tokens)
+    return metrics
+
+
+def _criterion_metrics(criterion: Criterion, sums: CriterionSums[float], policy: PolicySums[float]) -> dict[str, float]:
+    metrics = {
+        "masked_fraction": ratio(sums.rejected, policy.valid),
+        "seq_masked_fraction": ratio(sums.sequences_rejected, policy.sequences),
+    }
+    if sums.statistic is not None:
+        metrics |= _statistic_metrics(criterion, sums.statistic, sums.rejected, policy)
+    return metrics
+
+
+def _statistic_metrics(
+    criterion: Criterion, sums: StatisticSums[float], rejected: float, policy: PolicySums[float]
+) -> dict[str, float]:
+    """The statistic that a criterion tests; where its bounds are on ρ it is -log ρ, as in verl: the sides turn."""
+    tokens, sequences = policy.valid, policy.sequences
+    turned = criterion.bounds.on_ratio
+    sign = -1.0 if turned else 1.0
+
+    def extremes(largest: float, smallest: float) -> tuple[float, float]:
+        top, bottom = extreme(largest), extreme(smallest)
+        return (-bottom + 0.0, -top + 0.0) if turned else (top, bottom)
+
+    sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.statistic_high, sums.statistic_low))
+    sequence_top, sequence_bottom = extremes(sums.statistic_max, sums.statistic_min)
+    above, below = sequence_above, sequence_below
+    if criterion.unit == "token":
+        above, below = ratio(sums.high, tokens), ratio(rejected - sums.high, tokens)
+    top, bottom = extremes(sums.tested_max, sums.tested_min)
+    metrics = {
+        "mean": sign * ratio(sums.total, tokens) + 0.0,
+        "std": spread(ratio(sums.clamped, tokens), ratio(sums.clamped_squared, tokens)),
+        "max": top,
+        "min": bottom,
+        "fraction_high": below if turned else above,
+        "fraction_low": above if turned else 0.0,
+        "seq_mean": sign * ratio(sums.statistic, sequences) + 0.0,
+        "seq_std": sample_std(sums.statistic, sums.statistic_squared, sequences),
+        "seq_max": sequence_top,
+        "seq_min": sequence_bottom,
+        "seq_max_deviation": max(abs(sequence_top), abs(sequence_bottom)),
+        "seq_fraction_high": sequence_below if turned else sequence_above,
+    }
+    if turned:
+        metrics |= {"seq_fraction_low": sequence_above, "rho_fraction_above": above, "rho_fraction_below": below}
+    return metrics
+
+
+def _breakdowns(tables: Breakdowns) -> dict[str, float]:
+    """Rejected shares by length, by the reward's sign and by staleness; only buckets that hold tokens."""
+    names: tuple[tuple[list[list[float]], Callable[[int], str]], ...] = (
+        (tables.by_length, lambda bucket: f"length_{2**bucket}_{2 ** (bucket + 1) - 1}"),
+        (tables.by_reward, lambda bucket: f"reward_{REWARD_SIGNS[bucket]}"),
+        (tables.by_staleness, lambda bucket: f"staleness_{bucket}"),
+    )
+    metrics = {}
+    for table, label in names:
+        total = sum(row[0] for row in table)
+        for bucket, (tokens, rejected, *log_ratio) in enumerate(table):
+            if not tokens:
+                continue
+            metrics[f"rollout_rs_masked_fraction_{label(bucket)}"] = rejected / tokens
+            if log_ratio:
+                metrics[f"{label(bucket)}_token_fraction"] = tokens / total
+                metrics[f"{label(bucket)}_kl"] = -log_ratio[0] / tokens + 0.0
+    return metrics

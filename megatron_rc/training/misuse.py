@@ -1,0 +1,58 @@
+"""What can be wrong with the order in which a step's calls come, and what is said of it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+_ZERO = "zero the gradients and call reset_step() on every rank before a schedule is run again"
+_END = "end each step with finish_step(), as wrap_finalize() does"
+
+
+class StepError(ValueError, RuntimeError):
+    """A call at a time when it would train wrongly: wrong of the caller, and because of what was called before."""
+
+
+class Misuse(IntEnum):
+    """What is wrong with a step that ends; its number travels in the step's header, where 0 is nothing.
+
+    Where several things are wrong, on one rank or on several, all ranks raise the last of them in this table. So what
+    may be no more than a consequence stands before what may be its cause.
+    """
+
+    words: str
+
+    NO_MICRO_BATCH = (
+        "finish_step() without a micro-batch: no loss of this step was run backward on some rank: make it with "
+        "masked_loss() in a schedule that is not forward-only, or call in_loss()"
+    )
+    SCALED_BEFORE = (
+        "two schedules without an optimizer step and zeroed gradients in between: those of the one before were scaled "
+        f"already; {_ZERO}"
+    )
+    OTHER_TOKENS = (
+        "the tokens that this step has counted are not those of its mini-batch in the plan: a micro-batch is missing "
+        "or was counted twice (an evaluation with in_loss() and gradients on, or a schedule that failed and was run "
+        "again), or it has the mask or the weights of other tokens, as inputs in another order than the plan's give; "
+        f"{_ZERO}"
+    )
+    UNFINISHED = (
+        "a schedule started on sums that no step has finished (one failed, or finish_step() was not called): this step "
+        f"has another number of micro-batches than num_microbatches of its LossScale; {_ZERO}, and {_END}"
+    )
+    OTHER_MINI_BATCH = (
+        "micro-batches with sequences of another mini-batch, as their mini_batch_ids say, than the LossScale that "
+        f"their losses were given: {_ZERO}, with the scale of their own"
+    )
+    OTHER_PLAN = (
+        "the losses of this step were given the scale of a plan whose max_staleness, or whether it has a "
+        f"current_version, is not that of the newest plan: {_ZERO}, with a scale of the newest plan"
+    )
+    SEVERAL_STEPS = f"the losses of this step were given scales of several mini-batches or plans: {_ZERO}, and {_END}"
+    REFUSED_LOSS = f"a loss of this step was refused ({_ZERO})"
+
+    def __new__(cls, words: str) -> Misuse:
+        """The next number, with these words."""
+        number = len(cls.__members__) + 1
+        misuse = int.__new__(cls, number)
+        misuse._value_, misuse.words = number, words
+        return misuse

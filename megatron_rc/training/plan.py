@@ -1,0 +1,235 @@
+"""A plan: what is known of a rollout batch before its optimizer steps, and the factors of each step.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, layouts_of
+from megatron_rc.loss.aggregation import denominator
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.arguments import check_integer
+from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.misuse import StepError
+from megatron_rc.training.result import TrainingResult, index_of
+
+_MOST_TOKENS = 2**31  # Megatron counts them in int32
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """One optimizer step: a mini-batch of a plan, and what its loss is divided by.
+
+    Attributes:
+        plan: the plan that knows the mini-batch.
+        mini_batch: its index there.
+        denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it. It is the
+            denominator of the loss; where that is known only after the step, the one under the response mask. NaN on
+            pipeline stages that cannot know it and compute no loss.
+        num_microbatches: of this step, on each data-parallel rank; None where nobody said.
+    """
+
+    plan: Plan
+    mini_batch: int
+    denominator: Tensor
+    num_microbatches: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """The global factors of one optimizer step, from ``plan.loss_scale()``: equal on all ranks that share them.
+
+    Attributes:
+        denominator: 0-D, what the sum of the loss over the whole mini-batch is divided by; above 0.
+        num_microbatches: of this step, on each data-parallel rank.
+        dp_cp_size: number of ranks that hold different tokens.
+        calculate_per_token_loss: Megatron's setting of that name.
+        local_tokens: tokens of a micro-batch on this rank, padding included.
+        total_tokens: their sum over all micro-batches and ranks of the step, below 2³¹.
+        step: the optimizer step: ``masked_loss`` counts for it, and the end of the step divides by its denominator.
+    """
+
+    denominator: Tensor
+    num_microbatches: int
+    dp_cp_size: int
+    calculate_per_token_loss: bool
+    local_tokens: int
+    total_tokens: int
+    step: PlannedStep | None = None
+
+
+class StepOwner(Protocol):
+    """The steps of the correction that a plan belongs to."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that were counted since the last step ended."""
+
+    def check_ready(self) -> None:
+        """Raise StepError or ValueError where no step may begin."""
+
+
+@dataclass
+class Progress:
+    """What has happened to a plan since it was made.
+
+    Attributes:
+        is_checked: ``check()`` was called and found nothing wrong.
+        ended: the optimizer steps on this plan that have ended, in the loss; those that were skipped too.
+    """
+
+    is_checked: bool = False
+    ended: list[TrainingResult] = field(default_factory=list)
+
+
+class Plan(ABC):
+    """What is known of a rollout batch before the schedule, in both modes.
+
+    Attributes:
+        config: what is corrected.
+        loss: the objective: its aggregation decides the denominators.
+        agreed: the counts that all ranks agreed on.
+        groups: of this rank.
+        steps: the correction that the plan belongs to, whose steps its scales begin.
+        progress: what has happened to the plan.
+    """
+
+    config: RolloutCorrectionConfig
+    loss: PolicyLossConfig
+    agreed: AgreedCounts
+    groups: ParallelGroups
+    steps: StepOwner
+    progress: Progress
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps that share the batch."""
+        return self.agreed.num_mini_batches
+
+    @property
+    @abstractmethod
+    def counted(self) -> Tensor:
+        """[num_mini_batches, 2] float64: tokens and sequences that the loss is divided by; NaN where not known."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ValueError on every rank alike if what is known already cannot be right."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Metrics of what is known already, equal on every rank."""
+
+    @abstractmethod
+    def skips(self, mini_batch: int | None = None) -> bool:
+        """Whether it is known already, on every rank, that the optimizer step must not be made.
+
+        Raises:
+            ValueError: a mini-batch that is not there, or none named where there are several.
+        """
+
+    @abstractmethod
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+        """The correction of one micro-batch: the plan's, or found from log π_θ.
+
+        Raises:
+            ValueError: something that the mode needs is missing, or was given and would be ignored.
+        """
+
+    def loss_scale(
+        self,
+        mini_batch: int | None = None,
+        *,
+        num_microbatches: int,
+        calculate_per_token_loss: bool = False,
+        local_tokens: int = 0,
+        total_tokens: int = 0,
+    ) -> LossScale:
+        """The factors of one optimizer step, for the losses of all its micro-batches. Collectives: none.
+
+        Args:
+            mini_batch: which one; may be left out where there is one.
+            num_microbatches: of this step, on each data-parallel rank.
+            calculate_per_token_loss: Megatron's setting of that name, which needs the two others.
+            local_tokens: tokens of a micro-batch on this rank, padding included, equal for all its micro-batches.
+            total_tokens: tokens of all micro-batches of the step on all ranks with different tokens.
+
+        Raises:
+            ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be; in
+                the loss, no ``wrap_finalize`` that anything has kept: nothing would end the step and scale its
+                gradients.
+            StepError: ``check()`` was never called, so that bad data would be trained on; in the loss, a whole step was
+                counted and nothing has ended it: ``wrap_finalize`` is not in the model's config. The last stage sees
+                that alone, here and when ``step`` is read; on every stage ``loss_metrics()`` raises.
+        """
+        self.steps.check_ready()
+        if not self.progress.is_checked:
+            raise StepError("plan.loss_scale() before plan.check(): call check() first, which raises for bad data")
+        check_integer("num_microbatches", num_microbatches, least=1)
+        if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:
+            raise ValueError(
+                f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
+                "of a micro-batch on this rank and of the whole step, padding included, below 2³¹"
+            )
+        step = dataclasses.replace(self.step(mini_batch), num_microbatches=num_microbatches)
+        return LossScale(
+            denominator=step.denominator,
+            num_microbatches=num_microbatches,
+            dp_cp_size=group_size(self.groups.dp_cp),
+            calculate_per_token_loss=calculate_per_token_loss,
+            local_tokens=local_tokens,
+            total_tokens=total_tokens,
+            step=step,
+        )
+
+    def micro_batches(self, inputs: AnyInputs) -> list[MicroBatch]:
+        """The inputs of the loss of each micro-batch, from the plan's inputs and its results; on the last stage.
+
+        Args:
+            inputs: those of the plan, in lists with one entry a micro-batch (or of a single one).
+
+        Raises:
+            ValueError: there are no advantages.
+        """
+        if inputs.advantages is None:
+            raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")
+        masks = one_each(inputs.response_mask, 1)
+        is_list, number = not isinstance(inputs.response_mask, Tensor), len(masks)
+        layouts = layouts_of(inputs.layout, masks, is_list, self.groups)
+        names = [field.name for field in dataclasses.fields(CorrectionInputs)]
+        columns = {name: one_each(getattr(inputs, name), number) for name in names}
+        columns |= {"layout": layouts} | self._found(layouts)
+        return [MicroBatch(**{name: column[index] for name, column in columns.items()}) for index in range(number)]
+
+    def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
+        """The plan's results for each micro-batch, by the names of MicroBatch's fields."""
+        return {}
+
+    def step(self, mini_batch: int | None = None) -> PlannedStep:
+        """The optimizer step of a mini-batch, which may be left out where there is one.
+
+        Raises:
+            ValueError: as :meth:`loss_scale`.
+        """
+        index = index_of(mini_batch, self.num_mini_batches)
+        return PlannedStep(self, index, self._denominator(index))
+
+    def _denominator(self, mini_batch: int) -> Tensor:
+        # A mini-batch without tokens has a loss of 0, whatever it is divided by.
+        tokens, sequences = self.counted[mini_batch].clamp(min=1)
+        return denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
+
+
+def one_each(value: Any, number: int) -> list[Any]:
+    """The entries of a list; else the value for each."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * number

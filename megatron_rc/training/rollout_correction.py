@@ -1,0 +1,265 @@
+"""``RolloutCorrection``: the correction as a trainer uses it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, OneMicroBatch, check_counts
+from megatron_rc.correction.verdicts import check_version_given
+from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.arguments import check_kind
+from megatron_rc.parallel.collectives import pack, unpack
+from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
+from megatron_rc.parallel.layout import SequenceLayout
+from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.training.decoupled import plan_decoupled
+from megatron_rc.training.finish_step import Steps
+from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.misuse import StepError
+from megatron_rc.training.objective import denominator_is_unknown, resolve_objective
+from megatron_rc.training.plan import Plan, PlannedStep
+from megatron_rc.training.result import TrainingResult
+from megatron_rc.training.step_result import Counted, StepResult
+
+
+class RolloutCorrection:
+    """The correction for a trainer.
+
+    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode`` and
+    ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
+    ``plan.loss_scale`` gives the factors of an optimizer step to its losses, a micro-batch counts when its backward
+    runs, and ``finish_step`` ends the step before the optimizer's.
+
+    Args:
+        config: what to correct.
+        groups: ``cp`` and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header to the other stages.
+        loss: the objective: its aggregation decides the denominators.
+        has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
+            prediction).
+        allow_zero_log_probs: as in :func:`correct_rollouts`.
+        compile: as in :func:`correct_rollouts`.
+
+    Attributes:
+        loss: the objective, its algorithm filled in.
+        steps: what its losses count, and the order of calls.
+
+    Raises:
+        ValueError: settings that cannot be exact together; names them and the remedy.
+    """
+
+    def __init__(
+        self,
+        config: RolloutCorrectionConfig,
+        groups: ParallelGroups,
+        *,
+        loss: PolicyLossConfig,
+        has_auxiliary_losses: bool = False,
+        allow_zero_log_probs: bool = False,
+        compile: bool = False,
+    ) -> None:
+        check_config(config)
+        check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
+        check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
+        self.config = config
+        self.groups = groups
+        self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
+        self.allow_zero_log_probs, self.compile = allow_zero_log_probs, compile
+        self.steps = Steps(config, self.loss, groups, allow_zero_log_probs=allow_zero_log_probs)
+        self._newest: Plan | None = None
+
+    @torch.no_grad()
+    def plan(
+        self,
+        inputs: AnyInputs | None,
+        *,
+        num_mini_batches: int = 1,
+        num_groups: int | None = None,
+        current_version: int | None = None,
+        max_staleness: int = 0,
+        device: torch.device | None = None,
+    ) -> Plan:
+        """Prepare a rollout batch, alike on all pipeline stages. Steps of earlier plans are not touched.
+
+        Args:
+            inputs: this rank's part, a PlanInputs, in the loss without ``train_log_probs``; None on the stages that
+                hold no log-probs.
+            num_mini_batches: optimizer steps that share the batch, equal on every rank.
+            num_groups: prompts of the whole batch.
+            current_version: of the weights that train.
+            max_staleness: the last bucket of staleness.
+            device: of the header, where ``inputs`` is None. Default: the GPU where ``groups.pp`` is of nccl.
+
+        Returns:
+            Decoupled: the result, on stages without log-probs with weights and mask None. In the loss: the denominators
+            under the response mask, known on the last stage alone.
+
+        Collectives: decoupled, those of :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``; in
+        the loss, one SUM over ``cp`` and one SUM over ``dp_cp``, on the last stage.
+
+        Raises:
+            ValueError: shapes or ids that do not fit; in the loss, ``train_log_probs``, which would be ignored. Bad
+                data is reported by ``check()`` of the result.
+        """
+        counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
+        # What every stage can see, before any of them waits for another.
+        check_counts(counts)
+        check_version_given(self.config, counts)
+        if self.config.needs_prompts and num_groups is None:
+            raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
+        if (inputs is None) == self.groups.is_last_stage:
+            raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
+        if inputs is not None:
+            check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
+        if self.config.corrects_in_loss:
+            self._newest = plan_in_loss(
+                inputs, self.config, counts, self.groups, loss=self.loss, steps=self.steps, compile=self.compile
+            )
+        else:
+            self._newest = plan_decoupled(
+                inputs,
+                self.config,
+                counts,
+                self.groups,
+                loss=self.loss,
+                steps=self.steps,
+                device=device or group_device(self.groups.pp),
+                compile=self.compile,
+                allow_zero_log_probs=self.allow_zero_log_probs,
+            )
+        self.steps.agreed = counts
+        return self._newest
+
+    def in_loss(
+        self,
+        log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        advantages: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        policy_versions: Tensor | None = None,
+        mini_batch: int | None = None,
+    ) -> CorrectedMicroBatch:
+        """Correct one micro-batch from π_θ, inside the loss function: bypass mode and proximal interpolation.
+
+        Args:
+            log_probs: log π_θ, the layout's local shape, nats; only its values are used.
+            rollout_log_probs: log π_rollout of the same tokens.
+            response_mask: bool, of the same shape.
+            layout: which tokens these are. Default: padded ``[b, s]``.
+            advantages: [n] or like the log-probs; ``opsm`` needs them.
+            sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
+            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed where the
+                plan was given the current version, else not looked at.
+            mini_batch: the optimizer step, one for all micro-batches until ``finish_step``, of the newest plan. The
+                micro-batch counts at once, unless gradients are switched off; that of ``masked_loss`` counts when its
+                backward runs.
+
+        Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
+
+        Raises:
+            ValueError: shapes that do not fit, no mini-batch named where there are several, or another one than that of
+                the step so far.
+            StepError: decoupled mode, or no ``plan`` before.
+        """
+        plan = self._newest
+        if not isinstance(plan, InLossPlan) or plan.counts is None:
+            raise StepError(
+                "in_loss belongs to bypass_mode and proximal_interpolation, after plan() on the last pipeline stage"
+            )
+        step = plan.step(mini_batch)
+        self.steps.check_goes_on(step)
+        inputs = OneMicroBatch(
+            log_probs,
+            rollout_log_probs,
+            response_mask,
+            layout,
+            advantages=advantages,
+            sequence_ids=sequence_ids,
+            policy_versions=policy_versions,
+        )
+        with torch.no_grad():
+            found = plan.from_theta(inputs)
+        if torch.is_grad_enabled():
+            self.steps.count(step, Counted.of(response_mask, found), found)
+        return found
+
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+        """The correction of a micro-batch in the loss: the plan's, or found from log π_θ.
+
+        Raises:
+            ValueError: something that the mode needs is missing, or the step is of a plan of another correction.
+        """
+        if step.plan.steps is not self.steps:
+            raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
+        return step.plan.corrected(micro_batch, log_probs, step)
+
+    @torch.no_grad()
+    def finish_step(self, device: torch.device | None = None) -> Tensor:
+        """End one optimizer step, on every pipeline stage: reduce what the micro-batches added up.
+
+        Args:
+            device: of the result, on stages that hold no log-probs. Default: the GPU where ``groups.pp`` is of nccl.
+
+        Returns:
+            0-D float64, what the gradients are to be multiplied by. In the loss that is D₀/G, with D₀ the denominator
+            under the response mask, which the losses were divided by; 0 where the step must be skipped. In decoupled
+            mode G was known before, and this is 1. Touches no gradient.
+
+        Collectives: one SUM and one MAX over ``dp_cp`` on the last stage, then one broadcast over ``pp``. Host
+        synchronisations: one, shared with all that is read of the step.
+
+        Raises:
+            StepError: on every rank alike, if what was counted on any of them is not one whole step. It is kept until
+                ``reset_step``.
+        """
+        return self.steps.finish(device or group_device(self.groups.pp)).factor
+
+    def reset_step(self) -> None:
+        """Forget what was counted since the last step ended, on every rank: a schedule failed and is run again.
+
+        The gradients must be zeroed too.
+        """
+        self.steps.reset()
+
+    @property
+    def step(self) -> StepResult | None:
+        """What is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's step.
+
+        None in decoupled mode, where the plan knows it all, and where no step has ended and this stage counted nothing.
+
+        Raises:
+            StepError: micro-batches were counted here that no ``finish_step`` has ended.
+        """
+        if not self.config.corrects_in_loss or (self.steps.last is None and not self.steps.is_pending):
+            return None
+        return self.steps.last_whole("step")
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether ``finish_step`` can return anything but 1 for a step that is made: G is known only after it."""
+        return denominator_is_unknown(self.config, self.loss)
+
+    def loss_metrics(self) -> dict[str, float]:
+        """Metrics of the loss of the step that ``finish_step`` ended last, equal on all ranks.
+
+        Raises:
+            StepError: no step has ended yet, or micro-batches were counted that no ``finish_step`` has ended.
+        """
+        return self.steps.last_whole("loss_metrics()").loss_metrics()
+
+    def metrics(self) -> dict[str, float]:
+        """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
+        if not isinstance(self._newest, InLossPlan) or not self._newest.progress.ended:
+            return {}
+        ended, prefix = self._newest.progress.ended, self.config.metric_prefix
+        sums, maxima = zip(*(pack(step.header) for step in ended), strict=True)
+        merged = unpack(ended[0].header, (torch.stack(sums).sum(0), torch.stack(maxima).amax(0)))
+        metrics = TrainingResult(config=self.config, header=merged, loss=self.loss).metrics()
+        if self.config.may_weigh_nothing:
+            # Of several steps together that is not known: one of them may have weights.
+            metrics[f"{prefix}rollout_is_weightless_mini_batches"] = sum(step.num_weightless for step in ended)
+        return metrics | {f"{prefix}mixed_policies": float(len(ended))}

@@ -1,0 +1,221 @@
+"""The masked loss on its way into Megatron's pipeline schedule, and the gradients on their way out of it.
+
+``docs/design.md`` begins with the words and symbols that are used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rc.loss.aggregation import loss_sum
+from megatron_rc.loss.metrics import LossStatistics
+from megatron_rc.loss.policy import kl_penalty, policy_loss
+from megatron_rc.numerics import is_log_prob
+from megatron_rc.parallel.groups import group_size
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.plan import LossScale, PlannedStep
+from megatron_rc.training.rollout_correction import RolloutCorrection
+from megatron_rc.training.step_result import Counted
+
+Returned = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def masked_loss(
+    correction: RolloutCorrection,
+    micro_batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    scale: LossScale,
+) -> Returned:
+    """The corrected loss of one micro-batch, as Megatron's ``loss_func`` returns it.
+
+    w · (policy objective) - entropy_coef · entropy + kl_coef · KL, summed over the accepted tokens and divided by the
+    global denominator; the weights multiply the objective alone. The micro-batch counts in ``correction`` when the
+    backward of the returned loss runs: a forward-only pass leaves no trace there.
+
+    Args:
+        correction: with the objective; where it corrects in the loss, this is where.
+        micro_batch: the tokens.
+        log_probs: log π_θ of the labels, of the layout's local shape, nats; differentiated.
+        entropy: of π_θ, of the same shape; None where there is no entropy bonus: it is then not
+            measured, and ``policy/entropy`` is 0.
+        scale: the factors of this step, from ``plan.loss_scale()``.
+
+    Returns:
+        What Megatron's ``loss_func`` returns: (loss, num_tokens, log); the log holds ``loss``, the local part of the
+        numerator.
+
+    Collectives: in bypass mode and with ``proximal_interpolation`` those of ``in_loss``; outside bypass mode ``gspo``
+    makes one SUM of [2, n] over ``cp``.
+
+    Raises:
+        ValueError: a tensor that the mode or the objective needs is missing or has another shape, or the scale is of
+            another correction. At once where there is one pipeline stage. Where others wait for this one's gradients
+            the schedule goes on with a loss of 0 (NaN in the log), and its end raises the same StepError on every rank.
+    """
+    try:
+        step = _step_of(scale)
+        found = correction.corrected(micro_batch, log_probs, step)
+        per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
+        total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.sequence_lengths, micro_batch.layout)
+        counted = Counted.of(micro_batch.response_mask, found, _strangers(micro_batch, step))
+    except ValueError as error:
+        # Other stages would wait for ever for this one's gradients.
+        if group_size(correction.groups.pp) == 1:
+            raise
+        correction.steps.refuse(str(error))
+        return _refused(log_probs)
+    returned = schedule_return(total, {"loss": total}, scale)
+    statistics = statistics.plus(loss=total.detach() / scale.denominator)
+
+    def count(_: Tensor) -> None:
+        correction.steps.count(step, counted, found)
+        correction.steps.record(statistics)
+
+    if returned[0].requires_grad:
+        returned[0].register_hook(count)
+    return returned
+
+
+def _step_of(scale: LossScale) -> PlannedStep:
+    step = scale.step if isinstance(scale, LossScale) else None
+    if step is None:
+        raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
+    return step
+
+
+def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
+    """0-D: sequences with trained tokens of another mini-batch than the step's; None where nothing says of which."""
+    ids, mask = micro_batch.mini_batch_ids, micro_batch.response_mask
+    if ids is None:
+        return None
+    # A copy to the host would not be there yet.
+    ids = ids.to(mask.device, non_blocking=mask.device.type != "cpu")
+    return ((ids != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
+
+
+def _refused(log_probs: Tensor) -> Returned:
+    """A loss of 0 in the place of one that could not be made, so that the schedule goes on to its end."""
+    loss = torch.where(torch.zeros_like(log_probs, dtype=torch.bool), log_probs, 0).sum()
+    count = torch.ones((), dtype=torch.int32, device=loss.device)
+    return loss, count, {"loss": torch.full_like(loss.detach(), torch.nan)}
+
+
+def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) -> Returned:
+    """What Megatron's ``loss_func`` returns for one micro-batch, so that the gradients are those of Σℓ/G.
+
+    Without ``calculate_per_token_loss`` Megatron divides the loss by ``num_tokens`` and by the number of micro-batches,
+    and DDP averages over DP×CP: the factors here undo that. With it, DDP sums, and ``finalize_model_grads`` divides by
+    the sum of all ``num_tokens`` (megatron-core 0.16 to 0.19, ``pipeline_parallel/schedules.py``).
+
+    Args:
+        loss_sum: 0-D, Σ of the masked loss over this local micro-batch, in the graph even if nothing is counted.
+        log: what the schedule hands back to the caller; values are cloned, since Megatron scales the loss in place.
+        scale: the factors of this step.
+
+    Returns:
+        (loss, num_tokens, log).
+    """
+    loss = loss_sum / scale.denominator
+    if scale.calculate_per_token_loss:
+        loss, num_tokens = loss * scale.total_tokens, scale.local_tokens
+    else:
+        loss, num_tokens = loss * (scale.num_microbatches * scale.dp_cp_size), 1
+    count = torch.full((), num_tokens, dtype=torch.int32, device=loss.device)
+    return loss, count, {name: value.detach().clone() for name, value in log.items()}
+
+
+def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] | None = None) -> Callable[..., None]:
+    """A ``finalize_model_grads_func`` for Megatron's config: Megatron's own, then the end of the correction's step.
+
+    Megatron's schedule calls it on every pipeline stage when all micro-batches are done. ``finish_step`` runs once, and
+    where the loss's denominator is known only then, the gradients of all chunks, reduced by then, are multiplied by the
+    D₀/G that it returns. Forward-only passes do not come here.
+
+    Args:
+        correction: whose step ends. It does not keep the function: where nobody else does, no step begins.
+        finalize: what finishes the gradients; default: ``megatron.core.distributed.finalize_model_grads``.
+
+    Raises:
+        ValueError: ``finalize`` ends the correction's steps already.
+    """
+    if getattr(finalize, "ends_steps_of", None) is correction:
+        raise ValueError("finalize ends the steps of this correction already: call wrap_finalize() once, on Megatron's")
+    finish = finalize or _megatron_finalize()
+
+    def finalize_and_scale(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        with correction.steps.ending():
+            finish(model, *args, **kwargs)
+            factor = correction.finish_step(next(model[0].parameters()).device)
+            if correction.scales_gradients:
+                for chunk in model:
+                    chunk.scale_gradients(factor)
+                correction.steps.note_scaled(model)
+
+    correction.steps.end_with(finalize_and_scale)
+    vars(finalize_and_scale)["ends_steps_of"] = correction
+    return finalize_and_scale
+
+
+def _megatron_finalize() -> Callable[..., None]:
+    from megatron.core.distributed import finalize_model_grads
+
+    function: Callable[..., None] = finalize_model_grads
+    return function
+
+
+def _objective(
+    correction: RolloutCorrection,
+    micro_batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    found: CorrectedMicroBatch,
+) -> tuple[Tensor, LossStatistics]:
+    """(the loss of every token, what it measured); the loss of tokens that are not accepted is yet to be dropped."""
+    objective = correction.loss
+    usable = _usable(correction, micro_batch, log_probs, found.old_log_probs)
+    policy = policy_loss(
+        log_probs,
+        found.old_log_probs,
+        micro_batch.advantages,
+        usable,
+        algorithm=objective.algorithm or "ppo_clip",
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip=objective.dual_clip,
+        weights=found.weights,
+        layout=micro_batch.layout,
+        groups=correction.groups,
+        sequence_log_ratio=found.mean_log_ratio,
+    )
+    per_token, sums = policy.per_token, {}
+    if entropy is not None:
+        sums["entropy"] = _sum(entropy, usable)
+        per_token = per_token - objective.entropy_coef * entropy
+    elif objective.entropy_coef:
+        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
+    if objective.kl_coef:
+        if micro_batch.ref_log_probs is None:
+            raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
+        here, there = (torch.where(usable, value, 0.0) for value in (log_probs, micro_batch.ref_log_probs))
+        penalty = kl_penalty(here, there, objective.kl_estimator)
+        sums["reference_kl"] = _sum(penalty, usable)
+        per_token = per_token + objective.kl_coef * penalty
+    return per_token, policy.statistics.plus(**sums)
+
+
+def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: Tensor, old: Tensor) -> Tensor:
+    """The response mask without the tokens that ``bad_log_probs`` rejects: what stands there must not reach a sum."""
+    mask = micro_batch.response_mask
+    if correction.config.bad_log_probs == "error":
+        return mask
+    train = log_probs.detach() if correction.config.corrects_in_loss else old
+    return mask & is_log_prob(micro_batch.rollout_log_probs) & is_log_prob(train)
+
+
+def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values.detach(), 0).double().sum()
