@@ -81,7 +81,7 @@ CLIPS = {
 
 def why_left_out(case):
     """Why a case is not compared, or None."""
-    algorithm, config, project = case["algorithm"], case["config"], case["source"]["project"]
+    algorithm, project = case["algorithm"], case["source"]["project"]
     if algorithm in OBJECTIVES:
         return OBJECTIVES[algorithm]
     if algorithm == "ppo_clip+kl":
