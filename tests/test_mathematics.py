@@ -13,18 +13,27 @@ import pytest
 import torch
 
 from megatron_rc import (
+    MicroBatch,
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
     RolloutCorrectionConfig,
     aggregate_loss,
     correct_rollouts,
     group_advantages,
+    kl_penalty,
     policy_loss,
 )
+from megatron_rc.numerics import k3
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.schedule import masked_loss
 from tests.support.enumerated import enumerated
 from tests.support.paths import ROOT
 
 SCORE = math.sqrt(2)  # no gradient of a softmax's log-probability by its logits is longer
 UNTRUNCATED = 1e8
 PAGE = (ROOT / "docs" / "mathematics.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
 LENGTHS = (1, 2, 3, 4)
 
 
@@ -128,17 +137,28 @@ def test_the_page_has_the_biases_and_second_moments(length):
 
 
 def test_the_page_says_how_far_the_policies_are_apart_and_where_token_weights_are_worse():
-    text = " ".join(PAGE.split())
-    assert f"is {ten_policies(1)[2]:.2f} for $T = 1$ and {ten_policies(4)[2]:.2f} for $T = 4$" in text
+    assert f"is {ten_policies(1)[2]:.2f} for $T = 1$ and {ten_policies(4)[2]:.2f} for $T = 4$" in TEXT
     assert sum(int((biases[:, 1] > biases[:, 0]).sum()) for biases, *_ in map(ten_policies, LENGTHS)) == 3
-    assert "of the 40 policies of the table below, three are further off with token weights than with none" in text
+    assert "of the 40 policies of the table below, three are further off with token weights than with none" in TEXT
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_baseline_shifts_nothing_with_weights(level):
+def test_a_baseline_shifts_nothing_with_weights_that_have_no_bound(level):
     toy = enumerated(3)
     weights, shifted = weights_of(toy, level), toy.rewards + 5
     torch.testing.assert_close(estimate(toy, weights, advantages=shifted), estimate(toy, weights), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("level", "shown"), [("token", "0.034 with token"), ("sequence", "0.100 with sequence")])
+def test_a_baseline_shifts_the_gradient_of_truncated_weights(level, shown):
+    toy = enumerated(3)
+    weights, raw = weights_of(toy, level, threshold=None), weights_of(toy, level)
+    torch.testing.assert_close(weights, raw.clamp(max=2))  # the default bound
+    shift = float((estimate(toy, weights, advantages=toy.rewards + 1) - estimate(toy, weights)).norm())
+    assert 0.03 < shift <= SCORE * float((raw - weights).mean(0).sum())
+    assert f"{shift:.3f} with {level}" == shown
+    assert f"{shown} weights" in TEXT
+    assert f"of a gradient of length {toy.wanted().norm():.3f}" in TEXT
 
 
 @pytest.mark.parametrize("level", [None, "geometric"])
@@ -154,6 +174,23 @@ def test_geometric_weights_are_below_one_in_the_mean_and_in_the_mean_square(leng
     assert weights.mean() < 1
     assert weights.square().mean() < 1
     assert bias(enumerated(length), weights_of(enumerated(length), "geometric")) > 0.05
+
+
+def test_geometric_weights_of_two_lengths_are_above_one():
+    """Responses of 2 or of 50 tokens: the engine stops after two in one of four, the trainer in one of two."""
+    mask = torch.ones(4, 50, dtype=torch.bool)
+    mask[0, 2:] = False
+    rollout = torch.full((4, 50), -0.5, dtype=torch.float64)  # of the tokens at which the policies agree
+    train = rollout.clone()
+    rollout[:, 1] = torch.tensor([1, 3, 3, 3]).div(4).log()
+    train[:, 1] = math.log(1 / 2)
+    config = RolloutCorrectionConfig(rollout_is="geometric", rollout_is_threshold=UNTRUNCATED)
+    weights = correct_rollouts(train, rollout, mask, config).weights[:, 0]
+    bound = (1 / 2 - 1 / 50) * (1 / 2 - 1 / 4)
+    assert 1 < weights.mean() <= 1 + bound
+    assert 1 < weights.square().mean() <= 1 + 2 * bound
+    shown = f"{weights.mean():.3f} and {weights.square().mean():.3f}, where the bounds say {1 + bound:.3f} and"
+    assert f"they are {shown} {1 + 2 * bound:.3f}" in TEXT
 
 
 def test_geometric_weights_of_long_responses_tend_to_the_divergence():
@@ -186,6 +223,19 @@ def test_with_prefixes_the_second_moment_lies_between_the_powers(length):
     found = metrics_of(toy)
     assert moments.min() ** length - 1e-9 <= 1 + found["chi2_seq"] <= moments.max() ** length + 1e-9
     assert 1 + found["chi2_token"] <= moments.max() + 1e-9
+
+
+def test_independent_tokens_multiply_second_moments_that_may_differ():
+    """Two tokens of a policy (1/4, 3/4), which a trainer has with other probabilities at each position."""
+    tokens = torch.tensor(list(itertools.product((0, 1, 1, 1), repeat=2)))
+    engine = torch.tensor([1, 3], dtype=torch.float64) / 4
+    trainer = torch.tensor([[1, 1], [1, 4]], dtype=torch.float64) / torch.tensor([[2], [5]])
+    train = trainer.log()[torch.arange(2), tokens]
+    result = correct_rollouts(train, engine.log()[tokens], tokens >= 0, RolloutCorrectionConfig(rollout_is=None))
+    moments = (trainer.square() / engine).sum(1)  # 1 + χ² at each position
+    found = 1 + result.metrics()["rollout_corr/chi2_seq"]
+    assert found == pytest.approx(float(moments.prod()))
+    assert moments.min() ** 2 + 0.1 < found < moments.max() ** 2 - 0.1
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -233,6 +283,16 @@ def test_the_divergence_metrics_are_the_divergences():
     assert 2 * toy.distance() ** 2 <= divergence
     assert 2 * toy.distance() ** 2 <= other <= math.log1p(found["chi2_seq"])
     assert 2 * toy.distance() <= math.sqrt(found["chi2_seq"])
+
+
+def test_k3_scatters_less_than_k1_unless_a_ratio_is_large():
+    near = enumerated(3, distance=0.1).log_ratio
+    assert k3(near).std() < 0.1 * near.std()
+    engine, trainer = torch.tensor([[1, 999], [100, 900]], dtype=torch.float64) / 1000
+    log_ratio = (trainer / engine).log().repeat_interleave(torch.tensor([1, 999]))
+    assert float(-log_ratio.mean()) == pytest.approx(float(k3(log_ratio).mean()))
+    spread = [float(values.std(unbiased=False)) for values in (k3(log_ratio), log_ratio)]
+    assert f"the standard deviation of $k_3$ is {spread[0]:.2f}, that of $k_1$ {spread[1]:.3f}" in TEXT
 
 
 def test_k2_is_off_by_the_third_order():
@@ -290,6 +350,18 @@ def test_means_that_cannot_cancel_bound_the_geometric_mean_too(divergence):
         assert (log_ratio.mean(1).expm1() - log_ratio.mean(1) <= 0.1).all()  # Jensen: k3 is convex in log ρ
 
 
+def test_a_mean_of_k3_lets_one_token_fall_further_than_it_lets_it_rise():
+    length, limit = 50, 0.1
+    up, down = math.sqrt(2 * limit * length), limit * length + 1
+    log_ratio = torch.zeros(4, length, dtype=torch.float64)
+    log_ratio[:, 7] = torch.tensor([2.0, up, 0.01 - down, -down])
+    rollout = torch.full_like(log_ratio, -7.0)
+    config = RolloutCorrectionConfig(rollout_is=None, rollout_rs="seq_mean_k3", rollout_rs_threshold=limit)
+    result = correct_rollouts(rollout + log_ratio, rollout, log_ratio < 9, config)
+    assert result.mask.all(1).tolist() == [True, False, True, False]
+    assert down > 1.5 * up
+
+
 def test_a_bound_on_the_largest_bounds_every_token():
     toy = enumerated(4, distance=0.5)
     kept = accepted(toy, "seq_max_k2", 0.5)
@@ -329,23 +401,37 @@ def test_at_the_old_policy_all_objectives_are_one(algorithm):
     torch.testing.assert_close(estimate(toy, weights, algorithm=algorithm), estimate(toy, weights), rtol=0, atol=1e-12)
 
 
-def ratio_in_bypass(toy, algorithm):
+def ratio_in_bypass(toy, algorithm, dual_clip=math.inf):
     """The weights that REINFORCE needs to have this objective's gradient, where π_rollout stands for π_old."""
     ratio, positive = toy.log_ratio.exp(), toy.rewards.unsqueeze(1) > 0
     if algorithm == "cispo":
         return ratio.clamp(0.8, 1.2)
     if algorithm == "gspo":
         ratio = toy.log_ratio.mean(1, keepdim=True).exp().expand_as(ratio)
-    return ratio * torch.where(positive, ratio <= 1.2, ratio >= 0.8)
+    return ratio * torch.where(positive, ratio <= 1.2, (ratio >= 0.8) & (ratio <= dual_clip))
 
 
 @pytest.mark.parametrize("algorithm", ["ppo_clip", "gspo", "cispo"])
-def test_bypass_objectives_are_reinforce_with_bounded_weights(algorithm):
+def test_bypass_objectives_are_reinforce_with_weights_of_their_own(algorithm):
     toy = enumerated(3)
     found = estimate(toy, old=toy.rollout, algorithm=algorithm)
     weights = ratio_in_bypass(toy, algorithm)
     assert (weights != toy.log_ratio.exp()).any()
     torch.testing.assert_close(found, estimate(toy, weights), rtol=0, atol=1e-12)
+    negative = toy.rewards < 0
+    assert weights[~negative].max() <= 1.2
+    if algorithm == "cispo":
+        return
+    far = enumerated(3, distance=3)
+    raw = ratio_in_bypass(far, algorithm)
+    assert raw[far.rewards < 0].max() > 2  # with A < 0 nothing bounds them but dual clip
+    torch.testing.assert_close(
+        estimate(far, old=far.rollout, algorithm=algorithm), estimate(far, raw), rtol=0, atol=1e-12
+    )
+    found = estimate(far, old=far.rollout, algorithm=algorithm, dual_clip=1.5)
+    bounded = ratio_in_bypass(far, algorithm, dual_clip=1.5)
+    assert bounded.max() <= 1.5
+    torch.testing.assert_close(found, estimate(far, bounded), rtol=0, atol=1e-12)
 
 
 def test_without_clipping_two_and_three_policies_have_one_gradient():
@@ -380,3 +466,92 @@ def test_leave_one_out_is_unbiased_and_the_whole_mean_shrinks_the_gradient(size,
     found = toy.gradient((advantages * chosen).mean())
     scale = 1 if estimator == "rloo" else 1 - 1 / size
     torch.testing.assert_close(found, scale * toy.wanted(), rtol=0, atol=1e-12)
+
+
+ON_POLICY = {"distance": 0}  # the engine is the trainer
+REFERENCE = {"distance": 2.0, "seed": 1}
+KL = {"k1": None, "k2": "forward", "k3": "reverse", "k1+": "forward", "k3+": "forward"}
+
+
+def reached(policy):
+    """The probability of each prefix; those one token longer than prefix i are 3i + 1, 3i + 2 and 3i + 3."""
+    found = [policy.new_ones(())]
+    for prefix in range(len(policy) // 3):
+        found.extend(found[prefix] * policy[prefix])
+    return torch.stack(found)
+
+
+def divergences(toy, other):
+    """KL(π_θ ‖ π_ref) and KL(π_ref ‖ π_θ) of the next token after each prefix, in the graph of the logits."""
+    own, ref = toy.logits.log_softmax(1), other.logits.detach().log_softmax(1)
+    return {"forward": (own.exp() * (own - ref)).sum(1), "reverse": (ref.exp() * (ref - own)).sum(1)}
+
+
+def penalized(toy, other, estimator):
+    return kl_penalty(toy.train, other.train.detach(), estimator)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
+def test_kl_estimators_have_the_mean_of_the_divergence(estimator):
+    toy, other = enumerated(3, **ON_POLICY), enumerated(3, **REFERENCE)
+    wanted = (reached(toy.engine) * divergences(toy, other)["forward"]).sum()
+    assert wanted > 0.1
+    torch.testing.assert_close(penalized(toy, other, estimator).sum(1).mean(), wanted)
+
+
+@pytest.mark.parametrize(("estimator", "direction"), KL.items())
+def test_the_mean_gradients_of_the_kl_estimators(estimator, direction):
+    """On tokens of the policy itself, and of each token after the prefix that it was sampled after."""
+    toy, other = enumerated(3, **ON_POLICY), enumerated(3, **REFERENCE)
+    found = toy.gradient(penalized(toy, other, estimator).sum(1).mean())
+    wanted = {
+        name: toy.gradient((reached(toy.engine) * value).sum()) for name, value in divergences(toy, other).items()
+    }
+    assert (wanted["forward"] - wanted["reverse"]).norm() > 0.1
+    expected = torch.zeros_like(found) if direction is None else wanted[direction]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_penalty_in_the_reward_has_the_gradient_of_whole_responses():
+    toy, other = enumerated(3, **ON_POLICY), enumerated(3, **REFERENCE)
+    each = divergences(toy, other)["forward"]
+    whole = toy.gradient((reached(toy.logits.softmax(1)) * each).sum())
+    penalty = penalized(toy, other, "k1").detach()
+    to_come = penalty.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(estimate(toy, advantages=to_come), whole, rtol=0, atol=1e-12)
+    after_prefixes = toy.gradient(penalized(toy, other, "k3+").sum(1).mean())
+    assert (after_prefixes - whole).norm() > 0.1
+
+
+def test_the_kl_penalty_has_no_importance_weight():
+    """Without advantages the loss is the penalty alone: it is the unweighted mean, off by the first order."""
+    errors = []
+    for distance in (0.01, 0.02, 1.0):
+        toy, other = enumerated(2, distance=distance), enumerated(2, **REFERENCE)
+        loss = PolicyLossConfig(algorithm="reinforce", kl_coef=1.0, kl_estimator="k3+")
+        config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=UNTRUNCATED)
+        correction, layout = RolloutCorrection(config, ParallelGroups(), loss=loss), SequenceLayout.padded(16, 2)
+        train, ref = toy.train.detach(), other.train.detach()
+        plan = correction.plan(PlanInputs(train, toy.rollout, toy.mask, layout))
+        batch = MicroBatch(
+            train,
+            toy.rollout,
+            toy.mask,
+            layout,
+            torch.zeros_like(toy.rewards),
+            ref_log_probs=ref,
+            weights=plan.weights,
+            mask=plan.mask,
+            sequence_lengths=plan.sequence_lengths,
+        )
+        value, count, _ = masked_loss(correction, batch, toy.train, None, plan.loss_scale(num_microbatches=1))
+        found = 2 * toy.gradient(value / count)  # two tokens a response
+        penalty = penalized(toy, other, "k3+")
+        torch.testing.assert_close(found, toy.gradient(penalty.sum(1).mean()), rtol=0, atol=1e-12)
+        own = toy.logits.detach().softmax(1)
+        wanted = toy.gradient((reached(own) * divergences(toy, other)["forward"]).sum())
+        weighted = toy.gradient((plan.weights * penalty).sum(1).mean())
+        torch.testing.assert_close(weighted, wanted, rtol=0, atol=1e-12)
+        errors.append(float((found - wanted).norm()))
+    assert errors[1] == pytest.approx(2 * errors[0], rel=0.05)
+    assert errors[2] > 0.1

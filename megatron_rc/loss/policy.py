@@ -17,7 +17,7 @@ from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.parallel.softmax import arithmetic
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 _NOT_NEGATIVE = "must be 0 or more, and finite"
 
 
@@ -35,7 +35,7 @@ class PolicyLossConfig:
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
         loss_scale_factor: what ``token-sum`` and ``seq-mean-token-sum-norm`` divide by; needed there, and only there.
         kl_coef: weight of the KL penalty to the reference policy, per token.
-        kl_estimator: ``k1``, ``k2`` or ``k3`` (see :func:`kl_penalty`).
+        kl_estimator: ``k1``, ``k2``, ``k3``, ``k1+`` or ``k3+`` (see :func:`kl_penalty`).
         entropy_coef: weight of the entropy bonus, per token.
 
     Raises:
@@ -60,7 +60,7 @@ class PolicyLossConfig:
         check_number("clip_low", self.clip_low, lambda x: x <= 1, "must lie in [0, 1]")
         check_number("kl_coef", self.kl_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
         if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use k1, k2 or k3")
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
         check_number("entropy_coef", self.entropy_coef, lambda x: 0 <= x < torch.inf, _NOT_NEGATIVE)
 
 
@@ -159,14 +159,21 @@ def policy_loss(
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") -> Tensor:
-    """Per-token estimate of KL(π_θ ‖ π_ref): with d = log π_θ - log π_ref, k1 d, k2 d²/2, k3 exp(-d) - 1 + d.
+    """Estimate KL(π_θ ‖ π_ref) at each token; d = log π_θ - log π_ref. Schulman 2020, "Approximating KL Divergence".
 
-    Schulman 2020, "Approximating KL Divergence". The argument of exp is clamped at 20.
+    - ``k1``: d. Its gradient is ∇ log π_θ, which is 0 on average over tokens that π_θ sampled: it pulls nowhere.
+    - ``k2``: d²/2. Its gradient d · ∇ log π_θ is on average that of KL(π_θ ‖ π_ref).
+    - ``k3``: exp(-d) - 1 + d. Its gradient is on average that of the reverse, KL(π_ref ‖ π_θ). d is taken as -20 where
+      it is below, so that exp is finite; the gradient is 0 there.
+    - ``k1+``, ``k3+``: the value of k1 or k3 with the gradient of k2, as verl's estimators of these names.
+
+    The default is k3: the penalty of GRPO (Shao et al. 2024, "DeepSeekMath"), Megatron-LM and verl. To follow
+    KL(π_θ ‖ π_ref) take ``k3+``, which reports the same values. docs/mathematics.md derives the gradients.
 
     Args:
         log_probs: log π_θ, any shape; differentiated.
         ref_log_probs: log π_ref, of the same shape, detached.
-        estimator: ``k1``, ``k2`` or ``k3``.
+        estimator: see above.
 
     Raises:
         ValueError: another estimator, or shapes that differ.
@@ -176,14 +183,24 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
         raise ValueError(
             f"ref_log_probs has shape {tuple(ref_log_probs.shape)}: expected {tuple(log_probs.shape)} of log_probs"
         )
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"estimator={estimator!r} is unknown: use one of {', '.join(KL_ESTIMATORS)}")
     difference = log_probs.to(arithmetic(log_probs.dtype)) - ref_log_probs.detach()
-    if estimator == "k1":
+    value = _kl_value(estimator.removesuffix("+"), difference)
+    if not estimator.endswith("+"):
+        return value
+    k2 = _kl_value("k2", difference)
+    return value.detach() + (k2 - k2.detach())
+
+
+def _kl_value(name: str, difference: Tensor) -> Tensor:
+    if name == "k1":
         return difference
-    if estimator == "k2":
+    if name == "k2":
         return difference.square() / 2
-    if estimator == "k3":
-        return torch.expm1((-difference).clamp(max=EXP_LIMIT)) + difference
-    raise ValueError(f"estimator={estimator!r} is unknown: use k1, k2 or k3")
+    # Clamped in both terms: the gradient of an unclamped second one would point away from the reference.
+    negative = (-difference).clamp(max=EXP_LIMIT)
+    return torch.expm1(negative) - negative
 
 
 def _check_dual_clip(objective: Objective, dual_clip: float | None) -> None:

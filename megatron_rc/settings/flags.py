@@ -73,7 +73,7 @@ _LOSS_OPTIONS: dict[str, dict[str, Any]] = {
     "grpo_clamp_eps_upper": {"type": float, "help": "PPO clips r above 1 + this; default: 0.2"},
     "ppo_dual_clip": {"type": float, "help": "cap of the loss at this · |A| for A < 0; default: none"},
     "grpo_kl_beta": {"type": float, "help": "weight of the KL to the reference policy; default: 0"},
-    "kl_estimator": {"choices": KL_ESTIMATORS, "help": "of that KL; default: k3"},
+    "kl_estimator": {"choices": KL_ESTIMATORS, "help": "estimator of that KL; docs/mathematics.md; default: k3"},
     "grpo_entropy_term_weight": {"type": float, "help": "weight of the entropy bonus; default: 0"},
 }
 T = TypeVar("T")

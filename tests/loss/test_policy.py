@@ -9,7 +9,7 @@ import torch
 from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import PolicyLossConfig, kl_penalty, policy_loss
+from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig, kl_penalty, policy_loss
 from megatron_rc.parallel import SequenceLayout
 from megatron_rc.training.plan import LossScale
 from megatron_rc.training.schedule import schedule_return
@@ -43,12 +43,44 @@ def test_kl_penalty_moves_the_policy_alone(estimator, gradient):
     assert ref_log_probs.grad is None
 
 
-def test_k3_clamps_the_argument_of_exp():
-    log_probs = float64([-30.0]).requires_grad_()
-    penalty = kl_penalty(log_probs, float64([-5.0]))
-    penalty.sum().backward()
-    assert penalty.item() == pytest.approx(math.exp(20) - 1 - 25)
-    assert log_probs.grad.item() == 1
+def kl_by_hand(estimator, difference):
+    """(value, derivative by log π_θ) of one token, in floats."""
+    clamped = max(difference, -20.0)
+    inside = float(difference >= -20)
+    of_k3 = math.exp(-clamped) - 1 + clamped, (1 - math.exp(-clamped)) * inside
+    value, slope = {"k1": (difference, 1.0), "k2": (difference**2 / 2, difference), "k3": of_k3}[estimator[:2]]
+    return value, difference if estimator.endswith("+") else slope
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_estimators_follow_loops(estimator):
+    generator = torch.Generator().manual_seed(0)
+    ref = -5 * torch.rand(200, generator=generator, dtype=torch.float64)
+    log_probs = ref + torch.randn(200, generator=generator, dtype=torch.float64)
+    log_probs[:6] = ref[:6] + float64([-1000.0, -20.5, -19.5, 0.0, 20.5, 1000.0])
+    log_probs.requires_grad_()
+    coefficients = torch.randn(200, generator=generator, dtype=torch.float64)
+    penalty = kl_penalty(log_probs, ref, estimator)
+    (penalty * coefficients).sum().backward()
+    wanted = [kl_by_hand(estimator, difference) for difference in (log_probs - ref).tolist()]
+    values, slopes = (float64(each) for each in zip(*wanted, strict=True))
+    torch.testing.assert_close(penalty, values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_probs.grad, slopes * coefficients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_is_never_negative_never_falls_with_the_distance_and_never_pulls_away(dtype):
+    """The reference is at 0: a step of descent must not raise what is above it, nor lower what is below."""
+    distances = torch.cat([torch.logspace(-2, 3, 2000, dtype=dtype), torch.tensor([19.99, 20.0, 20.01], dtype=dtype)])
+    for log_probs in (distances.sort().values, -distances.sort().values):
+        theta = log_probs.clone().requires_grad_()
+        penalty = kl_penalty(theta, torch.zeros_like(theta), "k3")
+        penalty.sum().backward()
+        assert (penalty >= 0).all()
+        assert (penalty.diff() >= 0).all()
+        assert (theta.grad * log_probs.sign() >= 0).all()
+    assert penalty[-1].item() == pytest.approx(math.exp(20) - 21)
+    assert (theta.grad[log_probs < -20] == 0).all()
 
 
 def test_an_unknown_estimator_is_named():

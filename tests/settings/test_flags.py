@@ -473,20 +473,20 @@ def test_the_objective_from_megatrons_flags():
     assert policy_loss_config_from_args(args) == expected
     assert policy_loss_config_from_args(argparse.Namespace()) == PolicyLossConfig()
     args = argparse.Namespace(
-        policy_loss="gspo", loss_aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", grpo_kl_beta=0.1
+        policy_loss="gspo", loss_aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k3+", grpo_kl_beta=0.1
     )
     assert policy_loss_config_from_args(args) == PolicyLossConfig(
-        algorithm="gspo", aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k2", kl_coef=0.1
+        algorithm="gspo", aggregation="token-sum", loss_scale_factor=9.0, kl_estimator="k3+", kl_coef=0.1
     )
 
 
 def test_the_objective_has_flags_and_they_are_read():
     """Beside Megatron-LM's own, whose defaults then hold."""
     words = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
-    words += "--loss-scale-factor 9 --kl-estimator k2 --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
+    words += "--loss-scale-factor 9 --kl-estimator k3+ --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
     alone = add_rollout_correction_args(argparse.ArgumentParser())
     assert policy_loss_config_from_args(alone.parse_args([])) == PolicyLossConfig()
-    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k2", 0.2)
+    wanted = PolicyLossConfig("gspo", 0.1, 0.2, 3.0, "token-sum", 9.0, 0.1, "k3+", 0.2)
     assert policy_loss_config_from_args(alone.parse_args(words)) == wanted
     megatrons = argparse.ArgumentParser()
     megatrons.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)

@@ -8,6 +8,7 @@ import yaml
 
 from megatron_rc.doctor.metric_names import OTHER_NAMES
 from megatron_rc.launch.flags.parser import build_parser
+from megatron_rc.loss.policy import KL_ESTIMATORS
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.dialects import BY_NAME
 from megatron_rc.settings.fields import FIELDS
@@ -87,6 +88,11 @@ def test_flags_of_megatron_lm():
             assert (flag in known) == is_here, flag
         for flag in quoted(cells[2]):
             assert flag.split()[0] in known, flag
+
+
+def test_verls_kl_penalties_are_estimators():
+    here = [name for cells in rows("docs/migrating.md", "`kl_loss_type` | here") for name in quoted(cells[1])]
+    assert sorted(here) == sorted(KL_ESTIMATORS)
 
 
 def test_names_of_metrics_are_those_that_the_doctor_understands():

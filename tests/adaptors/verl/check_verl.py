@@ -1,5 +1,6 @@
 """verl's own driver and losses beside the adaptor: ``make test-adaptors``, which installs verl 0.9.1."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -16,12 +17,13 @@ from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
-from megatron_rc import RolloutCorrectionConfig, SamplingParams, from_verl
+from megatron_rc import RolloutCorrectionConfig, SamplingParams, from_verl, kl_penalty
 from megatron_rc.adaptors.verl import VerlCorrection
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.report import UNUSABLE
 from tests.adaptors.pages import blocks
+from tests.settings.test_documents import quoted, rows
 from tests.support.paths import ROOT
 
 SETTINGS = (
@@ -148,6 +150,19 @@ def test_workers_get_the_loss_of_verls_bypass_mode(settings, loss_type, monkeypa
     torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, their_gradient, rtol=1e-5, atol=1e-7)
     assert "rollout_corr/kl" in metrics
+
+
+@pytest.mark.parametrize("cells", rows("docs/migrating.md", "`kl_loss_type` | here"), ids=str)
+def test_kl_penalties_are_those_that_the_page_says(cells):
+    reference, _, current, *_ = batch(0)
+    for name, estimator in itertools.product(quoted(cells[0]), quoted(cells[1])):
+        found = []
+        for penalty in (core_algos.kl_penalty, kl_penalty):
+            theta = current.clone().requires_grad_()
+            value = penalty(theta, reference, name if penalty is not kl_penalty else estimator)
+            value.sum().backward()
+            found.append((value.detach(), theta.grad))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def test_the_page_puts_both_into_verl(tmp_path):
