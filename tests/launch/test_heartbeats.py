@@ -118,6 +118,7 @@ def test_no_beat_follows_a_ranks_last_word(make, monkeypatch):
     rank.every = 10.0  # it is waited for as long as that takes, which is no time
     monkeypatch.setattr(heartbeats, "time", mock.Mock(wraps=time, sleep=lambda _: None))
     rank.who_is_missed(broken_receive())
+    rank._thread.join()
     assert json.loads(rank._store.get("0"))["end"] == "ended"
 
 
