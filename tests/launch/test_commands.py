@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -50,9 +49,7 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     wait_for(lambda: len(read(folder)) > len(before) + 1, process)
     ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
-    told = time.monotonic()
-    code, _, errors = finish(process, timeout=60)
-    assert time.monotonic() - told < 30
+    code, _, errors = finish(process)
     assert code == 0, errors
     assert "Traceback" not in errors
     assert "restart 1 of 1" in errors
@@ -83,14 +80,12 @@ def test_flags_that_cannot_work_end_before_torchrun(tmp_path):
 
 @pytest.mark.processes
 def test_under_torchrun_rank_0_speaks_alone(tmp_path):
-    begun = time.monotonic()
     words = [*SMALL, *TWO, "--num-attention-heads=1", f"--runs-dir={tmp_path}"]
     code, _, errors = finish(start(torchrun(2, "launch/train_ppo.py", *words)))
     assert code == 1, "torchrun's own code"
     assert errors.count("error: --num-attention-heads 1 must be a multiple of --tensor-model-parallel-size = 2") == 1
     assert "exitcode  : 2" in errors
     assert 'File "' not in errors.split("ChildFailedError")[0].split("torch/distributed")[0]
-    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.processes

@@ -50,7 +50,7 @@ def told():
         check=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=600,
     )
     return done
 

@@ -53,10 +53,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_rank_forked_ends_with_it():
     """As the writers of a checkpoint, when the rank is killed while it saves."""
     done = subprocess.run(
-        [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, timeout=20
+        [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, timeout=120
     )
     assert done.returncode == -signal.SIGKILL
     begun = time.monotonic()
     while Path(f"/proc/{int(done.stdout)}").exists():
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
         time.sleep(0.05)

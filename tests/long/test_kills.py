@@ -65,7 +65,7 @@ def test_ranks_that_are_killed_again_and_again_take_the_same_steps(how, loops, w
     begun = time.monotonic()
     with busy(loops):
         process = start(words, env=environment(kills(tmp_path / "hits")))
-        code, _, errors = finish(process, 1500)
+        code, _, errors = finish(process, 3000)
     assert code == 0, errors
     hits = (tmp_path / "hits").read_text().splitlines()
     phases = Counter(hit.removeprefix("the ").partition(" ")[0] for hit in hits)

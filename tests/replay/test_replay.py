@@ -313,7 +313,7 @@ def test_lines_and_files_say_the_same(folder, tmp_path, capsys):
 def test_it_runs_as_a_module(folder):
     """Without safetensors' or torch's noise, and with nothing of the launcher."""
     command = [sys.executable, "-m", "megatron_rc.replay", str(folder), "--preset=disabled", "--sequences=0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
     assert "disabled" in done.stdout
 

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 
 from megatron_rc.launch.training import picture
 
-COLLECTIVE_SECONDS = 60
+COLLECTIVE_SECONDS = 180
 VICTIM_SECONDS = 3
 # Groups of earlier layouts hold descriptors, about forty a layout of eight ranks: now and then the ranks begin anew.
 RENEWED = 16
@@ -86,7 +86,7 @@ class RankPool:
         self.meetings = 0
         self.layout: Layout | None = None
 
-    def run(self, function: Callable[..., Any], layout: Layout, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], layout: Layout, *args: Any, timeout: float = 400) -> list[Any]:
         """What ``function(*args)`` returns on each rank of the layout; a list of tuples as ``args`` differs by rank.
 
         The function is found by its module and name. Megatron's groups are those of the layout.

@@ -45,6 +45,7 @@ class Server(ThreadingHTTPServer):
         most: requests that were under way at once.
         connections: that were made.
         hold: seconds that a response takes.
+        together: a barrier that responses wait at before, if any.
         breaks: connections end without an answer.
     """
 
@@ -56,7 +57,7 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.seen, self.faults, self.always = [], {}, {}
         self.most = self.now = self.connections = 0
-        self.hold, self.version, self.breaks = 0.0, "default", False
+        self.hold, self.together, self.version, self.breaks = 0.0, None, "default", False
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def paths(self):
@@ -74,7 +75,10 @@ class Server(ThreadingHTTPServer):
             fault = self.faults[path].pop(0) if self.faults.get(path) else None
             self.now += 1
             self.most = max(self.most, self.now)
-        time.sleep(self.hold if path in GENERATE.values() else 0)
+        if path in GENERATE.values():
+            if self.together:
+                self.together.wait()
+            time.sleep(self.hold)
         with self.lock:
             self.now -= 1
         if isinstance(fault, float):

@@ -27,7 +27,7 @@ def start(command, **options):
     )
 
 
-def finish(process, timeout=150):
+def finish(process, timeout=300):
     try:
         output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -59,7 +59,7 @@ def rows_of(folder):
     return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
 
 
-def wait_for(condition, process, seconds=120):
+def wait_for(condition, process, seconds=250):
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds

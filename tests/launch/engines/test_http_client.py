@@ -37,7 +37,7 @@ def test_connections_are_kept_for_the_next_request(server, tmp_path):
 
 
 def test_requests_under_way_are_bounded(server, tmp_path):
-    server.hold = 0.05
+    server.hold, server.together = 0.05, threading.Barrier(3, timeout=60)
     engine = make_engine(VllmServerEngine, server, tmp_path, concurrency=3)
     engine.load_weights(weights().items(), 0)
     sample(engine, [[2]] * 12)
@@ -81,11 +81,11 @@ def test_the_first_error_ends_the_batch(server, tmp_path):
 def test_the_first_error_ends_those_under_way(server, tmp_path):
     engine = make_engine(VllmServerEngine, server, tmp_path)
     engine.load_weights(weights().items(), 0)
-    server.faults["/v1/completions"] = [3.0, 3.0, (400, b"no")]
+    server.faults["/v1/completions"] = [9.0, 9.0, (400, b"no")]
     begun = time.monotonic()
     with pytest.raises(EngineError, match="status 400"):
         sample(engine, [[2]] * 3)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 8
 
 
 def test_waits_double_are_bounded_and_heed_the_server():
@@ -101,13 +101,14 @@ LATE = r"/v1/completions gave no whole answer within 0.3 s: raise --rollout-time
 
 
 def test_a_silent_server_is_an_error_in_time(server, tmp_path):
-    engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
+    engine = make_engine(VllmServerEngine, server, tmp_path)
     engine.load_weights(weights().items(), 0)
-    server.faults["/v1/completions"] = [1.5]
+    engine.client.timeout = 0.3
+    server.faults["/v1/completions"] = [9.0]
     start = time.monotonic()
     with pytest.raises(EngineError, match=LATE):
         sample(engine)
-    assert time.monotonic() - start < 1.4
+    assert time.monotonic() - start < 8
     assert server.paths().count("/v1/completions") == 1
 
 
@@ -147,7 +148,7 @@ def test_an_answer_that_comes_byte_by_byte_has_a_limit_of_time(begin):
         start = time.monotonic()
         with pytest.raises(EngineError, match=LATE):
             client.call("POST", "/v1/completions", {})
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 8
 
 
 def test_an_answer_has_a_limit_of_size(server, tmp_path):
@@ -199,14 +200,15 @@ def test_a_server_that_falls_silent_is_told_with_what_it_answered_before(server)
 
 def test_a_server_that_dies_is_retried_then_named(tmp_path):
     with running() as server:
-        engine = make_engine(VllmServerEngine, server, tmp_path, timeout=0.3)
+        engine = make_engine(VllmServerEngine, server, tmp_path)
         engine.load_weights(weights().items(), 0)
+        engine.client.timeout = 0.3
     begun = time.monotonic()
     with pytest.raises(
         EngineError, match=r"failed \d+ times, at last with ConnectionRefusedError.*: check that the ser"
     ):
         sample(engine)
-    assert 0.3 < time.monotonic() - begun < 1.5
+    assert 0.3 < time.monotonic() - begun < 8
 
 
 @pytest.mark.parametrize(

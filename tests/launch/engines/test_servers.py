@@ -37,7 +37,7 @@ def sample_to_train_on(engine, folder):
 
 
 def test_samples_are_the_servers_in_the_order_of_the_prompts(engine, server):
-    server.hold = 0.1
+    server.together = threading.Barrier(8, timeout=60)
     prompts = [[2 + index % 9, index % 7] for index in range(40)]
     samples = sample(engine, prompts)
     for index, (prompt, got) in enumerate(zip(prompts, samples, strict=True)):

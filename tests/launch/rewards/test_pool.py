@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.processes
 
 USER = "python:tests.support.user_rewards"
-SECONDS = 20  # nothing here takes as long unless it is broken
+SECONDS = 120  # nothing here takes as long unless it is broken
 
 
 def request(response, **changed):
@@ -35,7 +35,7 @@ def source(name):
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = RewardPool(source("misbehave"), 2, 0.6)
+    pool = RewardPool(source("misbehave"), 2, SECONDS)
     yield pool
     pool.close()
 
@@ -99,11 +99,12 @@ def test_what_goes_wrong_costs_its_sample_alone(pool, response, failure, place):
         assert "launch/rewards" not in bad.traceback, "the traceback begins with the user's own function"
 
 
-def test_what_takes_too_long_costs_its_sample_alone(pool):
+def test_what_takes_too_long_costs_its_sample_alone():
     """Also a function that lets no other thread run; what a function has started ends with it."""
-    seconds = "1234.5"
+    pool, seconds = RewardPool(source("misbehave"), 2, 0.6), "1234.5"
     long = ["sleep 100", "regex", f"start {seconds}"]
     found = pool.score([request(text) for text in ("fine", *long, "fine")])
+    pool.close()
     assert (found[0].reward, found[-1].reward) == (1.0, 1.0)
     for outcome in found[1:-1]:
         assert outcome.failure == "took longer than --reward-timeout 0.6 s"
@@ -188,6 +189,8 @@ def test_a_task_scores_in_a_worker_by_its_own_rule():
 def test_a_rule_that_cannot_be_loaded_is_one_sentence(tmp_path, monkeypatch, module, message):
     (tmp_path / "broken.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
+    # A worker that hangs says where, if its Python has started by then.
+    monkeypatch.setattr("megatron_rc.launch.rewards.pool._GRACE_SECONDS", 2.0)
     with pytest.raises(ConfigurationError) as caught:
         check_loads(Source("count_up", 1, "python:broken:score"), 0.4 if "sleep" in module else SECONDS)
     assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)

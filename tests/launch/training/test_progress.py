@@ -50,7 +50,7 @@ def in_a_terminal(rows, columns, term="xterm"):
             break
         shown += piece
     os.close(ours)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     return shown.decode()
 
 
