@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages.shards import check_sequences
@@ -80,8 +81,8 @@ def group_advantages(
         f_norm: of ``gpg``; the others have no use for it.
         num_groups: number of prompts of the whole batch, where the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
-        groups: with ``num_groups``, and for the α of ``gpg``: the ranks that hold the others. Default: this process
-            alone.
+        groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
+            over the batch: all responses to a prompt then lie on this rank. Default: this process alone.
 
     Returns:
         [n], float64; equal on the ranks of ``groups.cp``. Where a kept reward is NaN or infinite, those of its prompt
@@ -92,13 +93,15 @@ def group_advantages(
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
-        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, or shapes or dtypes are wrong;
-            on every rank alike, an id of any of them is not in [0, num_groups).
+        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, shapes or dtypes are wrong,
+            ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
+            every rank alike, an id of any of them is not in [0, num_groups).
     """
     kept = _kept(rewards, group_ids, estimator, kept)
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
     weights = _weights(rewards, estimator, lengths)
     batch = ParallelGroups.given(groups)
+    _check_together(estimator, num_groups, groups)
     if num_groups is None:
         known, group = group_ids.unique(return_inverse=True)
         add = _Totals(group, len(known), ParallelGroups())
@@ -138,6 +141,20 @@ def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | Non
             f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
         )
     return kept
+
+
+def _check_together(estimator: str, num_groups: int | None, groups: ParallelGroups | None) -> None:
+    """Refuse a call that names the ranks without the prompts, or the reverse: its baselines would be those of a rank."""
+    if num_groups is None and groups is not None and estimator != "gpg":
+        raise ValueError(
+            "groups does nothing without num_groups: pass num_groups= as well, the prompts of the whole batch, or drop "
+            "groups where all responses to a prompt lie on this rank"
+        )
+    if num_groups is not None and groups is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"num_groups={num_groups} without groups is this rank's responses alone: pass groups= as well, for example "
+            "ParallelGroups.from_megatron(), or drop num_groups where all responses to a prompt lie on this rank"
+        )
 
 
 def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:

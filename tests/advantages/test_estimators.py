@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -362,6 +363,24 @@ def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
     assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
 
 
+def half_named_on_ranks():
+    """What is raised where a prompt's responses lie on both ranks and the call says half of it."""
+    groups, found = ParallelGroups.from_megatron(), []
+    rewards = torch.tensor([float(group_rank(groups.dp)), 1.0])
+    for where in ({"groups": groups}, {"num_groups": 1}):
+        try:
+            found.append(group_advantages(rewards, torch.zeros(2).long(), **where).tolist())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
+    for without_number, without_groups in ranks.run(half_named_on_ranks, Layout(dp=2)):
+        assert re.match(r"groups .* without num_groups", without_number)
+        assert re.match(r"num_groups=1 without groups", without_groups)
+
+
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -424,6 +443,10 @@ IDS = torch.zeros(2, dtype=torch.int64)
         (lambda: group_advantages(torch.zeros(2), IDS, estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
         (lambda: group_advantages(torch.zeros(2), IDS, num_groups=1.5), "num_groups=1.5 must be a whole number"),
         (lambda: group_advantages(torch.zeros(2), IDS, groups="dp"), "groups is a str: pass ParallelGroups"),
+        (
+            lambda: group_advantages(torch.zeros(2), IDS, groups=ParallelGroups()),
+            "groups .* without num_groups: pass num_groups=",
+        ),
         (lambda: group_advantages(torch.zeros(2), IDS[0]), r"group_ids is torch.int64 \(\): expected int64, one a seq"),
         (lambda: gae(TOKENS, TOKENS, [[True] * 4] * 2), "response_mask is a list: pass a torch.Tensor"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma=True), "gamma=True must be a number between 0 and 1"),
