@@ -33,6 +33,10 @@ def _rloo_vectorized(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
     return torch.where(size > 1, _rloo(centred, variance, size), 0)
 
 
+def _passk_no_std(lead: Tensor, variance: Tensor, size: Tensor) -> Tensor:
+    return lead + 0 * variance  # NaN where a reward of the prompt is not finite
+
+
 # From the reward less the mean of its group, the group's variance and its size, [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": _grpo,
@@ -41,8 +45,10 @@ GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rloo-vectorized": _rloo_vectorized,
     "opo": _grpo_no_std,  # over another mean
     "grpo-passk": _grpo,  # of the lead over the second best
+    "grpo-passk-no-std": _passk_no_std,
     "gpg": _grpo_no_std,  # times one factor for the batch
 }
+_OF_THE_BEST = ("grpo-passk", "grpo-passk-no-std")
 
 
 def group_advantages(
@@ -67,10 +73,12 @@ def group_advantages(
     ``grpo-passk`` (x - x of the second best) / (std + 1e-6) for the best response, 0 for all others
                                            Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives
                                            using Reinforcement Learning", divided as verl's ``grpo_passk`` is
+    ``grpo-passk-no-std``                  the same without the division
     ``gpg`` α (x - mean) / f_norm          Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
                                            with verl's α: kept responses over those of them whose reward is not 0
     A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken. Where one alone of several
-    is kept, it has 0. ``grpo-passk`` gives 0 in both cases, and where two share the highest reward.
+    is kept, it has 0. ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and where two share the highest
+    reward.
 
     Args:
         rewards: [n], one for each response; summed in float64.
@@ -89,7 +97,8 @@ def group_advantages(
         are too, unless they are 0 whatever it is; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
-    for ``grpo-passk`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of two doubles over ``dp_cp``.
+    for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of two
+    doubles over ``dp_cp``.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
@@ -120,7 +129,7 @@ def group_advantages(
     centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
     (squares,) = add(torch.where(kept, centred.square(), 0))
     variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)
-    above = add.lead(rewards, kept) if estimator == "grpo-passk" else centred
+    above = add.lead(rewards, kept) if estimator in _OF_THE_BEST else centred
     found = GROUP_ESTIMATORS[estimator](above, variance[group], size[group])
     if estimator == "gpg":
         found = found * (_over_nonzero(rewards, kept, batch) / f_norm)

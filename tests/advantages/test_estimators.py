@@ -53,14 +53,36 @@ def estimate(case, arrays, layout=None, groups=None, num_groups=None):
         return found.advantages, found.returns
     layout = layout or SequenceLayout.padded(*mask.shape)
     scores = all_sum(layout.sum_sequences(rewards), groups)
-    name = estimator.replace("_", "-")
-    if estimator.endswith("baseline") or not config.get("norm_adv_by_std_in_grpo", True):
-        name = "grpo-no-std"
+    name = group_estimator(estimator, config)
     lengths = all_sum(layout.sum_sequences(mask.double()), groups)
     where_groups = {"num_groups": num_groups, "groups": groups, "f_norm": config.get("f_norm", 1.0)}
     each = group_advantages(scores, arrays["index"], estimator=name, lengths=lengths, **where_groups)
     per_token = torch.where(mask, layout.expand(each), 0)
     return (whiten(per_token, mask, **where) if estimator.endswith("baseline") else per_token), None
+
+
+def group_estimator(estimator, config):
+    """Our name of what verl computes; an error where there is none."""
+    name = {"reinforce_plus_plus_baseline": "grpo-no-std"}.get(estimator, estimator.replace("_", "-"))
+    if not config.get("norm_adv_by_std_in_grpo", True):
+        name += "-no-std"
+    if name not in GROUP_ESTIMATORS:
+        raise ValueError(f"{estimator} with {config} has no estimator here: {name} is unknown")
+    return name
+
+
+def test_names_of_verl():
+    off = {"norm_adv_by_std_in_grpo": False}
+    for name, config, wanted in [
+        ("grpo", {}, "grpo"),
+        ("grpo", off, "grpo-no-std"),
+        ("grpo_passk", {}, "grpo-passk"),
+        ("grpo_passk", off, "grpo-passk-no-std"),
+        ("reinforce_plus_plus_baseline", {}, "grpo-no-std"),
+    ]:
+        assert group_estimator(name, config) == wanted
+    with pytest.raises(ValueError, match="rloo-no-std is unknown"):
+        group_estimator("rloo", off)
 
 
 def all_sum(values, groups):
@@ -313,9 +335,10 @@ def test_only_a_best_response_of_its_own_leads():
     rewards, ids = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 1.0, 7.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
     kept = torch.tensor([True, True, False, True, True, True, True])
     for mask, second, std in ((None, 2.0, 1.0), (kept, 1.0, 2**0.5)):
-        got = group_advantages(rewards, ids, estimator="grpo-passk", kept=mask)
-        assert float(got[0]) == pytest.approx((3 - second) / (std + 1e-6), rel=1e-9)
-        assert not got[1:].any()
+        for estimator, divisor in (("grpo-passk", std + 1e-6), ("grpo-passk-no-std", 1.0)):
+            got = group_advantages(rewards, ids, estimator=estimator, kept=mask)
+            assert float(got[0]) == pytest.approx((3 - second) / divisor, rel=1e-9)
+            assert not got[1:].any()
 
 
 def test_equal_rewards_give_no_advantage():
@@ -389,7 +412,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 def test_a_reward_that_is_not_finite_shows_in_its_prompt_alone(estimator, bad):
     rewards, ids = torch.tensor([1.0, bad, 4.0, 0.0, 3.0, bad]), torch.tensor([0, 0, 0, 1, 1, 2])
     found = group_advantages(rewards, ids, estimator=estimator, lengths=torch.arange(1, 7))
-    alone_is_0 = estimator in ("rloo-vectorized", "grpo-passk")
+    alone_is_0 = estimator in ("rloo-vectorized", "grpo-passk", "grpo-passk-no-std")
     assert (~found.isfinite()).tolist() == [True, True, True, False, False, not alone_is_0]
     dropped = group_advantages(rewards, ids, estimator=estimator, lengths=ids, kept=rewards.isfinite())
     assert dropped.isfinite().all()
@@ -470,7 +493,7 @@ IDS = torch.zeros(2, dtype=torch.int64)
         (lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=MASK[0]), "for each of 2 sequences"),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
-            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, rloo-vectorized, opo, grpo-passk, gpg",
+            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, .*, grpo-passk, grpo-passk-no-std, gpg",
         ),
         *(
             (

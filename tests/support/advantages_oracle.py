@@ -47,6 +47,7 @@ def group(
                 "rloo-vectorized": 0.0 if alone else mine - others,
                 "opo": mine - optimal,
                 "grpo-passk": lead / (std + 1e-6),
+                "grpo-passk-no-std": lead,
                 "gpg": factor * (mine - mean),
             }[estimator]
         )
