@@ -76,9 +76,9 @@ def group_advantages(
     ``grpo-passk-no-std``                  the same without the division
     ``gpg`` α (x - mean) / f_norm          Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
                                            with verl's α: kept responses over those of them whose reward is not 0
-    A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken. Where one alone of several
-    is kept, it has 0. ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and where two share the highest
-    reward.
+    A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken, and so is the mean of ``opo``
+    where no kept response has a token. Where one alone of several is kept, it has 0. ``grpo-passk`` and
+    ``grpo-passk-no-std`` give 0 in both cases, and where two share the highest reward.
 
     Args:
         rewards: [n], one for each response; summed in float64.
@@ -126,7 +126,9 @@ def group_advantages(
             f"{int(count[num_groups])} of group_ids do not lie in [0, num_groups={num_groups}): number the prompts of "
             "the batch from 0, alike on every rank"
         )
-    centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
+    centred = rewards - torch.where(count > 1, total / torch.where(weight > 0, weight, 1), 0)[group]
+    # A mean with weights is not the only reward to the last bit, nor without a weight.
+    centred = torch.where(((count > 1) & (size == 1))[group], rewards - rewards, centred)
     (squares,) = add(torch.where(kept, centred.square(), 0))
     variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)
     above = add.lead(rewards, kept) if estimator in _OF_THE_BEST else centred

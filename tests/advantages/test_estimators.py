@@ -341,6 +341,24 @@ def test_only_a_best_response_of_its_own_leads():
             assert not got[1:].any()
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.125, 2.0**-40])
+def test_the_mean_of_opo_knows_no_unit_of_length(scale):
+    """Lengths as shares of a budget, for one: 3 and 1 of 4."""
+    rewards, lengths = torch.tensor([1.0, 0.0, 0.5]), scale * torch.tensor([3.0, 1.0, 2.0])
+    got = group_advantages(rewards, torch.tensor([0, 0, 1]), estimator="opo", lengths=lengths)
+    assert got.tolist() == [0.25, -0.75, 0.5]
+
+
+def test_responses_without_tokens_have_no_mean_of_opo():
+    """The first prompt keeps one of its two, the second has one: 0 and the reward, whatever their lengths."""
+    rewards, ids = torch.tensor([0.7, 9.0, 0.3, 1.0, 0.5]), torch.tensor([0, 0, 1, 2, 2])
+    kept = torch.tensor([True, False, True, True, True])
+    for length in (0, 3):
+        lengths = torch.tensor([length, 5, length, 0, 0])
+        got = group_advantages(rewards, ids, estimator="opo", lengths=lengths, kept=kept)
+        assert torch.equal(got, torch.tensor([0.0, 0.0, 0.3, 1.0, 0.5]).double())
+
+
 def test_equal_rewards_give_no_advantage():
     got = group_advantages(torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5]), torch.tensor([4, 4, 9, 9, 2]))
     assert got[:2].tolist() == [0, 0]
