@@ -97,8 +97,8 @@ def group_advantages(
         are too, unless they are 0 whatever it is; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
-    for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of two
-    doubles over ``dp_cp``.
+    for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
+    two doubles over ``dp_cp``.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
@@ -155,7 +155,7 @@ def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | Non
 
 
 def _check_together(estimator: str, num_groups: int | None, groups: ParallelGroups | None) -> None:
-    """Refuse a call that names the ranks without the prompts, or the reverse: its baselines would be those of a rank."""
+    """Refuse a call that gives the ranks without the prompts, or the reverse: its baselines would be a rank's own."""
     if num_groups is None and groups is not None and estimator != "gpg":
         raise ValueError(
             "groups does nothing without num_groups: pass num_groups= as well, the prompts of the whole batch, or drop "
