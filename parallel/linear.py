@@ -74,6 +74,8 @@ def linear_log_probs_and_entropy(
         (log_probs, entropy), or (log_probs, entropy, Σπ²), each like ``labels``, float32 (float64 for float64).
         Differentiable in hidden, weight and bias; hidden's gradient is complete (summed over ``tp_group``).
 
+    ``torch.autocast`` changes nothing here: the arithmetic is that of the dtypes given.
+
     Memory: forward, a chunk of logits and its scratch; backward, the same and the gradients of hidden and weight (for a
     weight below float32 they are added up in float32).
 
@@ -86,9 +88,10 @@ def linear_log_probs_and_entropy(
     spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile)
     _check(hidden, weight, bias, labels, mask, spec, sequence_parallel, gradient_accumulation)
     options = _Options(spec, sequence_parallel, gradient_accumulation)
-    result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, mask, options
-    )
+    with _no_autocast(hidden.device):
+        result: tuple[Tensor, ...] = _LinearSoftmax.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, labels, mask, options
+        )
     return result
 
 
@@ -171,6 +174,11 @@ class _Options:
         return own
 
 
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """Matrix products in the dtype that is given, forward and backward: float32 stays float32."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
 
@@ -204,7 +212,7 @@ class _LinearSoftmax(torch.autograd.Function):
         result = combine(statistics, target, chosen, spec)
         results = tuple(value.view(labels.shape) for value in result.masked(target.counted))
         ctx.save_for_backward(hidden, weight, bias, labels, mask, result.offset, chosen, *[*results[1:], None][:2])
-        ctx.options, ctx.holes = options, holes
+        ctx.options, ctx.holes, ctx.device = options, holes, hidden.device
         ctx.set_materialize_grads(False)
         return results
 
@@ -212,30 +220,35 @@ class _LinearSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias."""
-        hidden, weight, bias, labels, mask, offset, chosen, *results = ctx.saved_tensors
-        options: _Options = ctx.options
-        rows = hidden.detach().reshape(-1, hidden.shape[-1])
-        counted = counted_tokens(labels, mask).reshape(-1)
-        target = Target.find(labels.reshape(-1), counted, options.spec, weight.shape[0])
-        entropy, squares = (None if result is None else result.reshape(-1) for result in results)
-        flat = [None if grad is None else grad.reshape(-1) for grad in grads]
-        factors = row_gradients(flat, target, chosen, offset, entropy, squares, options.spec)
-        reading = options.spec.without_chunk_size().softmax_options(weight.shape[0], ctx.holes)
-        total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
-        grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        for part in options.chunks(rows):
-            gathered = options.gather(rows[part])
-            logits = _logits(gathered, weight, bias)
-            write_gradient(logits, logits, factors.at(options.positions(part, rows)), reading)
-            total.add(logits, gathered)
-            if grad_hidden is not None:
-                grad_hidden[part] = options.scatter(logits @ weight)
-            del logits
+        with _no_autocast(ctx.device):
+            return _gradients(ctx, grads)
+
+
+def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, labels, mask, offset, chosen, *results = ctx.saved_tensors
+    options: _Options = ctx.options
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    counted = counted_tokens(labels, mask).reshape(-1)
+    target = Target.find(labels.reshape(-1), counted, options.spec, weight.shape[0])
+    entropy, squares = (None if result is None else result.reshape(-1) for result in results)
+    flat = [None if grad is None else grad.reshape(-1) for grad in grads]
+    factors = row_gradients(flat, target, chosen, offset, entropy, squares, options.spec)
+    reading = options.spec.without_chunk_size().softmax_options(weight.shape[0], ctx.holes)
+    total = _WeightGradient(weight, bias, ctx.needs_input_grad, options.gradient_accumulation)
+    grad_hidden = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+    for part in options.chunks(rows):
+        gathered = options.gather(rows[part])
+        logits = _logits(gathered, weight, bias)
+        write_gradient(logits, logits, factors.at(options.positions(part, rows)), reading)
+        total.add(logits, gathered)
         if grad_hidden is not None:
-            if not options.sliced and group_size(options.spec.tp_group) > 1:
-                dist.all_reduce(grad_hidden, group=options.spec.tp_group)
-            grad_hidden = grad_hidden.view(hidden.shape)
-        return grad_hidden, *total.results(), None, None, None
+            grad_hidden[part] = options.scatter(logits @ weight)
+        del logits
+    if grad_hidden is not None:
+        if not options.sliced and group_size(options.spec.tp_group) > 1:
+            dist.all_reduce(grad_hidden, group=options.spec.tp_group)
+        grad_hidden = grad_hidden.view(hidden.shape)
+    return grad_hidden, *total.results(), None, None, None
 
 
 class _WeightGradient:

@@ -15,12 +15,14 @@ import textwrap
 import pytest
 import torch
 import yaml
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.loss.metrics import MAXIMA, SUMS, derive_loss_metrics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.measures.histogram import QUANTILES
-from megatron_rc.parallel import ParallelGroups
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.settings import bounds, criterion
 from megatron_rc.settings.criteria import CRITERIA, K1
 from tests.correction.test_added_criterion import SEQ_MIN
@@ -225,7 +227,7 @@ def test_examples_import_public_names_alone(block):
 
 
 # How many examples the pages have that are run below.
-EXAMPLES = {"README.md": 1, "docs/library.md": 3, "docs/presets.md": 1}
+EXAMPLES = {"README.md": 1, "docs/library.md": 6, "docs/presets.md": 1}
 
 
 def run(document, index=0):
@@ -338,6 +340,106 @@ def test_the_library_page_carries_the_sums_by_itself():
         torch.testing.assert_close(result.weights, layout.cut(whole.weights))
         # float32 log-probs: what the runs of a slice add up in float32 is right to 1e-7.
         assert result.metrics() == pytest.approx(whole.metrics(), rel=1e-6)
+
+
+def kept_on_ranks():
+    """(log-probs, gradient) of this rank's vocabulary shard, and those of a plain softmax over the kept tokens."""
+    groups = ParallelGroups.from_megatron()
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 5, 12, dtype=torch.float64), torch.randint(12, (2, 5))
+    kept = torch.rand(2, 5, 12) < 0.4
+    kept.scatter_(2, labels.unsqueeze(2), True)
+    leaf = logits.clone().requires_grad_()
+    want = leaf.masked_fill(~kept, -torch.inf).log_softmax(2).gather(2, labels.unsqueeze(2)).squeeze(2)
+    want.square().sum().backward()
+    rank, size = group_rank(groups.tp), group_size(groups.tp)
+    shard = slice(12 // size * rank, 12 // size * (rank + 1))
+    own = logits[..., shard].clone().requires_grad_()
+    score = run("docs/library.md", 3)["log_probs_of_the_kept"]
+    got = score(own, labels, kept[..., shard], torch.ones(2, 5, dtype=torch.bool), groups.tp)
+    got.square().sum().backward()
+    return got.detach(), own.grad, want.detach(), leaf.grad[..., shard]
+
+
+def test_the_library_page_scores_what_the_engine_kept(ranks):
+    for got, gradient, want, slope in ranks.run(kept_on_ranks, Layout(tp=2)):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=1e-12)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    score = run("docs/library.md", 3)["log_probs_of_the_kept"]
+    lost = score(torch.zeros(1, 2, 3), torch.tensor([[0, 2]]), torch.tensor([True, True, False]).expand(1, 2, 3), mask)
+    with pytest.raises(ValueError, match=r"sample 0 .*position 1 is infinite"):
+        correct_rollouts(lost, torch.full((1, 2), -1.0), mask, RolloutCorrectionConfig()).check()
+
+
+SHORT = (5, 0, 9, 1)  # tokens of four sequences
+
+
+def packed_on_this_rank():
+    """(metrics, weights of whole sequences) of log-probs that the page cuts."""
+    groups, generator = ParallelGroups.from_megatron(), torch.Generator().manual_seed(0)
+    old, rollout = ([-1 - torch.rand(length, generator=generator) for length in SHORT] for _ in range(2))
+    cut = functools.partial(
+        run("docs/library.md", 4)["packed_slices"], cp_rank=group_rank(groups.cp), cp_size=group_size(groups.cp)
+    )
+    masks = [torch.ones(length, dtype=torch.bool) for length in SHORT]
+    (layout, *_), *_ = pieces = [cut(one) for one in (old, rollout, masks)]
+    result = correct_rollouts(*(piece for _, piece in pieces), CONFIG, layout, groups)
+    result.check()
+    return result.metrics(), result.weights, layout
+
+
+CONFIG = RolloutCorrectionConfig.decoupled_seq_is_rs()
+
+
+def test_the_library_page_cuts_sequences_of_any_length(ranks):
+    ((whole, weights, layout),) = ranks.run(packed_on_this_rank, Layout())
+    assert layout.num_sequences == len(SHORT)
+    found = ranks.run(packed_on_this_rank, Layout(cp=2))
+    restored = found[0][2].restore([part for _, part, _ in found])
+    for metrics, _, _ in found:
+        assert metrics == pytest.approx(whole, rel=1e-6)
+    counted = weights > 0
+    torch.testing.assert_close(restored[restored > 0], weights[counted])
+    assert int(counted.sum()) == sum(SHORT)
+
+
+class Model(torch.nn.Module):
+    """One number that is added to every log-prob."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, log_probs):
+        return log_probs + self.shift
+
+
+def averaged_gradient():
+    """The gradient that DDP averages, of the page's loss on this rank's tokens; and the whole batch's, by itself."""
+    groups, generator = ParallelGroups.from_megatron(), torch.Generator().manual_seed(0)
+    old = -1 - torch.rand(4, 8, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 8, generator=generator) < 0.7
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.1], dtype=torch.float64)
+    loss, found = run("docs/library.md", 5)["own_loss"], []
+    for own in (groups, ParallelGroups()):
+        rows = slice(group_rank(own.dp), None, group_size(own.dp))
+        layout = SequenceLayout.padded(
+            4 // group_size(own.dp), 8 // group_size(own.cp), cp_rank=group_rank(own.cp), cp_size=group_size(own.cp)
+        )
+        local_old, local_mask = (layout.cut(tensor[rows]) for tensor in (old, mask))
+        model = Model()
+        ranks = DistributedDataParallel(model, process_group=own.dp_cp) if own.dp_cp is not None else model
+        loss(ranks(local_old), local_old, advantages[rows], local_mask, own).backward()
+        found.append(model.shift.grad.item())
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2, dp=2)], ids=str)
+def test_the_library_page_knows_the_factor_of_averaged_gradients(ranks, layout):
+    for averaged, whole in ranks.run(averaged_gradient, layout):
+        assert averaged == pytest.approx(whole, rel=1e-12)
+        assert abs(whole) > 0.1
 
 
 def test_every_example_is_run():

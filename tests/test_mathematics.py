@@ -26,7 +26,7 @@ from megatron_rc import (
 )
 from megatron_rc.numerics import k3
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from megatron_rc.schedule import masked_loss
+from megatron_rc.training.schedule import masked_loss
 from tests.support.enumerated import enumerated
 from tests.support.paths import ROOT
 

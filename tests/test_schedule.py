@@ -204,6 +204,60 @@ def test_what_the_loss_finds_is_not_taken_and_ignored(name):
         end([Chunk()])
 
 
+def corrected_by_plan(mode, **loss):
+    """(correction, its scale, its one micro-batch with every tensor, entropy, what ends its steps)."""
+    _, old, rollout, ref, entropy, mask = tensors()
+    correction = make_correction(mode, "reinforce", **loss)
+    end, old = wrap_finalize(correction, lambda model: None), None if mode == "bypass" else old
+    inputs = PlanInputs(old, rollout, mask, SequenceLayout.padded(ROWS, WIDTH), advantages=torch.ones(ROWS))
+    plan = correction.plan(inputs)
+    (batch,) = plan.micro_batches(inputs)
+    batch = dataclasses.replace(batch, ref_log_probs=ref, mini_batch_ids=torch.zeros(ROWS, dtype=torch.int64))
+    return correction, plan.loss_scale(num_microbatches=1), batch, entropy, end
+
+
+BROADCAST = {"[1, s]": (slice(1),), "[s]": (0,), "[b, 1]": (slice(None), slice(1)), "0-D": (0, 0), "[1, b, s]": (None,)}
+
+
+@pytest.mark.parametrize("shape", BROADCAST)
+@pytest.mark.parametrize("name", ["ref_log_probs", "rollout_log_probs", "entropy"])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_no_tensor_of_a_micro_batch_is_broadcast(mode, name, shape):
+    correction, scale, batch, entropy, _end = corrected_by_plan(mode, entropy_coef=0.1, kl_coef=0.1)
+    theta, index = tensors()[0], BROADCAST[shape]
+    masked_loss(correction, batch, theta, entropy, scale)
+    if name == "entropy":
+        entropy = entropy[index]
+    else:
+        batch = dataclasses.replace(batch, **{name: getattr(batch, name)[index]})
+    with pytest.raises(ValueError, match=name):
+        masked_loss(correction, batch, theta, entropy, scale)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(1).long(), torch.tensor(0), torch.zeros(ROWS, 1).long()], ids=str)
+def test_mini_batch_ids_are_one_a_sequence(ids):
+    correction, scale, batch, entropy, _end = corrected_by_plan("decoupled")
+    batch = dataclasses.replace(batch, mini_batch_ids=ids)
+    with pytest.raises(ValueError, match="mini_batch_ids has shape"):
+        masked_loss(correction, batch, tensors()[0], entropy, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_gradients_of_narrow_log_probs_add_in_float32(mode, dtype):
+    """Of the objective, the entropy bonus and the KL penalty: rounded once, to the last bit."""
+    found = []
+    for wide in (False, True):
+        correction, scale, batch, entropy, _end = corrected_by_plan(mode, entropy_coef=0.3, kl_coef=0.7)
+        leaves = [value.to(dtype) for value in (tensors()[0], entropy)]
+        leaves = [(value.float() if wide else value).requires_grad_() for value in leaves]
+        loss, _, _ = masked_loss(correction, batch, *leaves, scale)
+        loss.backward()
+        found.append([loss.detach(), *(leaf.grad.to(dtype) for leaf in leaves)])
+    for narrow, rounded in zip(*found, strict=True):
+        assert torch.equal(narrow, rounded)
+
+
 @pytest.mark.parametrize("mode", ["bypass_mode", "proximal_interpolation"])
 def test_a_plan_takes_no_log_probs_that_it_ignores(mode):
     _, old, rollout, _, _, mask = tensors()

@@ -112,7 +112,7 @@ class Advantages:
             lengths=lengths,
             kept=kept,
             f_norm=self.wanted.gpg_f_norm,
-            groups=self.groups,
+            groups=self.groups if name == "gpg" else None,  # responses to a prompt lie on one rank
         )
 
     def _of_tokens(self, scores: Scores, kl: Tensor | None, accepted: Tensor | None) -> TokenAdvantages:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rc.advantages.shards import check_sequences
@@ -32,6 +33,10 @@ def _rloo_vectorized(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
     return torch.where(size > 1, _rloo(centred, variance, size), 0)
 
 
+def _passk_no_std(lead: Tensor, variance: Tensor, size: Tensor) -> Tensor:
+    return lead + 0 * variance  # NaN where a reward of the prompt is not finite
+
+
 # From the reward less the mean of its group, the group's variance and its size, [n] each.
 GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "grpo": _grpo,
@@ -40,8 +45,10 @@ GROUP_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rloo-vectorized": _rloo_vectorized,
     "opo": _grpo_no_std,  # over another mean
     "grpo-passk": _grpo,  # of the lead over the second best
+    "grpo-passk-no-std": _passk_no_std,
     "gpg": _grpo_no_std,  # times one factor for the batch
 }
+_OF_THE_BEST = ("grpo-passk", "grpo-passk-no-std")
 
 
 def group_advantages(
@@ -66,10 +73,12 @@ def group_advantages(
     ``grpo-passk`` (x - x of the second best) / (std + 1e-6) for the best response, 0 for all others
                                            Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives
                                            using Reinforcement Learning", divided as verl's ``grpo_passk`` is
+    ``grpo-passk-no-std``                  the same without the division
     ``gpg`` α (x - mean) / f_norm          Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
                                            with verl's α: kept responses over those of them whose reward is not 0
-    A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken. Where one alone of several
-    is kept, it has 0. ``grpo-passk`` gives 0 in both cases, and where two share the highest reward.
+    A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken, and so is the mean of ``opo``
+    where no kept response has a token. Where one alone of several is kept, it has 0. ``grpo-passk`` and
+    ``grpo-passk-no-std`` give 0 in both cases, and where two share the highest reward.
 
     Args:
         rewards: [n], one for each response; summed in float64.
@@ -80,25 +89,28 @@ def group_advantages(
         f_norm: of ``gpg``; the others have no use for it.
         num_groups: number of prompts of the whole batch, where the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
-        groups: with ``num_groups``, and for the α of ``gpg``: the ranks that hold the others. Default: this process
-            alone.
+        groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
+            over the batch: all responses to a prompt then lie on this rank. Default: this process alone.
 
     Returns:
         [n], float64; equal on the ranks of ``groups.cp``. Where a kept reward is NaN or infinite, those of its prompt
         are too, unless they are 0 whatever it is; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
-    for ``grpo-passk`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of two doubles over ``dp_cp``.
+    for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
+    two doubles over ``dp_cp``.
     Host synchronisations: one, with or without ``num_groups``. Gradient: none.
 
     Raises:
-        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, or shapes or dtypes are wrong;
-            on every rank alike, an id of any of them is not in [0, num_groups).
+        ValueError: the estimator is unknown or lacks the lengths, f_norm is not above 0, shapes or dtypes are wrong,
+            ``groups`` comes without ``num_groups``, or ``num_groups`` without ``groups`` in a job of several ranks; on
+            every rank alike, an id of any of them is not in [0, num_groups).
     """
     kept = _kept(rewards, group_ids, estimator, kept)
     check_number("f_norm", f_norm, lambda x: 0 < x < math.inf, "must be finite and above 0")
     weights = _weights(rewards, estimator, lengths)
     batch = ParallelGroups.given(groups)
+    _check_together(estimator, num_groups, groups)
     if num_groups is None:
         known, group = group_ids.unique(return_inverse=True)
         add = _Totals(group, len(known), ParallelGroups())
@@ -114,10 +126,12 @@ def group_advantages(
             f"{int(count[num_groups])} of group_ids do not lie in [0, num_groups={num_groups}): number the prompts of "
             "the batch from 0, alike on every rank"
         )
-    centred = rewards - torch.where(count > 1, total / weight.clamp(min=1), 0)[group]
+    centred = rewards - torch.where(count > 1, total / torch.where(weight > 0, weight, 1), 0)[group]
+    # A mean with weights is not the only reward to the last bit, nor without a weight.
+    centred = torch.where(((count > 1) & (size == 1))[group], rewards - rewards, centred)
     (squares,) = add(torch.where(kept, centred.square(), 0))
     variance = torch.where(count > 1, squares / (size - 1).clamp(min=1), 1)
-    above = add.lead(rewards, kept) if estimator == "grpo-passk" else centred
+    above = add.lead(rewards, kept) if estimator in _OF_THE_BEST else centred
     found = GROUP_ESTIMATORS[estimator](above, variance[group], size[group])
     if estimator == "gpg":
         found = found * (_over_nonzero(rewards, kept, batch) / f_norm)
@@ -138,6 +152,20 @@ def _kept(rewards: Tensor, group_ids: Tensor, estimator: str, kept: Tensor | Non
             f"kept is {kept.dtype} {tuple(kept.shape)}: expected a bool for each of {len(rewards)} sequences"
         )
     return kept
+
+
+def _check_together(estimator: str, num_groups: int | None, groups: ParallelGroups | None) -> None:
+    """Refuse a call that gives the ranks without the prompts, or the reverse: its baselines would be a rank's own."""
+    if num_groups is None and groups is not None and estimator != "gpg":
+        raise ValueError(
+            "groups does nothing without num_groups: pass num_groups= as well, the prompts of the whole batch, or drop "
+            "groups where all responses to a prompt lie on this rank"
+        )
+    if num_groups is not None and groups is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"num_groups={num_groups} without groups is this rank's responses alone: pass groups= as well, for example "
+            "ParallelGroups.from_megatron(), or drop num_groups where all responses to a prompt lie on this rank"
+        )
 
 
 def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:

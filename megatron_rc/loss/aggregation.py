@@ -38,7 +38,7 @@ def aggregate_loss(
         per_token: the weighted loss of every token, of the layout's local shape; differentiated.
         mask: bool, like ``per_token``: the tokens that count (m'); what stands elsewhere changes no bit.
         mode: see above.
-        denominator_mask: D; default: the mask.
+        denominator_mask: D, which holds all tokens of the mask; default: the mask.
         loss_scale_factor: needed by ``token-sum`` and ``seq-mean-token-sum-norm``, and only there.
         layout: which tokens these are. Default: padded, rows of ``per_token``.
         groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
@@ -47,11 +47,13 @@ def aggregate_loss(
         0-D float64: the global loss on every rank; 0 where D is empty. The gradient at the local ``per_token`` is that
         of the global loss, without any factor for the number of ranks.
 
-    Collectives: one SUM of [n] over ``cp``, one SUM of three numbers over ``dp_cp``.
+    Collectives: one SUM of [n] over ``cp``, one SUM of four numbers over ``dp_cp``. Host synchronisations: none.
 
     Raises:
         ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit, groups that
-            are not those of the layout.
+            are not those of the layout; on every rank, tokens of the mask of any rank outside D: a mean would not be
+            one. A GPU finds those itself, by a device-side assertion with the same words, because the host would have
+            to wait for their number: there it is a CUDA error at the next synchronisation.
     """
     check_aggregation(mode, loss_scale_factor)
     check_tensors({"denominator_mask": denominator_mask}, per_token=per_token, mask=mask)
@@ -67,9 +69,20 @@ def aggregate_loss(
     local = loss_sum(per_token, mask, mode, lengths, layout)
     # Whole sequences are counted on the first CP rank alone.
     counts = torch.stack([lengths.sum(), (lengths > 0).sum()]) * (group_rank(groups.cp) == 0)
-    total, tokens, sequences = all_reduce_sum(torch.cat([local.detach().view(1), counts]), groups.dp_cp).unbind()
+    sums = torch.cat([local.detach().view(1), counts, (mask & ~counted).sum().view(1)])
+    total, tokens, sequences, strays = all_reduce_sum(sums, groups.dp_cp).unbind()
+    _refuse(strays)
     divisor = denominator(mode, loss_scale_factor, tokens.clamp(min=1), sequences.clamp(min=1))
     return torch.where(tokens > 0, (local - local.detach() + total) / divisor, 0.0)
+
+
+def _refuse(strays: Tensor) -> None:
+    """Refuse tokens of the mask outside the denominator mask, of which there are so many, 0-D."""
+    words = "tokens of mask lie outside denominator_mask: accept only tokens that it counts"
+    if strays.device.type != "cpu":
+        torch._assert_async(strays == 0, words)
+    elif strays:
+        raise ValueError(f"{int(strays)} {words}")
 
 
 def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout: SequenceLayout) -> Tensor:

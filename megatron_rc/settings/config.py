@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from megatron_rc.settings.bounds import one_of, weight_bounds
 from megatron_rc.settings.consistency import check_together, check_values
 from megatron_rc.settings.criteria import parse_criteria
 from megatron_rc.settings.description import describe
-from megatron_rc.settings.dialects import known_elsewhere, translate
+from megatron_rc.settings.dialects import known_elsewhere, probable_dialects, translate
 from megatron_rc.settings.fields import FIELDS, CorrectionFields
 from megatron_rc.settings.files import read_fields
 from megatron_rc.settings.presets import PRESETS, RELEASES, Presets
@@ -63,21 +65,22 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         return describe(self)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any], dialect: str = "megatron_rc") -> RolloutCorrectionConfig:
+    def from_dict(cls, fields: Mapping[str, Any], dialect: str | None = None) -> RolloutCorrectionConfig:
         """A config from fields by name.
 
         Args:
             fields: the names and values, as the dialect spells them.
             dialect: whose they are: ``megatron_rc``, ``verl``, ``verl-2025-11``, ``verl-2025-10``, ``slime`` or
                 ``nemo-rl``; ``megatron_rc.settings.dialects`` says how each is read. What a foreign program
-                would have ignored is dropped, and ``notes`` (also logged) say so.
+                would have ignored is dropped, and ``notes`` (also logged) say so. Default: ``megatron_rc``, with a
+                warning if verl can read the same fields and would bound ρ otherwise.
 
         Raises:
             ValueError: an unknown field or dialect, or a value that a field does not take; or ``fields`` is no mapping.
         """
         if not isinstance(fields, Mapping):
             raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name")
-        if dialect != "megatron_rc":
+        if dialect not in (None, "megatron_rc"):
             own, notes = translate(fields, dialect)
             for note in notes:
                 _log.info("%s", note)
@@ -85,13 +88,15 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         known = (*FIELDS, "use_policy_gradient")
         for name in fields:
             if name not in known:
-                raise ValueError(
-                    f"unknown field {name!r} of the rollout correction{known_elsewhere(name, dialect, known, fields)}"
-                )
-        return cls(**fields)
+                owner = known_elsewhere(name, "megatron_rc", known, fields)
+                raise ValueError(f"unknown field {name!r} of the rollout correction{owner}")
+        config = cls(**fields)
+        if dialect is None and "verl" in probable_dialects(fields):
+            _warn_of_verl(config)
+        return config
 
     @classmethod
-    def from_yaml(cls, path: str | Path, dialect: str = "megatron_rc") -> RolloutCorrectionConfig:
+    def from_yaml(cls, path: str | Path, dialect: str | None = None) -> RolloutCorrectionConfig:
         """A config from a YAML file of fields by name; ``dialect`` as in :meth:`from_dict`.
 
         Raises:
@@ -112,6 +117,24 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
                     f"use_policy_gradient=True contradicts loss_type={self.loss_type!r}: drop use_policy_gradient"
                 )
             object.__setattr__(self, "loss_type", "reinforce")
+
+
+def _warn_of_verl(config: RolloutCorrectionConfig) -> None:
+    """Warn of the first criterion whose bounds verl's code, which holds them against 1/ρ, would turn round."""
+    for one in config.criteria:
+        # Bounds that are each other's inverse mean the same, and nearly the same where they nearly are.
+        if one.bounds.on_ratio and abs(one.lower + one.upper) > 0.01 * (one.upper - one.lower):
+            here, there = (
+                f"[{math.exp(lower):g}, {math.exp(upper):g}]"
+                for lower, upper in ((one.lower, one.upper), (-one.upper, -one.lower))
+            )
+            warnings.warn(
+                f"rollout_rs_threshold={config.rollout_rs_threshold!r} is read as dialect='megatron_rc': {one.name} "
+                f"accepts ρ in {here}. verl's code holds these bounds against 1/ρ and accepts ρ in {there}: pass "
+                "dialect='verl' for settings of verl, or dialect='megatron_rc' to keep them as they are",
+                stacklevel=3,
+            )
+            return
 
 
 def _restored(

@@ -219,7 +219,7 @@ def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
 def _from_file(path: str, dialect: str | None) -> RolloutCorrectionConfig:
     own = RolloutCorrectionConfig.from_yaml
     try:
-        return _named(lambda: own(path, dialect or "megatron_rc"), lambda _: f"{_FILE} {path}")
+        return _named(lambda: own(path, dialect), lambda _: f"{_FILE} {path}")
     except ValueError as error:
         if "with dialect=" in str(error) or (dialect is None and "unknown field" in str(error)):
             raise ValueError(f"{error}; a file of another program needs {_DIALECT}") from error

@@ -15,7 +15,9 @@ from megatron_rc.loss.aggregation import loss_sum
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.policy import kl_penalty, policy_loss
 from megatron_rc.numerics import is_log_prob
+from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import group_size
+from megatron_rc.parallel.softmax import arithmetic
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.training.plan import LossScale, PlannedStep
 from megatron_rc.training.rollout_correction import RolloutCorrection
@@ -93,6 +95,11 @@ def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
     ids, mask = micro_batch.mini_batch_ids, micro_batch.response_mask
     if ids is None:
         return None
+    if ids.shape != (micro_batch.layout.num_sequences,):
+        raise ValueError(
+            f"mini_batch_ids has shape {tuple(ids.shape)}: expected one for each of "
+            f"{micro_batch.layout.num_sequences} sequences"
+        )
     # A copy to the host would not be there yet.
     ids = ids.to(mask.device, non_blocking=mask.device.type != "cpu")
     return ((ids != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
@@ -177,6 +184,9 @@ def _objective(
 ) -> tuple[Tensor, LossStatistics]:
     """(the loss of every token, what it measured); the loss of tokens that are not accepted is yet to be dropped."""
     objective = correction.loss
+    _check_shapes(log_probs, entropy, micro_batch)
+    # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
+    log_probs = log_probs.to(arithmetic(log_probs.dtype))
     usable = _usable(correction, micro_batch, log_probs, found.old_log_probs)
     policy = policy_loss(
         log_probs,
@@ -194,6 +204,7 @@ def _objective(
     )
     per_token, sums = policy.per_token, {}
     if entropy is not None:
+        entropy = entropy.to(arithmetic(entropy.dtype))
         sums["entropy"] = _sum(entropy, usable)
         per_token = per_token - objective.entropy_coef * entropy
     elif objective.entropy_coef:
@@ -206,6 +217,15 @@ def _objective(
         sums["reference_kl"] = _sum(penalty, usable)
         per_token = per_token + objective.kl_coef * penalty
     return per_token, policy.statistics.plus(**sums)
+
+
+def _check_shapes(log_probs: Tensor, entropy: Tensor | None, micro_batch: MicroBatch) -> None:
+    """Raise ValueError for a tensor that is none or not like the log-probs, and would be broadcast."""
+    rollout, ref = micro_batch.rollout_log_probs, micro_batch.ref_log_probs
+    check_tensors({"entropy": entropy, "ref_log_probs": ref}, log_probs=log_probs, rollout_log_probs=rollout)
+    for name, value in (("rollout_log_probs", rollout), ("ref_log_probs", ref), ("entropy", entropy)):
+        if value is not None and value.shape != log_probs.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
 
 
 def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: Tensor, old: Tensor) -> Tensor:

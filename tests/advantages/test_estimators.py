@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -52,14 +53,36 @@ def estimate(case, arrays, layout=None, groups=None, num_groups=None):
         return found.advantages, found.returns
     layout = layout or SequenceLayout.padded(*mask.shape)
     scores = all_sum(layout.sum_sequences(rewards), groups)
-    name = estimator.replace("_", "-")
-    if estimator.endswith("baseline") or not config.get("norm_adv_by_std_in_grpo", True):
-        name = "grpo-no-std"
+    name = group_estimator(estimator, config)
     lengths = all_sum(layout.sum_sequences(mask.double()), groups)
     where_groups = {"num_groups": num_groups, "groups": groups, "f_norm": config.get("f_norm", 1.0)}
     each = group_advantages(scores, arrays["index"], estimator=name, lengths=lengths, **where_groups)
     per_token = torch.where(mask, layout.expand(each), 0)
     return (whiten(per_token, mask, **where) if estimator.endswith("baseline") else per_token), None
+
+
+def group_estimator(estimator, config):
+    """Our name of what verl computes; an error where there is none."""
+    name = {"reinforce_plus_plus_baseline": "grpo-no-std"}.get(estimator, estimator.replace("_", "-"))
+    if not config.get("norm_adv_by_std_in_grpo", True):
+        name += "-no-std"
+    if name not in GROUP_ESTIMATORS:
+        raise ValueError(f"{estimator} with {config} has no estimator here: {name} is unknown")
+    return name
+
+
+def test_names_of_verl():
+    off = {"norm_adv_by_std_in_grpo": False}
+    for name, config, wanted in [
+        ("grpo", {}, "grpo"),
+        ("grpo", off, "grpo-no-std"),
+        ("grpo_passk", {}, "grpo-passk"),
+        ("grpo_passk", off, "grpo-passk-no-std"),
+        ("reinforce_plus_plus_baseline", {}, "grpo-no-std"),
+    ]:
+        assert group_estimator(name, config) == wanted
+    with pytest.raises(ValueError, match="rloo-no-std is unknown"):
+        group_estimator("rloo", off)
 
 
 def all_sum(values, groups):
@@ -312,9 +335,28 @@ def test_only_a_best_response_of_its_own_leads():
     rewards, ids = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 1.0, 7.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
     kept = torch.tensor([True, True, False, True, True, True, True])
     for mask, second, std in ((None, 2.0, 1.0), (kept, 1.0, 2**0.5)):
-        got = group_advantages(rewards, ids, estimator="grpo-passk", kept=mask)
-        assert float(got[0]) == pytest.approx((3 - second) / (std + 1e-6), rel=1e-9)
-        assert not got[1:].any()
+        for estimator, divisor in (("grpo-passk", std + 1e-6), ("grpo-passk-no-std", 1.0)):
+            got = group_advantages(rewards, ids, estimator=estimator, kept=mask)
+            assert float(got[0]) == pytest.approx((3 - second) / divisor, rel=1e-9)
+            assert not got[1:].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, 2.0**-40])
+def test_the_mean_of_opo_knows_no_unit_of_length(scale):
+    """Lengths as shares of a budget, for one: 3 and 1 of 4."""
+    rewards, lengths = torch.tensor([1.0, 0.0, 0.5]), scale * torch.tensor([3.0, 1.0, 2.0])
+    got = group_advantages(rewards, torch.tensor([0, 0, 1]), estimator="opo", lengths=lengths)
+    assert got.tolist() == [0.25, -0.75, 0.5]
+
+
+def test_responses_without_tokens_have_no_mean_of_opo():
+    """The first prompt keeps one of its two, the second has one: 0 and the reward, whatever their lengths."""
+    rewards, ids = torch.tensor([0.7, 9.0, 0.3, 1.0, 0.5]), torch.tensor([0, 0, 1, 2, 2])
+    kept = torch.tensor([True, False, True, True, True])
+    for length in (0, 3):
+        lengths = torch.tensor([length, 5, length, 0, 0])
+        got = group_advantages(rewards, ids, estimator="opo", lengths=lengths, kept=kept)
+        assert torch.equal(got, torch.tensor([0.0, 0.0, 0.3, 1.0, 0.5]).double())
 
 
 def test_equal_rewards_give_no_advantage():
@@ -362,6 +404,24 @@ def test_ids_beyond_the_prompts_are_one_error_on_all_ranks(ranks):
     assert ranks.run(refusal_on_ranks, layout, [1, 1, 0]) == [[0.0] * 3] * 4
 
 
+def half_named_on_ranks():
+    """What is raised where a prompt's responses lie on both ranks and the call says half of it."""
+    groups, found = ParallelGroups.from_megatron(), []
+    rewards = torch.tensor([float(group_rank(groups.dp)), 1.0])
+    for where in ({"groups": groups}, {"num_groups": 1}):
+        try:
+            found.append(group_advantages(rewards, torch.zeros(2).long(), **where).tolist())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_baselines_of_one_rank_are_not_taken_for_those_of_the_batch(ranks):
+    for without_number, without_groups in ranks.run(half_named_on_ranks, Layout(dp=2)):
+        assert re.match(r"groups .* without num_groups", without_number)
+        assert re.match(r"num_groups=1 without groups", without_groups)
+
+
 NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -370,7 +430,7 @@ NOT_FINITE = [float("nan"), float("inf"), -float("inf")]
 def test_a_reward_that_is_not_finite_shows_in_its_prompt_alone(estimator, bad):
     rewards, ids = torch.tensor([1.0, bad, 4.0, 0.0, 3.0, bad]), torch.tensor([0, 0, 0, 1, 1, 2])
     found = group_advantages(rewards, ids, estimator=estimator, lengths=torch.arange(1, 7))
-    alone_is_0 = estimator in ("rloo-vectorized", "grpo-passk")
+    alone_is_0 = estimator in ("rloo-vectorized", "grpo-passk", "grpo-passk-no-std")
     assert (~found.isfinite()).tolist() == [True, True, True, False, False, not alone_is_0]
     dropped = group_advantages(rewards, ids, estimator=estimator, lengths=ids, kept=rewards.isfinite())
     assert dropped.isfinite().all()
@@ -424,6 +484,10 @@ IDS = torch.zeros(2, dtype=torch.int64)
         (lambda: group_advantages(torch.zeros(2), IDS, estimator=["grpo"]), r"estimator=\['grpo'\] is unknown"),
         (lambda: group_advantages(torch.zeros(2), IDS, num_groups=1.5), "num_groups=1.5 must be a whole number"),
         (lambda: group_advantages(torch.zeros(2), IDS, groups="dp"), "groups is a str: pass ParallelGroups"),
+        (
+            lambda: group_advantages(torch.zeros(2), IDS, groups=ParallelGroups()),
+            "groups .* without num_groups: pass num_groups=",
+        ),
         (lambda: group_advantages(torch.zeros(2), IDS[0]), r"group_ids is torch.int64 \(\): expected int64, one a seq"),
         (lambda: gae(TOKENS, TOKENS, [[True] * 4] * 2), "response_mask is a list: pass a torch.Tensor"),
         (lambda: gae(TOKENS, TOKENS, MASK, gamma=True), "gamma=True must be a number between 0 and 1"),
@@ -447,7 +511,7 @@ IDS = torch.zeros(2, dtype=torch.int64)
         (lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), kept=MASK[0]), "for each of 2 sequences"),
         (
             lambda: group_advantages(torch.zeros(2), torch.zeros(2).long(), estimator="best"),
-            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, rloo-vectorized, opo, grpo-passk, gpg",
+            "estimator='best' is unknown: use one of grpo, grpo-no-std, rloo, .*, grpo-passk, grpo-passk-no-std, gpg",
         ),
         *(
             (

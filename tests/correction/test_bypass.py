@@ -27,7 +27,7 @@ ALONE = ParallelGroups()
 
 def bypass(name, **more):
     fields = CASES[name].fields | {"bypass_mode": True, "loss_type": "reinforce"} | more
-    return RolloutCorrectionConfig.from_dict(fields)
+    return RolloutCorrectionConfig.from_dict(fields, "megatron_rc")
 
 
 def wanted_factor(batch, expected, config, aggregation="token-mean"):

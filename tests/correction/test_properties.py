@@ -72,7 +72,9 @@ SIZES = {"num_groups": 2, "num_mini_batches": 2, "current_version": 4, "max_stal
 
 
 def correct(batch, name, **more):
-    return correct_rollouts(**batch, config=RolloutCorrectionConfig.from_dict(CONFIGS[name]), **SIZES, **more)
+    return correct_rollouts(
+        **batch, config=RolloutCorrectionConfig.from_dict(CONFIGS[name], "megatron_rc"), **SIZES, **more
+    )
 
 
 def rows_of(batch, index):
@@ -87,7 +89,7 @@ def added(pairs):
 
 def correct_split(batch, name, replicas, cp_size, split):
     """(weights, mask) [n, WIDTH] and metrics from shards whose pairs are added by hand."""
-    config = RolloutCorrectionConfig.from_dict(CONFIGS[name])
+    config = RolloutCorrectionConfig.from_dict(CONFIGS[name], "megatron_rc")
     shards = {}
     for replica, rows in enumerate(replicas):
         for rank in range(cp_size):

@@ -10,9 +10,12 @@ from megatron_rc.loss.aggregation import AGGREGATIONS, aggregate_loss
 from megatron_rc.loss.metrics import MAXIMA, SUMS, LossStatistics, derive_loss_metrics
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig, kl_penalty, policy_loss
-from megatron_rc.parallel import SequenceLayout
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from megatron_rc.parallel.groups import group_rank, group_size
 from megatron_rc.training.plan import LossScale
 from megatron_rc.training.schedule import schedule_return
+from tests.support.far_device import far_device
+from tests.support.ranks import Layout
 
 
 def float64(values):
@@ -469,6 +472,46 @@ def test_aggregation_does_not_see_masked_positions(mode, filler):
 def test_aggregations_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         aggregate_loss(**({"per_token": torch.tensor(PER_TOKEN), "mask": MASK} | arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accepted_tokens_lie_in_the_denominator(mode):
+    """A mean of ones would be 2.25: nine of them over four."""
+    ones, everything, some = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool), torch.zeros(3, 3, dtype=torch.bool)
+    some[0], some[1, 0] = True, True
+    with pytest.raises(ValueError, match=r"5 tokens of mask .* outside denominator_mask"):
+        aggregate_loss(ones, everything, denominator_mask=some, **MODES[mode])
+    assert aggregate_loss(ones, some, denominator_mask=everything, **MODES[mode]).item() > 0
+
+
+def stray_on_ranks():
+    """What is raised where the last rank alone accepts tokens outside D."""
+    groups = ParallelGroups.from_megatron()
+    accepted = torch.ones(1, 2, dtype=torch.bool)
+    denominator = torch.full((1, 2), group_rank(groups.dp_cp) < group_size(groups.dp_cp) - 1)
+    try:
+        return aggregate_loss(torch.ones(1, 2), accepted, denominator_mask=denominator, groups=groups).item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_tokens_outside_the_denominator_are_one_error_on_all_ranks(ranks):
+    found = ranks.run(stray_on_ranks, Layout(cp=2, dp=2))
+    assert len(set(found)) == 1
+    assert found[0].startswith("2 tokens of mask lie outside denominator_mask")
+
+
+def test_on_a_gpu_the_host_does_not_wait_for_the_loss():
+    """The device itself refuses tokens outside the denominator there."""
+    ones, everything, none = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.bool)
+    with far_device() as device:
+        values, accepted, empty = (tensor.to("far") for tensor in (ones, everything, none))
+        device.waits.clear()
+        loss = aggregate_loss(values, accepted, denominator_mask=accepted)
+        assert not device.waits
+        with pytest.raises(RuntimeError, match="outside denominator_mask"):
+            aggregate_loss(values, accepted, denominator_mask=empty)
+        assert loss.cpu().item() == 1
 
 
 @pytest.mark.parametrize("per_token", [False, True])

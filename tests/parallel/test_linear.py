@@ -122,6 +122,27 @@ def test_it_is_equal_to_the_unfused_path(more):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast_changes_no_bit(dtype, backward_inside):
+    """Its matmuls would be made in bfloat16, and log-probs of them differ from the engine's by percents."""
+    hidden, weight, bias, labels, coefficients = make(dtype)
+    found = []
+    for enabled in (False, True):
+        leaves = [value.clone().requires_grad_() for value in (hidden, weight, bias)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            results = linear_log_probs_and_entropy(leaves[0], leaves[1], labels, bias=leaves[2], chunk_size=5)
+            loss = sum((c * r).sum() for c, r in zip(coefficients, results, strict=False))
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        found.append([*results, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 def test_gradients_go_to_main_grad():
     """As Megatron's fused accumulation has it: added to what is there, and autograd gets zeros for its hook."""
     hidden, weight, _, labels, _ = make(torch.bfloat16)

@@ -71,6 +71,23 @@ def test_a_row(dialect, cells):
     assert {field: without.get(field, "an error") for field in wanted} != wanted
 
 
+def test_settings_of_verl_without_a_dialect():
+    """The page's example: what it says of both readings, and who is warned."""
+    section = re.search(r"^\*\*Without a dialect\*\*.*?\n\n", PAGE, flags=re.MULTILINE | re.DOTALL)[0]
+    example, near = (yaml.safe_load(f"{{{text}}}") for text in quoted(section) if text.startswith("rollout_rs:"))
+    with pytest.warns(UserWarning, match="rollout_rs_threshold") as caught:
+        config = RolloutCorrectionConfig.from_dict(example)
+    (warning,) = caught
+    words = str(warning.message)
+    assert "dialect='megatron_rc'" in words
+    assert "dialect='verl'" in words
+    for intervals in re.findall(r"\[[\d.]+, [\d.]+\]", section):
+        assert intervals in words
+    assert config.rollout_rs_threshold == example["rollout_rs_threshold"]
+    assert RolloutCorrectionConfig.from_dict(example, dialect="megatron_rc") == config
+    assert RolloutCorrectionConfig.from_dict(near).rollout_rs_threshold == near["rollout_rs_threshold"]
+
+
 def test_flags_of_fields_are_spelt_as_the_page_says():
     known = build_parser()._option_string_actions
     for field in FIELDS:

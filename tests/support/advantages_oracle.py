@@ -37,6 +37,7 @@ def group(
         weighted = math.fsum(length * reward for (length, one), reward in zip(tokens, everyone, strict=True) if one)
         total = sum(length for length, one in tokens if one)
         optimal = 0.0 if alone or total == 0 else weighted / total
+        optimal = mine if len(rest) == 1 and not alone else optimal
         best = sorted(rest, reverse=True)
         lead = best[0] - best[1] if len(best) > 1 and mine == best[0] else 0.0
         found.append(
@@ -47,6 +48,7 @@ def group(
                 "rloo-vectorized": 0.0 if alone else mine - others,
                 "opo": mine - optimal,
                 "grpo-passk": lead / (std + 1e-6),
+                "grpo-passk-no-std": lead,
                 "gpg": factor * (mine - mean),
             }[estimator]
         )

@@ -16,7 +16,7 @@ SIGNS = {"positive": "reward_positive", "negative": "reward_negative", "zero": "
 
 
 def config_of(name):
-    return RolloutCorrectionConfig.from_dict(CASES[name].fields)
+    return RolloutCorrectionConfig.from_dict(CASES[name].fields, "megatron_rc")
 
 
 def correct(name, batch, **more):

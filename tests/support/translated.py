@@ -15,7 +15,7 @@ UNTRUNCATED = math.exp(20)
 def reads(dialect, given, expected, *parts):
     """The fields that settings become, and a note for each part of a text: no fewer, no more."""
     own, notes = translate(given, dialect)
-    assert RolloutCorrectionConfig.from_dict(own) == RolloutCorrectionConfig(**expected)
+    assert RolloutCorrectionConfig.from_dict(own, "megatron_rc") == RolloutCorrectionConfig(**expected)
     assert notes[0].startswith(f"read as {dialect}: rollout_is={own['rollout_is']!r}")
     assert len(notes) == 1 + len(parts), notes
     for part in parts:

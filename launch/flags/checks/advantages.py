@@ -6,7 +6,7 @@ from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.run_config import RunConfig
 
 # They give 0 to the only response to a prompt.
-OF_SEVERAL = ("grpo-passk", "rloo-vectorized")
+OF_SEVERAL = ("grpo-passk", "grpo-passk-no-std", "rloo-vectorized")
 
 
 def check_advantages(config: RunConfig) -> None:

@@ -84,7 +84,8 @@ def _values(text: str) -> dict[str, Any]:
 def _correction(values: Mapping[str, Any]) -> tuple[str, ...]:
     own = {name.replace("-", "_"): None if value == "none" else value for name, value in values.items()}
     try:
-        config = RolloutCorrectionConfig.from_dict({name: own[name] for name in DEFAULTS if name in own})
+        fields = {name: own[name] for name in DEFAULTS if name in own}
+        config = RolloutCorrectionConfig.from_dict(fields, dialect="megatron_rc")
     except (ValueError, TypeError):
         return ()
     return tuple(line for line in config.describe().splitlines() if not line.startswith(("metrics are", "flags:")))

@@ -10,6 +10,7 @@ import torch
 from megatron_rc.advantages.group import GROUP_ESTIMATORS, group_advantages
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config.advantages import AdvantageSection
+from megatron_rc.launch.run_config.options import options_of
 from megatron_rc.launch.training.advantages import Advantages, Scores, summarize
 from megatron_rc.launch.training.micro_batches import cut_batch
 from megatron_rc.launch.training.rewards import RewardScaler
@@ -21,6 +22,11 @@ from tests.support.recorded_training import SEQUENCES, flags, make_trainer, reco
 
 GAMMA, LAMBDA, COEFFICIENT, F_NORM = 0.9, 0.8, 0.3, 2.0
 ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae", "remax")
+
+
+def test_the_flag_takes_every_estimator():
+    (flag,) = (option for option in options_of(AdvantageSection) if option.field == "advantage_estimator")
+    assert sorted(flag.choices) == sorted(ESTIMATORS)
 
 
 def tables():
@@ -315,7 +321,7 @@ def test_equal_rewards_have_no_advantage_when_they_are_scaled(kind):
                 [f"--advantage-estimator={name}", "--grpo-group-size=1", "--grpo-prompts-per-step=16"],
                 f"--advantage-estimator {name} compares the responses to one prompt, and with --grpo-group-size 1 each",
             )
-            for name in ("grpo-passk", "rloo-vectorized")
+            for name in ("grpo-passk", "grpo-passk-no-std", "rloo-vectorized")
         ),
         (
             ["--advantage-estimator=grpo-passk", "--reward-scaling=std"],

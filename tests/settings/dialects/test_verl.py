@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import yaml
 
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from tests.golden.load import cases
@@ -391,3 +392,48 @@ def test_the_recorded_settings_pin_the_orientation():
             criterion = next(c for c in as_written.criteria if c.name == name)
             wrong += math.exp(criterion.lower) != pytest.approx(bounds[0], rel=1e-3)
     assert wrong >= 10
+
+
+VERLS = {
+    "rollout_is": "token",
+    "rollout_is_threshold": 2.0,
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.5_1.1",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (VERLS, r"rollout_rs_threshold='0.5_1.1' .*dialect='megatron_rc': token_k1 .*\[0.5, 1.1\].*\[0.909091, 2\]"),
+        (VERLS | {"rollout_rs": "token_k3,seq_mean_k1", "rollout_rs_threshold": "0.1,0.9_1.2"}, "seq_mean_k1 "),
+        (VERLS | {"bypass_mode": True, "loss_type": "reinforce"}, r"\[0.909091, 2\]"),
+    ],
+)
+def test_bounds_that_verl_turns_round_are_warned_of(settings, words, tmp_path):
+    path = tmp_path / "verl.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    for read in (lambda: RolloutCorrectionConfig.from_dict(settings), lambda: RolloutCorrectionConfig.from_yaml(path)):
+        with pytest.warns(UserWarning, match=words) as caught:
+            read()
+        assert len(caught) == 1
+    for dialect in ("megatron_rc", "verl"):
+        RolloutCorrectionConfig.from_dict(settings, dialect)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        VERLS | {"rollout_rs_threshold": "0.5_2.0"},
+        VERLS | {"rollout_rs_threshold": 1.1},
+        VERLS | {"rollout_rs_threshold": "0.999_1.001"},
+        VERLS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1, "rollout_is_threshold": "0.5_5.0"},
+        VERLS | {"rollout_rs": "group_mean_k1"},  # verl has none of these
+        VERLS | {"rollout_rs_threshold": 1.1, "rollout_rs_threshold_lower": 0.5},
+        VERLS | {"bad_log_probs": "error"},
+        RolloutCorrectionConfig(**VERLS).to_dict(),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_verls_or_mean_the_same_are_read_in_silence(settings):
+    RolloutCorrectionConfig.from_dict(settings)
