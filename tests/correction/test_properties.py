@@ -27,6 +27,8 @@ from megatron_rc.parallel import SequenceLayout
 from tests.support.correction_comparison import numbers
 
 WIDTH = 8
+# Of weights: sums of log-probs to -1e4 round to 4e-12 at each step, otherwise in every order and layout.
+ROUNDING = 1e-10
 TRAIN, ROLLOUT = "train_log_probs", "rollout_log_probs"
 CONFIGS = {
     "token": {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "2,1,3"},
@@ -122,7 +124,7 @@ def correct_split(batch, name, replicas, cp_size, split):
 def assert_equal(got, result):
     config = result.config
     weights, mask, metrics, denominators = got
-    torch.testing.assert_close(weights, result.weights, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(weights, result.weights, rtol=ROUNDING, atol=1e-15)
     assert torch.equal(mask, result.mask)
     assert torch.equal(denominators, result.denominators)
     wanted = result.metrics()
@@ -214,7 +216,7 @@ def test_everything_is_finite_and_rejection_leaves_weights_alone(batch, name):
         *(batch[key] for key in (TRAIN, ROLLOUT, "response_mask")), RolloutCorrectionConfig(**alone)
     )
     if not CONFIGS[name].get("rollout_is_batch_normalize"):
-        assert torch.equal(free.weights, result.weights)
+        torch.testing.assert_close(free.weights, result.weights, rtol=ROUNDING, atol=0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,4 +239,4 @@ def test_normalised_weights_have_mean_one_within_their_scope(batch, level, scope
     if len(values) and float(before.mean()) > 1e-8:
         assert float(values.mean()) == pytest.approx(1, rel=1e-12)
     else:
-        assert torch.equal(free, result.weights)
+        torch.testing.assert_close(free, result.weights, rtol=ROUNDING, atol=0)
