@@ -251,7 +251,7 @@ def test_parts_of_the_work_differ():
 
 def run_wrongly(words, data, old, new, variant):
     """As ``run_case``, with one wrong factor in what the loss function returns."""
-    from megatron_rc import schedule
+    from megatron_rc.training import schedule
 
     right = schedule.schedule_return
     factor = {
