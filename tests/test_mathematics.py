@@ -545,6 +545,7 @@ def test_the_kl_penalty_has_no_importance_weight():
             mask=plan.mask,
             sequence_lengths=plan.sequence_lengths,
         )
+        plan.check()
         value, count, _ = masked_loss(correction, batch, toy.train, None, plan.loss_scale(num_microbatches=1))
         found = 2 * toy.gradient(value / count)  # two tokens a response
         penalty = penalized(toy, other, "k3+")

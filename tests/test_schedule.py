@@ -213,6 +213,7 @@ def corrected_by_plan(mode, **loss):
     plan = correction.plan(inputs)
     (batch,) = plan.micro_batches(inputs)
     batch = dataclasses.replace(batch, ref_log_probs=ref, mini_batch_ids=torch.zeros(ROWS, dtype=torch.int64))
+    plan.check()
     return correction, plan.loss_scale(num_microbatches=1), batch, entropy, end
 
 

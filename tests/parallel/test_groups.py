@@ -44,7 +44,7 @@ def test_sums_over_cp_ranks_alone_are_refused(name):
     with (
         mock.patch("torch.distributed.get_world_size", return_value=2),
         mock.patch("torch.distributed.get_rank", return_value=1),
-        pytest.raises(ValueError, match=r"groups\.cp has 2 ranks, groups\.dp_cp 1: dp_cp holds all ranks"),
+        pytest.raises(ValueError, match=r"groups\.cp has 2 ranks, .*groups\.dp_cp 1: dp_cp"),
     ):
         USES[name](HALF, ParallelGroups(cp=mock.sentinel.cp))
 
