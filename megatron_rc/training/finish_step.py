@@ -42,6 +42,7 @@ class Steps:
 
     Attributes:
         agreed: the counts of the newest plan, which the form of a step's header follows.
+        since_plan: the steps that have ended since the newest plan was made, on every stage.
     """
 
     def __init__(
@@ -55,11 +56,16 @@ class Steps:
         self.config, self.loss, self.groups = config, loss, groups
         self.allow_zero_log_probs = allow_zero_log_probs
         self.agreed = AgreedCounts()
+        self.since_plan: list[StepResult] = []
         self._open = OpenStep()
         self._ended: StepResult | None = None
         self._scaled: ScaledGradients | None = None
         self._ends: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
         self._is_ending = self._has_ended = False
+
+    def note_plan(self, agreed: AgreedCounts) -> None:
+        """A new plan was made, with these counts."""
+        self.agreed, self.since_plan = agreed, []
 
     def check_ready(self) -> None:
         """Raise where no step may begin that the loss corrects; called when its scale is asked for.
@@ -136,7 +142,8 @@ class Steps:
         if result.misuse is not None:
             raise StepError(result.misuse.words if result.misuse is not Misuse.REFUSED_LOSS else self._refusal())
         if self._open.step is not None:
-            self._open.step.plan.progress.ended.append(result)
+            self._open.step.plan.progress.steps_ended += 1
+        self.since_plan.append(result)
         self._ended, self._open = result, OpenStep()
         return result
 

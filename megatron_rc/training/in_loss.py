@@ -150,7 +150,7 @@ class InLossPlan(Plan):
         if versions is None or self.agreed.current_version is None:
             raise RuntimeError("proximal_interpolation needs versions, which the plan asked for")
         staleness = (self.agreed.current_version - versions).clamp(min=0)
-        return interpolate(part.train, part.rollout, staleness, updates=len(self.progress.ended))
+        return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
 
 
 def plan_in_loss(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
 from megatron_rc.training.misuse import StepError
-from megatron_rc.training.result import TrainingResult, index_of
+from megatron_rc.training.result import index_of
 
 _MOST_TOKENS = 2**31  # Megatron counts them in int32
 
@@ -86,11 +86,11 @@ class Progress:
 
     Attributes:
         is_checked: ``check()`` was called and found nothing wrong.
-        ended: the optimizer steps on this plan that have ended, in the loss; those that were skipped too.
+        steps_ended: the optimizer steps on this plan that have ended, the skipped ones too; known on the last stage.
     """
 
     is_checked: bool = False
-    ended: list[TrainingResult] = field(default_factory=list)
+    steps_ended: int = 0
 
 
 class Plan(ABC):

@@ -128,7 +128,7 @@ class RolloutCorrection:
                 compile=self.compile,
                 allow_zero_log_probs=self.allow_zero_log_probs,
             )
-        self.steps.agreed = counts
+        self.steps.note_plan(counts)
         return self._newest
 
     def in_loss(
@@ -253,9 +253,9 @@ class RolloutCorrection:
 
     def metrics(self) -> dict[str, float]:
         """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
-        if not isinstance(self._newest, InLossPlan) or not self._newest.progress.ended:
+        ended, prefix = self.steps.since_plan, self.config.metric_prefix
+        if not self.config.corrects_in_loss or not ended:
             return {}
-        ended, prefix = self._newest.progress.ended, self.config.metric_prefix
         sums, maxima = zip(*(pack(step.header) for step in ended), strict=True)
         merged = unpack(ended[0].header, (torch.stack(sums).sum(0), torch.stack(maxima).amax(0)))
         metrics = TrainingResult(config=self.config, header=merged, loss=self.loss).metrics()
