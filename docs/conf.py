@@ -40,9 +40,10 @@ maximum_signature_line_length = 88
 # The others are what a constructor holds that is not called from outside, and letters that stand for types.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections\.abc|argparse|dataclasses|os|pathlib)\..*|InitVar"),
-    ("py:class", r"megatron_rc\..*\.(AcceptedTokens|BatchHeader|Block|CorrectionInputs|HeaderFields|KeptTokens)"),
-    ("py:class", r"megatron_rc\..*\.(LossStatistics|Misuse|Part|PlannedStep|ShardSums|Source|_Item)"),
-    ("py:class", r"(megatron_rc\..*\.)?[CLV]|Tensor"),
+    ("py:class", r"megatron_rc\..*\.(Block|CorrectionInputs|OutOfRange|Progress|StepOwner)"),
+    ("py:class", r"megatron_rc\..*\.(LossStatistics|Misuse|Part|PlannedStep|SequenceMeasures|SequenceSums|Source)"),
+    ("py:class", r"megatron_rc\..*\.(TokenTotals|Verdicts|_Item)"),
+    ("py:class", r"(megatron_rc\..*\.)?(BatchHeader|StepHeader|[CLNV])|Tensor"),
 ]
 
 # Two dashes are two dashes: they begin a flag.

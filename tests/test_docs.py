@@ -472,6 +472,6 @@ def test_the_criterion_of_contributing_is_the_one_that_a_test_adds():
             assert getattr(found[0], field.name) == getattr(SEQ_MIN, field.name)
 
 
-@pytest.mark.parametrize("package", ["advantages", "settings", "correction", "correction/token_pass", "loss"])
+@pytest.mark.parametrize("package", ["advantages", "settings", "correction", "measures", "batch", "training", "loss"])
 def test_packages_point_to_the_words(package):
     assert "docs/design.md" in (ROOT / "megatron_rc" / package / "__init__.py").read_text(encoding="utf-8")

@@ -64,18 +64,20 @@ def group_advantages(
 ) -> Tensor:
     """How much better a response is than the others to its prompt.
 
-    x is the reward, mean and std (of a sample: n - 1) those of the prompt's kept responses:
-    ``grpo`` (x - mean) / (std + 1e-6)     Shao et al. 2024, "DeepSeekMath"
-    ``grpo-no-std`` x - mean               Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
-    ``rloo`` x - mean of the other ones    Ahmadian et al. 2024, "Back to Basics"
-    ``rloo-vectorized``                    the same, and 0 for the only response to a prompt
-    ``opo`` x - mean weighted by lengths   Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline"
-    ``grpo-passk`` (x - x of the second best) / (std + 1e-6) for the best response, 0 for all others
+    x is the reward, mean and std (of a sample: n - 1) those of the prompt's kept responses::
+
+        grpo: (x - mean) / (std + 1e-6)    Shao et al. 2024, "DeepSeekMath"
+        grpo-no-std: x - mean              Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
+        rloo: x - mean of the other ones   Ahmadian et al. 2024, "Back to Basics"
+        rloo-vectorized:                   the same, and 0 for the only response to a prompt
+        opo: x - mean weighted by lengths  Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline"
+        grpo-passk: (x - x of the second best) / (std + 1e-6) for the best response, 0 for all others
                                            Tang et al. 2025, "Optimizing Language Models for Inference Time Objectives
                                            using Reinforcement Learning", divided as verl's ``grpo_passk`` is
-    ``grpo-passk-no-std``                  the same without the division
-    ``gpg`` α (x - mean) / f_norm          Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
+        grpo-passk-no-std:                 the same without the division
+        gpg: α (x - mean) / f_norm         Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
                                            with verl's α: kept responses over those of them whose reward is not 0
+
     A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken, and so is the mean of ``opo``
     where no kept response has a token. Where one alone of several is kept, it has 0. ``grpo-passk`` and
     ``grpo-passk-no-std`` give 0 in both cases, and where two share the highest reward.

@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
         "the engine's log-prob of a token is {shift_share:.0%} as far from the trainer's of its neighbour (lag "
         "{shift_lag:+.0f}) as from that of the token itself",
         "align both to the label tokens: shift whole sequences before anything is cut",
-        "megatron_rc/correction/checks/shift.py; ms-swift#8196, verl#4250",
+        "megatron_rc/measures/shift.py; ms-swift#8196, verl#4250",
         repair=True,
     ),
     Rule(
