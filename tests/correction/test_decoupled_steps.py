@@ -59,12 +59,26 @@ def wrong_micro_batches(wrong, training, plan, made):
     return reordered(training, plan) if wrong == "inputs in another order" else WRONG[wrong](made)
 
 
-@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalised"])
-@pytest.mark.parametrize("wrong", [*WRONG, "inputs in another order"])
-def test_a_step_of_other_tokens_or_weights_is_refused(wrong, normalize):
-    training = Training("decoupled", CONFIG | {"rollout_is_batch_normalize": normalize})
+CONFIGS = {
+    "token": CONFIG,
+    "normalised": CONFIG | {"rollout_is_batch_normalize": True},
+    "sequence": CONFIG | {"rollout_is": "sequence"},
+    "no weights": {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.3"},
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fields"),
+    [
+        (wrong, fields)
+        for wrong in [*WRONG, "inputs in another order"]
+        for fields in CONFIGS
+        if not ("weights" in wrong and fields == "no weights")
+    ],
+)
+def test_a_step_of_other_tokens_or_weights_is_refused(wrong, fields):
+    training, known = Training("decoupled", CONFIGS[fields]), Training("decoupled", CONFIGS[fields])
     plan, made = planned(training)
-    known = Training("decoupled", CONFIG | {"rollout_is_batch_normalize": normalize})
     wanted, _ = known.step(known.planned(), 0)
     micro_batches = wrong_micro_batches(wrong, training, plan, made)
     for _ in range(2):
@@ -74,7 +88,7 @@ def test_a_step_of_other_tokens_or_weights_is_refused(wrong, normalize):
     training.correction.reset_step()
     run(training, plan.loss_scale(0, num_microbatches=2), made[:2])
     torch.testing.assert_close(training.model.gradient, wanted, rtol=1e-12, atol=1e-15)
-    if not normalize:
+    if fields == "token":
         torch.testing.assert_close(training.model.gradient, training.expected(0), rtol=1e-12, atol=1e-15)
 
 
