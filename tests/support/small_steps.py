@@ -87,7 +87,7 @@ class Training:
         given = {}
         if self.mode == "decoupled":
             given = {"weights": plan.weights, "mask": plan.mask, "sequence_lengths": plan.sequence_lengths}
-            given = {name: value[list(rows)] for name, value in given.items()}
+            given = {name: None if value is None else value[list(rows)] for name, value in given.items()}
         old = self.old[list(rows)] if given else None
         rollout, mask, advantages = (value[list(rows)] for value in (self.rollout, self.mask, self.advantages))
         return MicroBatch(old, rollout, mask, layout, advantages, **given)
