@@ -180,9 +180,10 @@ def _by_sequence(blocks: list[tuple[slice, R]], shards: Shards) -> R:
         columns = [(sequences, flatten(record)[kind]) for sequences, record in blocks]
         size = len(columns[0][1]), shards.num_sequences
         table = torch.full(size, filler, dtype=torch.float64, device=shards.device)
-        for sequences, values in columns if all(size) else ():
-            runs = _stacked(values).view(size[0], sequences.stop - sequences.start, -1)
-            table[:, sequences] = combine(runs, 2)
+        for sequences, values in columns:
+            num = sequences.stop - sequences.start
+            if values and num:
+                table[:, sequences] = combine(_stacked(values).view(size[0], num, -1), 2)
         found.append(table.unbind())
     return rebuild(blocks[0][1], found)
 

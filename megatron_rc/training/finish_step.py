@@ -258,7 +258,8 @@ def _differs(header: StepHeader[Tensor], step: PlannedStep) -> Tensor:
     counted, plan = header.counted, step.plan
     if isinstance(plan, DecoupledPlan):
         accepted, weights = plan.accepted(step.mini_batch)
-        return (counted.tokens != accepted) | ((counted.weights - weights).abs() > _TOLERANCE * weights)
+        # True for NaN.
+        return (counted.tokens != accepted) | ~((counted.weights - weights).abs() <= _TOLERANCE * weights)
     if not isinstance(plan, InLossPlan) or plan.counts is None or header.batch is None:
         return counted.tokens < 0
     tokens: Tensor = header.batch.denominators.counts[0, 0]

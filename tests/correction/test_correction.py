@@ -39,6 +39,8 @@ def test_weights_that_are_only_measured_are_measured_alike(name):
     )
     assert applied.weights is not None
     assert measured.weights is None
+    assert torch.equal(measured.measured_weights, applied.weights)
+    assert torch.equal(applied.measured_weights, applied.weights)
     assert torch.equal(measured.mask, applied.mask)
     assert measured.metrics() == applied.metrics()
 

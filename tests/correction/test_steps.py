@@ -20,7 +20,7 @@ from megatron_rc import (
     wrap_finalize,
 )
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
-from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training
+from tests.support.small_steps import CONFIG, MODES, PER_MICRO_BATCH, ROWS, WIDTH, Training, listed
 
 
 @pytest.fixture(params=MODES)
@@ -98,15 +98,6 @@ def test_another_step_does_not_go_on_with_the_sums_of_one_that_failed(training):
         training.schedule(plan, 0, fails_at=1)
     with pytest.raises(StepError, match="scales of several mini-batches or plans"):
         training.schedule(plan, 1)
-
-
-def listed(training):
-    """What the plan is given, in micro-batches."""
-    rows = [slice(start, start + PER_MICRO_BATCH) for start in range(0, ROWS, PER_MICRO_BATCH)]
-    old = None if training.mode == "bypass" else [training.old[row] for row in rows]
-    tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))
-    ids = [torch.full((PER_MICRO_BATCH,), index // 2) for index in range(len(rows))]
-    return PlanInputs(old, *tensors, advantages=[training.advantages[row] for row in rows], mini_batch_ids=ids)
 
 
 def losses_of(training, plan, micro_batches):

@@ -1,11 +1,21 @@
 """Process groups as the correction sees them."""
 
+import re
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_rc import RolloutCorrectionConfig, aggregate_loss, correct_rollouts, policy_loss, whiten
+from megatron_rc import (
+    PlanInputs,
+    PolicyLossConfig,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    aggregate_loss,
+    correct_rollouts,
+    policy_loss,
+    whiten,
+)
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_device
 
@@ -73,3 +83,52 @@ def test_rows_that_are_no_slices_are_refused(name):
 def test_what_are_no_groups_is_named(name, wrong):
     with pytest.raises(ValueError, match=rf"groups is a {type(wrong).__name__}: pass ParallelGroups"):
         USES[name](None, wrong)
+
+
+def plan(layout, groups, **mode):
+    correction = RolloutCorrection(RolloutCorrectionConfig(**mode), groups, loss=PolicyLossConfig())
+    return correction.plan(PlanInputs(None if mode else TOKENS, TOKENS, MASK, layout))
+
+
+SUMS = {name: use for name, use in USES.items() if name != "gspo"} | {
+    "plan": plan,
+    "plan in bypass mode": lambda layout, groups: plan(layout, groups, bypass_mode=True, loss_type="reinforce"),
+}
+TOO_SMALL = {
+    "dp without dp_cp": ({"dp": 2}, "groups.cp has 1 ranks, groups.dp 2, groups.dp_cp 1"),
+    "cp alone": ({"cp": 2, "dp_cp": 1}, "groups.cp has 2 ranks, groups.dp 1, groups.dp_cp 1"),
+    "dp for dp_cp": ({"cp": 2, "dp": 2, "dp_cp": 2}, "groups.cp has 2 ranks, groups.dp 2, groups.dp_cp 2"),
+    "cp for dp_cp": ({"cp": 4, "dp": 2, "dp_cp": 4}, "groups.cp has 4 ranks, groups.dp 2, groups.dp_cp 4"),
+    "more than cp times dp": ({"cp": 2, "dp": 2, "dp_cp": 8}, "groups.cp has 2 ranks, groups.dp 2, groups.dp_cp 8"),
+    "no multiple of cp": ({"cp": 2, "dp_cp": 3}, "groups.cp has 2 ranks, groups.dp 1, groups.dp_cp 3"),
+}
+
+
+def standing_in(sizes):
+    """Groups of these sizes that nothing can be sent over."""
+    return ParallelGroups(**{name: getattr(mock.sentinel, name) for name in sizes})
+
+
+def size_among(sizes):
+    return mock.patch("torch.distributed.get_world_size", side_effect=lambda group: sizes[group.name])
+
+
+@pytest.mark.parametrize("use", SUMS)
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_a_dp_cp_that_does_not_hold_cp_times_dp_is_refused(name, use):
+    """Each rank would divide by the tokens of a part of the batch, and nothing would say so."""
+    sizes, message = TOO_SMALL[name]
+    layout = SequenceLayout.padded(2, 4, cp_rank=0, cp_size=sizes.get("cp", 1))
+    with (
+        size_among(sizes),
+        mock.patch("torch.distributed.get_rank", return_value=0),
+        pytest.raises(ValueError, match=re.escape(message) + ": dp_cp holds all ranks .* cp times dp"),
+    ):
+        SUMS[use](layout, standing_in(sizes))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp": 1}, {"cp": 2, "dp_cp": 4}, {"cp": 2, "dp": 3, "dp_cp": 6}], ids=str)
+def test_groups_that_hold_their_sums_are_taken(sizes):
+    """An absent dp is not inferred."""
+    with size_among(sizes):
+        standing_in(sizes).check_sums()

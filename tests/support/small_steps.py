@@ -58,10 +58,10 @@ class Model(torch.nn.Module):
 class Training:
     """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
 
-    def __init__(self, mode, fields=CONFIG, **loss):
+    def __init__(self, mode, fields=CONFIG, groups=ParallelGroups(), **loss):
         algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
         config = RolloutCorrectionConfig(**fields, **MODES[mode])
-        self.correction = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig(**algorithm, **loss))
+        self.correction = RolloutCorrection(config, groups, loss=PolicyLossConfig(**algorithm, **loss))
         self.mode, self.model = mode, Model()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -87,7 +87,7 @@ class Training:
         given = {}
         if self.mode == "decoupled":
             given = {"weights": plan.weights, "mask": plan.mask, "sequence_lengths": plan.sequence_lengths}
-            given = {name: value[list(rows)] for name, value in given.items()}
+            given = {name: None if value is None else value[list(rows)] for name, value in given.items()}
         old = self.old[list(rows)] if given else None
         rollout, mask, advantages = (value[list(rows)] for value in (self.rollout, self.mask, self.advantages))
         return MicroBatch(old, rollout, mask, layout, advantages, **given)
@@ -129,3 +129,12 @@ class Training:
         loss = -(ratio.clamp(max=LIMIT) * self.advantages.unsqueeze(1) * torch.nn.functional.logsigmoid(logits))[rows]
         (loss[accepted].sum() / accepted.sum()).backward()
         return logits.grad
+
+
+def listed(training):
+    """What the plan is given, in micro-batches."""
+    rows = [slice(start, start + PER_MICRO_BATCH) for start in range(0, ROWS, PER_MICRO_BATCH)]
+    old = None if training.mode == "bypass" else [training.old[row] for row in rows]
+    tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))
+    ids = [torch.full((PER_MICRO_BATCH,), index // 2) for index in range(len(rows))]
+    return PlanInputs(old, *tensors, advantages=[training.advantages[row] for row in rows], mini_batch_ids=ids)

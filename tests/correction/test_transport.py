@@ -1,0 +1,101 @@
+"""The functions between the collectives, as another transport calls them: they may be called again, on what they had.
+
+That is so only if none of them writes into its arguments.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from megatron_rc import (
+    PlanInputs,
+    batch_sums,
+    finish,
+    group_sums,
+    reduce_batch,
+    reduce_groups,
+    reduce_sequences,
+    sequence_sums,
+)
+from megatron_rc.correction.inputs import AgreedCounts, collect_shards
+from megatron_rc.parallel import ParallelGroups, SequenceLayout
+from tests.support.correction_cases import CASES, WIDTH, clear_batch, sizes
+from tests.support.correction_comparison import assert_same as compare_with_oracle
+from tests.support.correction_comparison import config_of, numbers
+
+
+def tensors_of(value, name=""):
+    """(name, tensor) of all tensors in records, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if dataclasses.is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return []
+    return [found for key, each in value.items() for found in tensors_of(each, f"{name}.{key}")]
+
+
+def assert_unchanged(one, other):
+    """Every bit but those of NaN."""
+    pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
+    assert pairs
+    for (name, value), (_, known) in pairs:
+        torch.testing.assert_close(value, known, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: name + text)
+
+
+class Watched:
+    """Calls functions, and looks that nothing which was given to any of them has changed."""
+
+    def __init__(self):
+        self.given = []
+
+    def call(self, function, *arguments):
+        self.given += [(value, copy.deepcopy(value)) for value in arguments]
+        result = function(*arguments)
+        self.check()
+        return result
+
+    def check(self):
+        for value, known in self.given:
+            if tensors_of(value):
+                assert_unchanged(value, known)
+
+
+def inputs_of(batch, layouts=None):
+    """All rows; in lists, of three micro-batches."""
+    tensors = batch.train, batch.rollout, batch.mask
+    if layouts is None:
+        return PlanInputs(*tensors, **batch.sides)
+    pieces = [value.split(4) for value in tensors]
+    return PlanInputs(*map(list, pieces), layouts, **{key: list(value.split(4)) for key, value in batch.sides.items()})
+
+
+@pytest.mark.parametrize("form", ["whole", "lists"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_function_writes_into_what_it_is_given(name, form):
+    batch, expected = clear_batch(name)
+    config, groups, watched = config_of(name), ParallelGroups(), Watched()
+    inputs = inputs_of(batch, None if form == "whole" else [SequenceLayout.padded(4, WIDTH)] * 3)
+    shards = watched.call(collect_shards, inputs, AgreedCounts(**sizes(batch)), groups)
+    local = watched.call(sequence_sums, shards, config)
+    sequences = watched.call(reduce_sequences, local.pair, groups)
+    prompts = None
+    if config.needs_prompts:
+        prompts = watched.call(reduce_groups, watched.call(group_sums, local, sequences), groups)
+    found = watched.call(batch_sums, local, sequences, prompts)
+    pair = watched.call(reduce_batch, found.pair, groups)
+    first = watched.call(finish, found, pair)
+    kept = copy.deepcopy(first)
+    again = watched.call(finish, found, pair)
+    anew = finish(watched.call(batch_sums, local, sequences, prompts), pair)
+    for result in (first, again, anew):
+        assert_unchanged(result, kept)
+        assert torch.equal(numbers(result), numbers(kept))
+        assert result.metrics() == kept.metrics()
+    if form == "whole":
+        compare_with_oracle(first, expected)
