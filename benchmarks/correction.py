@@ -3,10 +3,9 @@
     python benchmarks/correction.py [--compile] [--verl FOLDER]
 
 Token-level weights truncated at 2, one rejection criterion, every metric; the baseline is ``benchmarks/naive.py``,
-which computes the 44 metrics that verl has for the two, each by itself from full tensors. ``expressions`` is our token
-pass without the buffers that a CPU takes else. The contenders run in turns, in one process on an otherwise idle
-machine; medians are printed. Peak memory is what ``torch.profiler`` saw allocated at once, in tensors of the log-probs'
-size.
+which computes the 44 metrics that verl has for the two, each by itself from full tensors. The contenders run in turns,
+in one process on an otherwise idle machine; medians are printed. Peak memory is what ``torch.profiler`` saw allocated
+at once, in tensors of the log-probs' size.
 
 ``--verl`` is a folder with the package verl and what its helper imports (``pip install --no-deps --target``). A second
 table then compares with that helper, on one thread, given the int64 mask that its trainer holds and a float one. All
@@ -26,7 +25,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 SHAPES = ((512, 2048), (64, 32768), (673, 24929))  # the last: 2²⁴ + 1 tokens
@@ -43,7 +41,6 @@ from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from benchmarks import naive  # noqa: E402
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts  # noqa: E402
-from megatron_rc.correction.token_pass import dispatch  # noqa: E402
 
 Batch = tuple[Tensor, Tensor, Tensor]
 Result = tuple[dict[str, float], Tensor, Tensor]  # metrics, weights, mask
@@ -77,10 +74,9 @@ def peak(function: Callable[[], object]) -> int:
     return largest
 
 
-def ours(batch: Batch, *, compile: bool = False, buffers: bool = True) -> Result:
-    """Our correction, in whatever form of the token pass."""
-    with mock.patch.object(dispatch, "takes_buffers", return_value=buffers):
-        result = correct_rollouts(*batch, CONFIG, compile=compile)
+def ours(batch: Batch, *, compile: bool = False) -> Result:
+    """Our correction."""
+    result = correct_rollouts(*batch, CONFIG, compile=compile)
     result.check()
     return result.metrics(), result.weights, result.mask
 
@@ -124,7 +120,6 @@ def measure(shape: tuple[int, int], compiled: bool) -> None:
     contenders: dict[str, Callable[[], Result]] = {
         "baseline": lambda: baseline(batch),
         "eager": lambda: ours(batch),
-        "expressions": lambda: ours(batch, buffers=False),
     }
     if compiled:
         contenders["compiled"] = lambda: ours(batch, compile=True)
@@ -144,13 +139,12 @@ def measure_verl(shape: tuple[int, int]) -> None:
     contenders: dict[str, Callable[[], Result]] = {
         name: functools.partial(verl, given) for name, given in by_mask.items()
     }
-    contenders |= {"eager": lambda: ours(batch), "expressions": lambda: ours(batch, buffers=False)}
+    contenders["eager"] = lambda: ours(batch)
     check_alike({name: function() for name, function in contenders.items()})
     medians = run_in_turns(contenders)
     cells = [f"{medians[name] * 1e3:.1f} ms" for name in by_mask]
-    for name in ("eager", "expressions"):
-        ratios = " and ".join(f"{medians[other] / medians[name]:.2f}x" for other in by_mask)
-        cells.append(f"{medians[name] * 1e3:.1f} ms ({ratios})")
+    ratios = " and ".join(f"{medians[name] / medians['eager']:.2f}x" for name in by_mask)
+    cells.append(f"{medians['eager'] * 1e3:.1f} ms ({ratios})")
     say(f"| {shape[0]} x {shape[1]} | " + " | ".join(cells) + " |")
 
 
@@ -177,7 +171,7 @@ if __name__ == "__main__":
     parser.add_argument("--compile", action="store_true", help="also through torch.compile (needs a C++ compiler)")
     parser.add_argument("--verl", metavar="FOLDER", help="also beside the verl in this folder, on one thread")
     arguments = parser.parse_args()
-    names = ["baseline", "eager", "expressions", *["compiled"] * arguments.compile]
+    names = ["baseline", "eager", *["compiled"] * arguments.compile]
     print_header(names, "time (baseline / time), peak in tensors")
     for each in SHAPES:
         measure(each, arguments.compile)
@@ -185,6 +179,6 @@ if __name__ == "__main__":
         warnings.simplefilter("ignore")  # of its imports
         sys.path.append(arguments.verl)
         torch.set_num_threads(1)
-        print_header(["verl, int64 mask", "verl, float mask", "eager", "expressions"], "time (verl / time)")
+        print_header(["verl, int64 mask", "verl, float mask", "eager"], "time (verl / time)")
         for each in SHAPES[:2]:
             measure_verl(each)

@@ -7,6 +7,7 @@ Sizes of collectives depend on counts of sequences and prompts, never on tokens 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rc.correction.inputs import PlanInputs
-from megatron_rc.loss.policy import PolicyLossConfig, policy_loss
+from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from megatron_rc.parallel.groups import group_rank
 from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.training.micro_batch import MicroBatch as GivenMicroBatch
+from megatron_rc.training.plan import LossScale
 from megatron_rc.training.rollout_correction import RolloutCorrection
+from megatron_rc.training.schedule import masked_loss
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # One; sequences of a replica; of a micro-batch; prompts of the batch; mini-batches; largest staleness.
@@ -189,27 +193,11 @@ def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> Plan
     )
 
 
-def score(correction: RolloutCorrection, part: MicroBatch, step: int) -> None:
-    """What the loss function does with a micro-batch."""
-    weights, old, mean_log_ratio = None, part.train, None
-    if correction.config.corrects_in_loss:
-        versions = torch.zeros(part.layout.num_sequences, dtype=torch.int64)
-        found = correction.in_loss(
-            part.train, part.rollout, part.mask, layout=part.layout, policy_versions=versions, mini_batch=step
-        )
-        weights, old, mean_log_ratio = found.weights, part.rollout, found.mean_log_ratio
-    policy = policy_loss(
-        part.train,
-        old,
-        torch.ones(part.layout.num_sequences),
-        part.mask,
-        algorithm=correction.loss.algorithm or "ppo_clip",
-        weights=weights,
-        layout=part.layout,
-        groups=correction.groups,
-        sequence_log_ratio=mean_log_ratio,
-    )
-    correction.steps.record(policy.statistics)
+def score(correction: RolloutCorrection, part: MicroBatch, given: GivenMicroBatch, scale: LossScale) -> None:
+    """Forward and backward of the loss of a micro-batch; π_ref and the entropy may be any numbers."""
+    log_probs = part.train.clone().requires_grad_()
+    given = dataclasses.replace(given, ref_log_probs=part.rollout)
+    masked_loss(correction, given, log_probs, entropy=part.train, scale=scale)[0].backward()
 
 
 def trace(
@@ -217,12 +205,15 @@ def trace(
 ) -> list[Call]:
     """All collectives of a rollout batch and its optimizer steps, on this rank."""
     correction = RolloutCorrection(config, groups, loss=loss)
-    count, parts = batch.micro_batches, []
+    finish = correction.finish_step
+    correction.steps.end_with(finish)
+    count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
+        inputs = plan_inputs(parts, batch, correction.config.corrects_in_loss)
     with Recorder(groups).active() as recorder:
         plan = correction.plan(
-            plan_inputs(parts, batch, correction.config.corrects_in_loss) if parts else None,
+            inputs,
             num_mini_batches=batch.mini_batches,
             num_groups=batch.prompts,
             current_version=batch.max_staleness,
@@ -230,12 +221,14 @@ def trace(
         )
         plan.check()
         plan.metrics()
+        given = [] if inputs is None else plan.micro_batches(inputs)
         for step in range(batch.mini_batches):
             recorder.phase = PHASES[1]
-            for part in parts[step * count : (step + 1) * count]:
-                score(correction, part, step)
+            scale = plan.loss_scale(step, num_microbatches=count)
+            for index in range(len(parts))[step * count : (step + 1) * count]:
+                score(correction, parts[index], given[index], scale)
             recorder.phase = PHASES[2]
-            correction.finish_step(torch.device("cpu"))
+            finish(torch.device("cpu"))
             correction.loss_metrics()
             if correction.step is not None:
                 correction.step.check()

@@ -69,13 +69,14 @@ def trace_gathering(batch, layout, groups):
     import torch
     import torch.distributed as dist
 
-    right = tracing.policy_loss
+    right = tracing.masked_loss
 
-    def wrong(log_probs, *args, **kwargs):
-        dist.all_gather([torch.empty_like(log_probs) for _ in range(layout.cp)], log_probs, group=groups.cp)
-        return right(log_probs, *args, **kwargs)
+    def wrong(correction, micro_batch, log_probs, **rest):
+        mine = log_probs.detach()
+        dist.all_gather([torch.empty_like(mine) for _ in range(layout.cp)], mine, group=groups.cp)
+        return right(correction, micro_batch, log_probs, **rest)
 
-    with mock.patch.object(tracing, "policy_loss", wrong):
+    with mock.patch.object(tracing, "masked_loss", wrong):
         return scaling.trace(CASES["token IS"], batch, layout, groups)
 
 

@@ -124,9 +124,9 @@ def _stand_ins(mode: _Answering) -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, stand-in) of what asks for a GPU."""
     import torch.distributed as dist
 
-    from megatron_rc.training import rollout_correction
     from megatron_rc.launch.training import advantages, cpu
     from megatron_rc.parallel import groups, kernels
+    from megatron_rc.training import rollout_correction
 
     yield from cpu._replacements()
     for name, answer in (("current_device", 0), ("is_available", True), ("device_count", 1), ("set_device", None)):
