@@ -27,7 +27,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import MicroBatch as GivenMicroBatch
 from megatron_rc.training.plan import LossScale
 from megatron_rc.training.rollout_correction import RolloutCorrection
-from megatron_rc.training.schedule import masked_loss
+from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
 # One; sequences of a replica; of a micro-batch; prompts of the batch; mini-batches; largest staleness.
@@ -205,8 +205,8 @@ def trace(
 ) -> list[Call]:
     """All collectives of a rollout batch and its optimizer steps, on this rank."""
     correction = RolloutCorrection(config, groups, loss=loss)
-    finish = correction.finish_step
-    correction.steps.end_with(finish)
+    # A step begins only where something ends it; here finish_step() does.
+    end = wrap_finalize(correction, lambda model: None)
     count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]
@@ -228,11 +228,12 @@ def trace(
             for index in range(len(parts))[step * count : (step + 1) * count]:
                 score(correction, parts[index], given[index], scale)
             recorder.phase = PHASES[2]
-            finish(torch.device("cpu"))
+            correction.finish_step(torch.device("cpu"))
             correction.loss_metrics()
             if correction.step is not None:
                 correction.step.check()
                 correction.step.metrics()
+    del end
     return recorder.calls
 
 

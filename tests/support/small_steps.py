@@ -25,6 +25,8 @@ CONFIG = {
 }
 MODES = {"decoupled": {}, "bypass": {"bypass_mode": True, "loss_type": "reinforce"}}
 
+ALONE = ParallelGroups()
+
 
 class Model(torch.nn.Module):
     """One number a token; its chunk of gradients is scaled and zeroed like that of Megatron's DDP."""
@@ -58,7 +60,7 @@ class Model(torch.nn.Module):
 class Training:
     """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
 
-    def __init__(self, mode, fields=CONFIG, groups=ParallelGroups(), **loss):
+    def __init__(self, mode, fields=CONFIG, groups=ALONE, **loss):
         algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
         config = RolloutCorrectionConfig(**fields, **MODES[mode])
         self.correction = RolloutCorrection(config, groups, loss=PolicyLossConfig(**algorithm, **loss))
