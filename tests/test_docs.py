@@ -315,13 +315,17 @@ def test_the_library_page_takes_the_trainers_steps(ranks, tmp_path, mode, layout
     assert {len(steps) for steps in everywhere} == {2}
     for metrics, known, got, wanted in (step for steps in everywhere for step in steps):
         assert metrics["loss/total"] != 0
-        assert all(torch.equal(one, other) for one, other in zip(known, got, strict=True))
-        if wanted is None:
-            continue
-        size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
-        assert size > 0.01
-        for gradient, other in zip(got, wanted, strict=True):
-            assert (gradient - other).norm() < 1e-5 * size
+        assert_near(got, known, 1e-6)  # the page plans micro-batches, the trainer all rows at once
+        if wanted is not None:
+            assert_near(got, wanted, 1e-5)
+
+
+def assert_near(got, wanted, share):
+    """Each gradient is off by less than that share of the length of all of them."""
+    size = torch.cat([gradient.flatten() for gradient in wanted]).norm()
+    assert size > 0.01
+    for gradient, other in zip(got, wanted, strict=True):
+        assert (gradient - other).norm() < share * size
 
 
 def test_the_presets_page_reads_another_programs_settings(capsys):

@@ -21,7 +21,8 @@ MORE = [
     Case(Layout(tp=2, cp=2), "bypass gspo", packed=True, size=4),
     Case(Layout(pp=2, cp=2), "bypass gspo", size=1, per_token_loss=True),
 ]
-TO_REFERENCE, TO_SINGLE = 1e-4, 1e-5
+# Layouts round float32 gradients by up to 8e-6 of their length, on processors without AVX.
+TO_REFERENCE, TO_SINGLE = 1e-4, 2e-5
 FACTORS = ("layout", "mode", "packed", "per_token_loss", "size")
 
 
