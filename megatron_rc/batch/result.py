@@ -48,9 +48,14 @@ class CorrectionResult:
         return counts
 
     @property
+    def accepted_tokens(self) -> Tensor:
+        """[num_mini_batches] float64: tokens under m'."""
+        return self.denominators[:, 2]
+
+    @property
     def skip(self) -> Tensor:
         """[num_mini_batches] bool: no token is accepted, the optimizer step must not be made."""
-        return self.denominators[:, 2] == 0
+        return self.accepted_tokens == 0
 
     def check(self) -> None:
         """Raise the same error on every rank if any rank held data that cannot be right.
