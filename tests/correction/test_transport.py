@@ -45,7 +45,9 @@ def assert_unchanged(one, other):
     pairs = list(zip(tensors_of(one), tensors_of(other), strict=True))
     assert pairs
     for (name, value), (_, known) in pairs:
-        torch.testing.assert_close(value, known, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            value, known, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: name + text
+        )
 
 
 class Watched:
