@@ -58,9 +58,10 @@ class Model(torch.nn.Module):
 class Training:
     """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
 
-    def __init__(self, mode, fields=CONFIG, groups=ParallelGroups(), **loss):
+    def __init__(self, mode, fields=CONFIG, groups=None, **loss):
         algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
         config = RolloutCorrectionConfig(**fields, **MODES[mode])
+        groups = ParallelGroups.given(groups)
         self.correction = RolloutCorrection(config, groups, loss=PolicyLossConfig(**algorithm, **loss))
         self.mode, self.model = mode, Model()
         generator = torch.Generator().manual_seed(1)
