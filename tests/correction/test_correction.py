@@ -45,6 +45,14 @@ def test_weights_that_are_only_measured_are_measured_alike(name):
     assert measured.metrics() == applied.metrics()
 
 
+def test_weights_that_the_ratio_of_ppo_clip_holds_are_measured_and_not_handed_out():
+    batch, found = clear_batch("geometric")
+    config = RolloutCorrectionConfig(**CASES["geometric"].fields, bypass_mode=True, loss_type="ppo_clip")
+    result = correct_rollouts(batch.train, batch.rollout, batch.mask, config, **batch.sides, **sizes(batch))
+    assert result.weights is None
+    assert_same(dataclasses.replace(result, weights=result.measured_weights), found)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_as_near_as_float32_can_be(name):
     batch, found = clear_batch(name)

@@ -60,9 +60,14 @@ class Model(torch.nn.Module):
 class Training:
     """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
 
+<<<<<<< HEAD
     def __init__(self, mode, fields=CONFIG, groups=ALONE, **loss):
+=======
+    def __init__(self, mode, fields=CONFIG, groups=None, **loss):
+>>>>>>> wt-tests2
         algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
         config = RolloutCorrectionConfig(**fields, **MODES[mode])
+        groups = ParallelGroups.given(groups)
         self.correction = RolloutCorrection(config, groups, loss=PolicyLossConfig(**algorithm, **loss))
         self.mode, self.model = mode, Model()
         generator = torch.Generator().manual_seed(1)
