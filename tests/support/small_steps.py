@@ -25,8 +25,6 @@ CONFIG = {
 }
 MODES = {"decoupled": {}, "bypass": {"bypass_mode": True, "loss_type": "reinforce"}}
 
-ALONE = ParallelGroups()
-
 
 class Model(torch.nn.Module):
     """One number a token; its chunk of gradients is scaled and zeroed like that of Megatron's DDP."""
@@ -60,11 +58,7 @@ class Model(torch.nn.Module):
 class Training:
     """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
 
-<<<<<<< HEAD
-    def __init__(self, mode, fields=CONFIG, groups=ALONE, **loss):
-=======
     def __init__(self, mode, fields=CONFIG, groups=None, **loss):
->>>>>>> wt-tests2
         algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
         config = RolloutCorrectionConfig(**fields, **MODES[mode])
         groups = ParallelGroups.given(groups)
