@@ -56,6 +56,7 @@ def trained(words):
     plan = correction.plan(inputs)
     (batch,) = plan.micro_batches(inputs)
     new = old.clone().requires_grad_()
+    plan.check()
     loss, _, _ = masked_loss(correction, batch, new, None, plan.loss_scale(num_microbatches=1))
     loss.backward()
     end([Chunk()])
