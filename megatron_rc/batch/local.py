@@ -106,6 +106,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         by_sequence.append((sequences, (found.sums, found.measures.sequences)))
         totals.append(found.measures.totals)
         counter.add(found.measures.codes)
+        del found  # before the next block needs room
     sums, measures = _by_sequence(by_sequence, shards)
     zeros = counter.num_values - sums.valid.sum()
     return LocalSums(
@@ -180,9 +181,10 @@ def _by_sequence(blocks: list[tuple[slice, R]], shards: Shards) -> R:
         columns = [(sequences, flatten(record)[kind]) for sequences, record in blocks]
         size = len(columns[0][1]), shards.num_sequences
         table = torch.full(size, filler, dtype=torch.float64, device=shards.device)
-        for sequences, values in columns if all(size) else ():
-            runs = _stacked(values).view(size[0], sequences.stop - sequences.start, -1)
-            table[:, sequences] = combine(runs, 2)
+        for sequences, values in columns:
+            number = sequences.stop - sequences.start
+            if number and values:
+                table[:, sequences] = combine(_stacked(values).view(size[0], number, -1), 2)
         found.append(table.unbind())
     return rebuild(blocks[0][1], found)
 
