@@ -56,8 +56,11 @@ def within(values: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def numbers(flags: Tensor) -> Tensor:
-    """1 and 0 for True and False: bytes, which a CPU converts to other numbers in a fifth of the time of bools."""
-    return flags.view(torch.uint8)
+    """True and False as a factor or summand: as bytes, which a CPU converts in a fifth of the time of bools.
+
+    A compiler converts bools itself, and bytes one by one.
+    """
+    return flags if torch.compiler.is_compiling() else flags.view(torch.uint8)
 
 
 def check_mask(name: str, mask: Tensor) -> None:
