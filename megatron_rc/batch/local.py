@@ -106,6 +106,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         by_sequence.append((sequences, (found.sums, found.measures.sequences)))
         totals.append(found.measures.totals)
         counter.add(found.measures.codes)
+        del found  # before the next block needs room
     sums, measures = _by_sequence(by_sequence, shards)
     zeros = counter.num_values - sums.valid.sum()
     return LocalSums(
@@ -181,9 +182,9 @@ def _by_sequence(blocks: list[tuple[slice, R]], shards: Shards) -> R:
         size = len(columns[0][1]), shards.num_sequences
         table = torch.full(size, filler, dtype=torch.float64, device=shards.device)
         for sequences, values in columns:
-            num = sequences.stop - sequences.start
-            if values and num:
-                table[:, sequences] = combine(_stacked(values).view(size[0], num, -1), 2)
+            number = sequences.stop - sequences.start
+            if number and values:
+                table[:, sequences] = combine(_stacked(values).view(size[0], number, -1), 2)
         found.append(table.unbind())
     return rebuild(blocks[0][1], found)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rc.correction.tokens import Runs, TokenDecisions, Tokens
 from megatron_rc.correction.weights import bounded_weights
+from megatron_rc.numerics import exp_ratio, numbers
 from megatron_rc.parallel.collectives import largest
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Divergence, Need
@@ -77,7 +78,7 @@ def sum_tokens(tokens: Tokens, decisions: TokenDecisions, runs: Runs, config: Ro
     num_levels = 0 if config.staleness_scale is None else len(config.staleness_scale.steps)
 
     def weight_of(chosen: Tensor | None) -> Tensor | None:
-        return None if weights is None or chosen is None else runs.sum(torch.where(chosen, weights, 0))
+        return None if weights is None or chosen is None else runs.sum(weights * numbers(chosen))
 
     kept_negative = None if negative is None else kept & negative
     valid, weight = runs.count(decisions.valid), None if weights is None else runs.sum(weights)
@@ -96,7 +97,7 @@ def sum_tokens(tokens: Tokens, decisions: TokenDecisions, runs: Runs, config: Ro
         older=() if level is None else tuple(runs.count(decisions.valid & (level >= 1 + i)) for i in range(num_levels)),
         needs=tuple(runs.exact_sum(decisions.values[x.name]) for x in summed(config)),
         extremes=tuple(
-            runs.largest(_signed(need, decisions), decisions.valid) for need in config.needs if need.how != "sum"
+            runs.largest(_signed(need, decisions), decisions.absent) for need in config.needs if need.how != "sum"
         ),
     )
 
@@ -165,4 +166,5 @@ def sequence_weights(sums: SequenceSums, config: RolloutCorrectionConfig) -> Ten
     """[n] float64: the bounded weight that all tokens of a sequence share; None unless weights are of sequences."""
     if config.rollout_is not in ("sequence", "geometric"):
         return None
-    return bounded_weights(log_sequence_weights(sums, config), config, threshold_scale(sums, config))
+    log_weights = log_sequence_weights(sums, config)
+    return bounded_weights(exp_ratio(log_weights), log_weights, config, threshold_scale(sums, config))

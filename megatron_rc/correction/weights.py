@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.numerics import NORMALIZE_LIMIT, exp_ratio, within
+from megatron_rc.numerics import NORMALIZE_LIMIT, numbers, within
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
-def bounded_weights(log_ratio: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None = None) -> Tensor:
+def bounded_weights(
+    ratio: Tensor, log_ratio: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None = None
+) -> Tensor:
     """Weights after ``rollout_is_mode``.
 
     - ``truncate``: min(w, upper). Ionides 2008, "Truncated Importance Sampling".
@@ -24,21 +26,16 @@ def bounded_weights(log_ratio: Tensor, config: RolloutCorrectionConfig, scale: T
       "Every Step Evolves".
 
     Args:
-        log_ratio: log of the unbounded weights, any shape.
+        ratio: the unbounded weights w, any shape.
+        log_ratio: log w, not clamped.
         config: the mode and the bounds.
         scale: multiplies the bounds in nats, broadcasts against ``log_ratio``; None: 1.
     """
-    weights = exp_ratio(log_ratio)
     if config.is_mode == "mask":
-        return torch.where(in_bounds(log_ratio, config, scale), weights, 0)
+        return ratio * numbers(within(log_ratio if scale is None else log_ratio / scale, *log_bounds(config)))
     bounds: Any = config.is_bounds if scale is None else scaled_bounds(config, scale)
     lower, upper = bounds
-    return weights.clamp(max=upper) if config.is_mode == "truncate" else weights.clamp(lower, upper)
-
-
-def in_bounds(log_ratio: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None = None) -> Tensor:
-    """Bool: lower <= ρ <= upper."""
-    return within(log_ratio if scale is None else log_ratio / scale, *log_bounds(config))
+    return ratio.clamp(max=upper) if config.is_mode == "truncate" else ratio.clamp(lower, upper)
 
 
 def log_bounds(config: RolloutCorrectionConfig) -> tuple[float, float]:

@@ -63,15 +63,9 @@ def even_bins(
     return Distribution(edges, [after - before for before, after in pairwise(until)])
 
 
-def codes_of(values: Tensor, out: Tensor | None = None) -> Tensor:
-    """The code of each value: the leading bits of it as a float32.
-
-    Args:
-        values: any shape.
-        out: int32, of the same shape; takes the codes and is returned.
-    """
-    codes = torch.bitwise_right_shift(values.float().view(torch.int32), _DROPPED_BITS, out=out)
-    return torch.bitwise_and(codes, NUM_CODES - 1, out=out)
+def codes_of(values: Tensor) -> Tensor:
+    """The code of each value, of any shape: the leading bits of it as a float32; int32."""
+    return (values.float().view(torch.int32) >> _DROPPED_BITS).bitwise_and_(NUM_CODES - 1)
 
 
 class CodeCounter:
@@ -91,8 +85,8 @@ class CodeCounter:
         self._one = self.counts.new_ones(1, 1)
 
     def add(self, codes: Tensor) -> None:
-        """Count int64 codes, of any shape."""
-        codes = codes.reshape(-1)
+        """Count codes, of any shape."""
+        codes = codes.reshape(-1).long()
         rest = codes.numel() % len(self.counts)
         self._add(self.counts, codes[rest:])
         if rest:

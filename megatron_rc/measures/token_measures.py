@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rc.correction.tokens import Runs, TokenDecisions, Tokens
 from megatron_rc.correction.weights import log_bounds
 from megatron_rc.measures.histogram import codes_of
-from megatron_rc.numerics import EXP_LIMIT, exp_ratio
+from megatron_rc.numerics import EXP_LIMIT
 from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
@@ -76,7 +76,7 @@ class TokenMeasures:
     Attributes:
         sequences: of which the runs of a sequence add up.
         totals: of which all runs add up.
-        codes: int64, of the tokens' shape: the histogram's code of each log ρ, of 0 where invalid.
+        codes: int32, of the tokens' shape: the histogram's code of each log ρ, of 0 where invalid.
     """
 
     sequences: SequenceMeasures
@@ -88,16 +88,16 @@ def measure_tokens(
     tokens: Tokens, decisions: TokenDecisions, runs: Runs, config: RolloutCorrectionConfig
 ) -> TokenMeasures:
     """Measure a block of tokens that are decided."""
-    valid, log_ratio, weights = decisions.valid, decisions.log_ratio, decisions.weights
-    excess = exp_ratio(log_ratio) - 1  # to 6e-8 in float32, where expm1 would cost six exponentials
+    valid, absent, log_ratio, weights = decisions.valid, decisions.absent, decisions.log_ratio, decisions.weights
+    excess = decisions.ratio - 1  # to 6e-8 in float32, where expm1 would cost six exponentials
     above = below = bounded_excess = bounded_max = bounded_min = None
     scale = decisions.scale
     if weights is not None:
         tested = log_ratio if scale is None else log_ratio / scale
         lower, upper = log_bounds(config)
         above, below = runs.count(valid & (tested > upper)), runs.count(valid & (tested < lower))
-        bounded_excess = runs.sum(torch.where(valid, weights - 1, 0).square())
-        bounded_max, bounded_min = runs.largest(weights, valid), runs.smallest(weights, valid)
+        bounded_excess = runs.sum((weights - decisions.one).square())
+        bounded_max, bounded_min = runs.largest(weights, absent), runs.smallest(weights, absent)
     sequences = SequenceMeasures(
         excess=runs.sum(excess),
         above=above,
@@ -114,12 +114,12 @@ def measure_tokens(
             for criterion in config.criteria
             if criterion.tested is not None
         },
-        log_ratio_max=runs.largest(log_ratio, valid),
-        log_ratio_min=runs.smallest(log_ratio, valid),
+        log_ratio_max=runs.largest(log_ratio, absent),
+        log_ratio_min=runs.smallest(log_ratio, absent),
         bounded_max=bounded_max,
         bounded_min=bounded_min,
     )
-    return TokenMeasures(sequences, totals, codes_of(log_ratio).long())
+    return TokenMeasures(sequences, totals, codes_of(log_ratio))
 
 
 def _measure_test(criterion: Criterion, decisions: TokenDecisions, runs: Runs) -> TokenTestTotals:
@@ -127,12 +127,11 @@ def _measure_test(criterion: Criterion, decisions: TokenDecisions, runs: Runs) -
     valid, scale = decisions.valid, decisions.scale
     values = decisions.values[criterion.tested.name].to(decisions.log_ratio.dtype)  # type: ignore[union-attr]
     tested = values if scale is None else values / scale
-    clamped = tested.clamp(criterion.least, criterion.upper) * (1 if scale is None else scale)
-    clamped = torch.where(valid, clamped, 0)
+    clamped = tested.clamp(criterion.least, criterion.upper) * (decisions.one if scale is None else scale * decisions.one)
     return TokenTestTotals(
         high=runs.count(valid & (tested > criterion.upper)),
         clamped=runs.sum(clamped),
         clamped_squared=runs.sum(clamped.square()),
-        tested_max=runs.largest(values, valid),
-        tested_min=runs.smallest(values, valid),
+        tested_max=runs.largest(values, decisions.absent),
+        tested_min=runs.smallest(values, decisions.absent),
     )

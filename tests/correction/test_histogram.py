@@ -25,7 +25,7 @@ RELATIVE, ABSOLUTE = 1 / 32, 2**-14
 
 def bins_of(values, num_zeros=0):
     counter = CodeCounter(values.device)
-    counter.add(codes_of(values, torch.empty(values.shape, dtype=torch.int32)).long())
+    counter.add(codes_of(values))
     assert counter.counts.shape[1:] == (NUM_CODES,)
     return bins_from_codes(counter.counts, torch.tensor(num_zeros))
 
