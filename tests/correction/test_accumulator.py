@@ -1,11 +1,15 @@
 """What blocks add up to: whatever their runs, and beyond what float32 can count."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.batch.local import _over_all
 from megatron_rc.correction.tokens import Runs
+from megatron_rc.parallel.collectives import largest, smallest
 from tests.support.correction_comparison import use_blocks
 
 CONFIG = RolloutCorrectionConfig(
@@ -49,6 +53,13 @@ def test_micro_batches_of_different_widths_add_up(shapes):
     torch.testing.assert_close(together.denominators, sum(result.denominators for result in alone))
 
 
+@dataclass(frozen=True)
+class Found:
+    total: Tensor
+    most: Tensor = largest()
+    least: Tensor = smallest()
+
+
 @pytest.mark.parametrize("run", [1024, 64])
 def test_sums_are_counted_beyond_float32(run):
     """2²⁴ + 1 is the first whole number that float32 has not: runs are added up in float64."""
@@ -57,4 +68,5 @@ def test_sums_are_counted_beyond_float32(run):
     values[-1, 0] = 1
     each = Runs().sum(values)
     assert each.dtype == torch.float32
-    assert float(_over_all([(each,), (each,)])[0]) == 2**25 + 2
+    found = _over_all([Found(each, each, each)] * 2)
+    assert (float(found.total), float(found.most), float(found.least)) == (2**25 + 2, 1024, 1)
