@@ -206,7 +206,7 @@ def trace(
     """All collectives of a rollout batch and its optimizer steps, on this rank."""
     correction = RolloutCorrection(config, groups, loss=loss)
     finish = correction.finish_step
-    correction.steps.end_with(finish)
+    correction.steps.end_with(finish)  # which is known by a weak reference: kept in this variable
     count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
         parts = [micro_batch(batch, layout, groups, index) for index in range(count * batch.mini_batches)]

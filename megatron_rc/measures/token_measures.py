@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_rc.correction.tokens import Runs, TokenDecisions, Tokens
@@ -127,7 +126,8 @@ def _measure_test(criterion: Criterion, decisions: TokenDecisions, runs: Runs) -
     valid, scale = decisions.valid, decisions.scale
     values = decisions.values[criterion.tested.name].to(decisions.log_ratio.dtype)  # type: ignore[union-attr]
     tested = values if scale is None else values / scale
-    clamped = tested.clamp(criterion.least, criterion.upper) * (decisions.one if scale is None else scale * decisions.one)
+    factor = decisions.one if scale is None else decisions.one * scale
+    clamped = tested.clamp(criterion.least, criterion.upper) * factor
     return TokenTestTotals(
         high=runs.count(valid & (tested > criterion.upper)),
         clamped=runs.sum(clamped),
