@@ -126,8 +126,8 @@ def _measure_test(criterion: Criterion, decisions: TokenDecisions, runs: Runs) -
     valid, scale = decisions.valid, decisions.scale
     values = decisions.values[criterion.tested.name].to(decisions.log_ratio.dtype)  # type: ignore[union-attr]
     tested = values if scale is None else values / scale
-    clamped = tested.clamp(criterion.least, criterion.upper) * decisions.one
-    clamped = clamped if scale is None else clamped * scale
+    factor = decisions.one if scale is None else decisions.one * scale
+    clamped = tested.clamp(criterion.least, criterion.upper) * factor
     return TokenTestTotals(
         high=runs.count(valid & (tested > criterion.upper)),
         clamped=runs.sum(clamped),

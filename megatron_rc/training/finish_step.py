@@ -60,7 +60,7 @@ class Steps:
         self._open = OpenStep()
         self._ended: StepResult | None = None
         self._scaled: ScaledGradients | None = None
-        self._ends: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
+        self._ends: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
         self._is_ending = self._has_ended = False
 
     def note_plan(self, agreed: AgreedCounts) -> None:
@@ -179,7 +179,7 @@ class Steps:
             )
         return self._ended
 
-    def end_with(self, finalize: Callable[..., None]) -> None:
+    def end_with(self, finalize: Callable[..., object]) -> None:
         """Let this function end the steps, as long as somebody keeps it to call it."""
         self._ends.add(finalize)
 
