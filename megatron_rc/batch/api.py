@@ -41,7 +41,7 @@ def correct_rollouts(
         train_log_probs: log π_train, the layout's local shape, nats; detached.
         rollout_log_probs: log π_rollout of the same tokens, of the same shape.
         response_mask: bool, of the same shape; values elsewhere change no bit of any result.
-        config: what to correct.
+        config: the correction.
         layout: which tokens these are. Default: padded ``[b, s]``, whole sequences.
         groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
         advantages: [n], or like the log-probs; ``opsm`` needs them.
@@ -52,11 +52,11 @@ def correct_rollouts(
         policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled.
         current_version: of the weights that train; staleness is its distance from ``policy_versions``.
         max_staleness: the last bucket of staleness holds everything from here on.
-        mini_batch_ids: [n] int64 in [0, num_mini_batches); may be left out where there is one mini-batch.
+        mini_batch_ids: [n] int64 in [0, num_mini_batches); may be left out with one mini-batch.
         num_mini_batches: optimizer steps that share the batch.
         allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs sum to
-            exactly 0, as where all are 0. Without it they are an error: an engine that was not asked for log-probs, or
-            a field that was never filled; only greedy sampling gives them honestly.
+            exactly 0. Without it they are an error: the engine was not asked for log-probs, or the field was never
+            filled; only greedy sampling gives them honestly.
         compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
             configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
             For batches of many tokens; the launcher leaves it off: its runs on a CPU lost seconds at the start and

@@ -27,7 +27,7 @@ _ONE_LOOP: dict[str, Any] = dict.fromkeys(
 )
 
 
-# How sums, largest and smallest values of runs are put together, and what they are of nothing.
+# How sums, largest and smallest values of runs are put together, and their values of no run.
 _COMBINE: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
     (0.0, torch.sum),
     (-torch.inf, torch.amax),
@@ -41,14 +41,14 @@ class LocalSums:
 
     Attributes:
         shards: the input.
-        config: what to correct.
+        config: the correction.
         sums: over the local parts of whole sequences: decisions.
         measures: over the local parts of whole sequences: measures.
         totals: over all local tokens: measures.
         bins: [bins] float64, histogram of log ρ over the local tokens.
         valid: for each micro-batch the valid tokens, bool.
         kept: for each micro-batch the tokens that all token-level criteria accept, bool.
-        weights: for each micro-batch the bounded weights, 0 where invalid; None unless weights are token-level.
+        weights: for each micro-batch the bounded weights, 0 if invalid; None unless weights are token-level.
     """
 
     shards: Shards
@@ -63,7 +63,7 @@ class LocalSums:
 
     @property
     def pair(self) -> Pair:
-        """([sums · n], [maxima · n]): what ``cp`` adds up."""
+        """([sums · n], [maxima · n]), to be reduced over ``cp``."""
         return pack((self.sums, self.measures))
 
 
@@ -83,7 +83,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
 
     Args:
         shards: the local tokens.
-        config: what to correct.
+        config: the correction.
         compile: run blocks of equally long sequences through ``torch.compile``.
 
     Raises:
@@ -152,7 +152,7 @@ class _Compiled:
 def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., tuple[Any, ...]]:
     """The program as a function of tensors alone: fields of records would be looked at before every call.
 
-    A compiler can vectorise reads and writes of uint8, not of bool. And it may make one loop of everything only where
+    A compiler can vectorise reads and writes of uint8, not of bool. And it may make one loop of everything only if
     each token's result depends on the run, as the sums do: so ``zero``, [runs, 1], is in the mask.
     """
 
@@ -175,7 +175,7 @@ def _empty(shards: Shards, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _by_sequence(blocks: list[tuple[slice, R]], shards: Shards) -> R:
-    """The sums of all sequences, [n] float64, from those of the runs; 0 or ∓inf where a sequence has no token."""
+    """The sums of all sequences, [n] float64, from those of the runs; 0 or ∓inf for a sequence without a token."""
     found = []
     for kind, (filler, combine) in enumerate(_COMBINE):
         columns = [(sequences, flatten(record)[kind]) for sequences, record in blocks]

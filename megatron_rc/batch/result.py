@@ -21,12 +21,12 @@ class CorrectionResult:
     """Weights and mask of the local tokens, and the numbers of the whole batch.
 
     Attributes:
-        config: what was corrected.
+        config: the correction.
         header: the numbers of the whole batch, on the device; equal on every rank.
         weights: like ``response_mask`` (a list if that was one): the importance weights that the loss is multiplied by,
-            detached, 0 where the mask is False. None where the config applies none (also bypass ``ppo_clip``, whose
+            detached, 0 outside of the mask. None if the config applies none (also bypass ``ppo_clip``, whose
             ratio holds them), and on pipeline stages without log-probs.
-        measured_weights: like ``weights``, also where the config measures weights and applies them to nothing.
+        measured_weights: like ``weights``, also if the config measures weights and applies them to nothing.
         mask: like ``response_mask``, bool: the accepted tokens m'; None on pipeline stages without log-probs.
         sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator; None on pipeline stages
             without log-probs.

@@ -40,7 +40,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 @dataclass(frozen=True)
 class BatchSums:
-    """The decisions on this rank's tokens, and what it adds to the whole batch.
+    """The decisions on this rank's tokens, and its part of the whole batch.
 
     Attributes:
         local: the local tokens.
@@ -58,7 +58,7 @@ class BatchSums:
 
     @property
     def pair(self) -> Pair:
-        """([sums], [maxima]): what ``dp_cp`` adds up."""
+        """([sums], [maxima]), to be reduced over ``dp_cp``."""
         return pack(self.header)
 
     @property
@@ -78,7 +78,7 @@ class BatchSums:
 
 
 def reduce_sequences(pair: Pair, groups: ParallelGroups) -> Pair:
-    """The pair over whole sequences. Collectives: one SUM over ``cp``, and one MAX where there are maxima."""
+    """The pair over whole sequences. Collectives: one SUM over ``cp``, and one MAX if there are maxima."""
     return reduce_pair(pair, groups.cp)
 
 
@@ -144,7 +144,7 @@ def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
 
 
 def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) -> CorrectionResult:
-    """The result: weights, normalised where the config says so, mask, and the numbers of the batch. Collectives: none.
+    """The result: weights, normalised if the config says so, mask, and the numbers of the batch. Collectives: none.
 
     Args:
         batch: of this rank.

@@ -26,13 +26,13 @@ L = TypeVar("L", bound=Layouts, covariant=True)
 
 @dataclass(frozen=True)
 class CorrectionInputs(Generic[V, L]):
-    """What is known of sampled tokens on one rank: V and L are tensors and layouts, or lists of them.
+    """Sampled tokens of one rank: V and L are tensors and layouts, or lists of them.
 
-    The fields are the arguments of the same names of :func:`correct_rollouts`, which says what each holds. What may be
-    given one a sequence or one a token is read as one a sequence where both shapes are the same.
+    :func:`correct_rollouts` describes the fields under the same names. A tensor that may have one value a sequence or
+    one a token is read as one a sequence if both shapes are the same.
 
     Attributes:
-        train_log_probs: must be None where the correction is made in the loss: π_θ comes later.
+        train_log_probs: must be None if the correction is made in the loss: π_θ comes later.
     """
 
     train_log_probs: V | None
@@ -61,8 +61,8 @@ class AgreedCounts:
 
     Attributes:
         num_mini_batches: optimizer steps that share the batch.
-        num_groups: prompts of the whole batch; None where no criterion looks at prompts.
-        current_version: of the weights that train; None where versions are not looked at.
+        num_groups: prompts of the whole batch; None if no criterion looks at prompts.
+        current_version: of the weights that train; None if versions are not used.
         max_staleness: the last bucket of staleness holds everything from here on.
     """
 
@@ -96,8 +96,8 @@ class Part:
         mask: the response mask, bool.
         layout: which tokens these are.
         sequences: the numbers of its sequences among those of all micro-batches.
-        advantages: one a token; None where they are one a sequence, or not given.
-        versions: int64, one a token; None where they are one a sequence, or not given.
+        advantages: one a token; None if they are one a sequence or not given.
+        versions: int64, one a token; None if they are one a sequence or not given.
     """
 
     train: Tensor
@@ -132,10 +132,10 @@ class Shards:
         dtype: of the arithmetic and of the weights.
         sequence_ids: int64.
         mini_batch_ids: int64.
-        group_ids: int64, the prompt of each sequence; None where they are not given.
-        advantages: one a sequence; None where they are one a token, or not given.
-        rewards: one a sequence; None where they are not given.
-        versions: int64, one a sequence; None where they are one a token, or not given.
+        group_ids: int64, the prompt of each sequence; None if they are not given.
+        advantages: one a sequence; None if they are one a token or not given.
+        rewards: one a sequence; None if they are not given.
+        versions: int64, one a sequence; None if they are one a token or not given.
         rank: of this process among the data-parallel ranks.
         has_default_ids: the caller gave no sequence ids.
         out_of_range: which of these values were wrong.
@@ -187,12 +187,12 @@ def collect_shards(
     Args:
         inputs: this rank's part.
         counts: the counts that all ranks agree on.
-        groups: the groups that carry the sums; None where another transport does: the layouts alone say which shard
+        groups: the groups that carry the sums; None if another transport does: the layouts alone say which shard
             this is.
-        first_sequence: the first of the sequence ids where none are given.
+        first_sequence: the first sequence id if none are given.
 
     Raises:
-        ValueError: names the argument, what was expected and what came; alike on all ranks, since it looks at shapes
+        ValueError: names the argument, its value and the expected one; alike on all ranks, since it looks at shapes
             only.
     """
     check_counts(counts)
@@ -365,7 +365,7 @@ def _per_sequence(
 def _per_token(
     name: str, value: Tensors | None, is_list: bool, layouts: Sequence[SequenceLayout], floating: bool = False
 ) -> Sequence[Tensor | None]:
-    """The values of each micro-batch where they are one a token; None each where they are one a sequence, or none."""
+    """The values of each micro-batch if they are one a token; None each if they are one a sequence or not given."""
     if value is None:
         return [None] * len(layouts)
     values = [tensor.detach() for tensor in _listed(name, value, is_list, len(layouts))]

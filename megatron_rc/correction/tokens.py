@@ -46,22 +46,22 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenDecisions:
-    """What is decided for each token alone; every tensor has the tokens' shape.
+    """Decisions on each token alone; every tensor has the tokens' shape.
 
     Attributes:
         valid: bool: in the response mask, with two usable log-probs.
-        one: 1 where valid, else 0, of the log-probs' dtype: a product with it costs a CPU a tenth of a ``where``.
-        absent: 0 where valid, else inf, of the same dtype.
-        train: log π_train, 0 where invalid.
-        rollout: log π_rollout, 0 where invalid.
-        log_ratio: log ρ, 0 where invalid.
-        ratio: ρ, clamped, 1 where invalid.
+        one: 1 if valid, else 0, of the log-probs' dtype: a product with it costs a CPU a tenth of ``torch.where``.
+        absent: 0 if valid, else inf, of the same dtype.
+        train: log π_train, 0 if invalid.
+        rollout: log π_rollout, 0 if invalid.
+        log_ratio: log ρ, 0 if invalid.
+        ratio: ρ, clamped, 1 if invalid.
         scale: the factor of the token's bounds, in nats; None without a staleness scale.
-        values: x of each divergence that a criterion looks at, by name, float64 (log ρ in its own dtype); 0 where
+        values: x of each divergence that a criterion looks at, by name, float64 (log ρ in its own dtype); 0 if
             invalid.
         accepted: for each token-level criterion, by name, the valid tokens that it accepts, bool.
         kept: the valid tokens that all token-level criteria accept, bool.
-        weights: bounded weights, 0 where invalid; None unless weights are token-level.
+        weights: bounded weights, 0 if invalid; None unless weights are token-level.
     """
 
     valid: Tensor
@@ -91,7 +91,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     scale = None
     if config.staleness_scale is not None and tokens.level is not None:
         scale = config.staleness_scale.of(tokens.level, log_ratio.dtype)
-    values = {one.name: one.of(log_ratio.double()) if one.of else log_ratio for one in config.divergences}
+    values = {x.name: x.of(log_ratio.double()) if x.of else log_ratio for x in config.divergences}
     accepted = {
         criterion.name: valid & criterion.within_bounds(values[criterion.tested.name].to(log_ratio.dtype), scale)
         for criterion in config.criteria
@@ -124,13 +124,13 @@ class Runs:
     """How the tokens of a block are added up: along runs of neighbouring tokens of one sequence.
 
     Attributes:
-        lengths: [runs] int64, the tokens of each run where the block is flat; None where it is [runs, run].
+        lengths: [runs] int64, the tokens of each run of a flat block; None for [runs, run].
     """
 
     lengths: Tensor | None = None
 
     def sum(self, values: Tensor) -> Tensor:
-        """[runs], to a relative 1e-7: float64, or the values' own dtype where the runs are short enough for it."""
+        """[runs], to a relative 1e-7: float64, or the values' own dtype if the runs are short enough for it."""
         return values.sum(1) if self.lengths is None and values.shape[1] <= MAX_RUN else self.exact_sum(values)
 
     def exact_sum(self, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class Verdicts:
     Attributes:
         tokens: tokens under m, float64.
         accept: bool: no criterion rejects the whole sequence.
-        accept_negative: bool: False where criteria reject the tokens with A < 0 alone; None unless advantages are one a
+        accept_negative: bool: False if criteria reject the tokens with A < 0 alone; None unless advantages are one a
             token.
         accepted: tokens under m', float64.
         by_criterion: for each criterion on sequences or prompts, by name, the sequences that it accepts, bool.
@@ -41,7 +41,7 @@ def decide_sequences(
 
     Args:
         sums: of whole sequences.
-        shards: ids, and advantages where they are one a sequence.
+        shards: ids, and advantages if they are one a sequence.
         config: the criteria.
         prompts: [num_groups, columns] of :func:`prompt_columns`, over all responses of a prompt; None: criteria on
             prompts are left out.
@@ -127,7 +127,7 @@ def check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
 
 
 def check_version_given(config: RolloutCorrectionConfig, counts: AgreedCounts) -> None:
-    """Raise ValueError if the config looks at staleness and nobody knows it; looks at what every stage can see."""
+    """Raise ValueError if the config needs versions that are not given; every pipeline stage can call it."""
     for name in ("rollout_staleness_scale", "proximal_interpolation"):
         if counts.current_version is None and getattr(config, name):
             raise ValueError(

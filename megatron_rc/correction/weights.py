@@ -22,7 +22,7 @@ def bounded_weights(
 
     - ``truncate``: min(w, upper). Ionides 2008, "Truncated Importance Sampling".
     - ``clamp``: min(max(w, lower), upper).
-    - ``mask``: w where lower <= w <= upper, else 0; compared with the unclamped log-ratio. IcePop: Ling Team 2025,
+    - ``mask``: w if lower <= w <= upper, else 0; compared with the unclamped log-ratio. IcePop: Ling Team 2025,
       "Every Step Evolves".
 
     Args:

@@ -1,7 +1,7 @@
-"""The first log-prob that cannot be used, found without looking at the host, and named alike on every rank.
+"""The first unusable log-prob, found without looking at the host, and named alike on every rank.
 
 A token's key is id · 2³² + 8 · position + 4 · policy + kind; policy is 0 for π_train and 1 for π_rollout, and the kind
-says what the log-prob is: NaN, infinite or positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in
+is NaN, infinite or positive. With ids below 2²¹ and positions below 2²⁹ a key is exact in
 float64; the smallest one of all ranks wins.
 Without sequence ids, the id is the local index, and the rank that holds the sequence takes the place of its upper bits.
 """
@@ -16,7 +16,7 @@ from megatron_rc.numerics import NUM_SEQUENCE_IDS, is_log_prob
 
 _STRIDE = 2**32
 _KINDS = ("NaN", "infinite", "positive")
-_LOCAL_IDS = 2**11  # sequences that a rank can tell apart where none has an id
+_LOCAL_IDS = 2**11  # sequences that a rank can tell apart if none has an id
 
 
 def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _tokens_of(part: Part, sequence: Tensor) -> list[Tensor]:
 
 
 def describe_bad_token(key: float, count: float, default_ids: bool) -> str:
-    """One sentence for the error: which token, and what to do."""
+    """One sentence for the error: the token and the remedy."""
     sample, rest = divmod(int(key), _STRIDE)
     position, rest = divmod(rest, 8)
     policy, kind = divmod(rest, 4)

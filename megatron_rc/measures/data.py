@@ -1,4 +1,4 @@
-"""Checks of the data that every rank makes alike: counts of what cannot be right, and what they say on the host."""
+"""Checks of the data: counts of impossible values on every rank, and the errors that they raise on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def data_sums(
     Args:
         shards: the local tokens.
         sums: of whole sequences.
-        newer_tokens: 0-D, tokens with a version above the current one, where each token has a version.
+        newer_tokens: 0-D, tokens with a version above the current one; 0 if versions are one a sequence.
         config: the correction.
     """
     trained, first = sums.response > 0, shards.is_first_cp_rank

@@ -13,7 +13,7 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 
 def derive_distributions(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, Distribution]:
-    """What quantiles of the same names with ``_p50`` are of.
+    """The distributions whose quantiles are metrics (``<name>_p50``).
 
     Returns:
         ``<metric_prefix>log_ratio``, log ρ of the tokens; with weights ``rollout_is``, the bounded weight of each token
@@ -35,13 +35,13 @@ def derive_distributions(header: BatchHeader[float], config: RolloutCorrectionCo
 
 
 def _weights(logs: Histogram) -> Distribution:
-    """Of the logs of weights."""
+    """The distribution of weights, from the histogram of their logs."""
     low, high = map(math.exp, logs.ends)
     return even_bins(low, high, logs.total, lambda weight: logs.below(math.log(weight)))
 
 
 def _token_weights(logs: Histogram, sums: WeightSums[float], config: RolloutCorrectionConfig) -> Distribution:
-    """Of bounded weights, from log ρ: what is beyond a bound lies on it, or with ``mask`` at 0."""
+    """The distribution of bounded weights, from log ρ: values beyond a bound lie on it, or with ``mask`` at 0."""
     lower, upper = config.is_bounds if config.is_mode != "truncate" else (0.0, config.is_bounds[1])
     zeros = beyond = 0.0
     if config.is_mode == "mask":

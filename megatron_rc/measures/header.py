@@ -1,7 +1,7 @@
 """The numbers that are known of a whole batch, as records: sums and extremes that merge over ranks and micro-batches.
 
-N is a tensor on the device, where records are written, and a float on the host, where they are read. Tables are tensors
-on the device and lists on the host.
+Records are written on the device, with N a tensor, and read on the host, with N a float. Tables are tensors on the
+device and lists on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rc.parallel.collectives import largest, smallest
 
 @dataclass(frozen=True)
 class PolicySums(Generic[N]):
-    """How far the two policies are apart. Sums over sequences with a valid token, except where a field says tokens.
+    """How far the two policies are apart. Sums over sequences with a valid token, except if a field says tokens.
 
     Attributes:
         valid: valid tokens.
@@ -87,12 +87,12 @@ class WeightSums(Generic[N]):
 
     Attributes:
         raw: Σ w before the bounds.
-        raw_squared: Σ w² before the bounds; None where weights are token-level: it follows from the others.
+        raw_squared: Σ w² before the bounds; None for token-level weights: it follows from the others.
         raw_excess_squared: Σ (w - 1)² before the bounds.
         log_raw_max: the largest log w before the bounds.
         log_raw_min: the smallest log w before the bounds.
         bounded: Σ w.
-        bounded_squared: Σ w²; None where weights are token-level.
+        bounded_squared: Σ w²; None for token-level weights.
         bounded_excess_squared: Σ (w - 1)².
         bounded_max: the largest w.
         bounded_min: the smallest w.
@@ -165,7 +165,7 @@ class CriterionSums(Generic[N]):
     Attributes:
         rejected: valid tokens that it rejects.
         sequences_rejected: sequences with such a token.
-        statistic: of its statistic; None where that is not measured.
+        statistic: of its statistic; None if it is not measured.
     """
 
     rejected: N
@@ -188,7 +188,7 @@ class VetoSums(Generic[N]):
 
 @dataclass(frozen=True)
 class DataSums(Generic[N]):
-    """Counts of data that cannot be right.
+    """Counts of impossible data.
 
     Attributes:
         sequence_ids: sequences whose id was out of range; the next five count the input of their name.
@@ -236,8 +236,8 @@ class BatchHeader(Generic[N]):
     """All numbers that are known of a whole batch.
 
     Attributes:
-        denominators: what the loss is divided by.
-        data: what cannot be right.
+        denominators: the loss is divided by them.
+        data: counts of impossible values.
         policy: of the two policies.
         weights: of importance weights; None without them.
         veto: of the veto; None without one.

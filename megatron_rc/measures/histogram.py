@@ -23,7 +23,7 @@ _DROPPED_BITS = 18  # of the 23 of the mantissa
 _PER_OCTAVE = 32
 _LOWEST, _HIGHEST = -15, 5  # powers of two between which bins are told apart
 _HALF = (_HIGHEST - _LOWEST) * _PER_OCTAVE
-NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of what is left of the bits, sign included
+NUM_CODES = 1 << (32 - _DROPPED_BITS)  # values of the remaining bits, sign included
 _FIRST = (_LOWEST + 127) * _PER_OCTAVE
 NUM_BINS = 2 * _HALF + 1
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -53,7 +53,7 @@ def even_bins(
         high: the largest.
         total: how many there are.
         below: how many lie below a value.
-        most: bins, where fewer will do.
+        most: upper limit of the number of bins.
     """
     if not low < high:
         low, high = low - 0.5, low + 0.5
@@ -135,7 +135,7 @@ def bins_of(values: Tensor, counts: Tensor) -> Tensor:
 
 
 class Histogram:
-    """What was counted, on the host.
+    """A histogram on the host.
 
     Args:
         until: [NUM_BINS], how many values lie in each bin or in one before it.
@@ -165,11 +165,11 @@ class Histogram:
         return before + (self._until[index] - before) * (value - edges[index]) / (edges[index + 1] - edges[index])
 
     def quantile(self, share: float) -> float:
-        """The value below which this share of what was counted lies; 0 if nothing was."""
+        """The value below which this share of the counted values lies; 0 of none."""
         return self.value_at(share * self._until[-1])
 
     def value_at(self, rank: float) -> float:
-        """The value below which so many of what was counted lie; 0 if nothing was."""
+        """The value below which so many of the counted values lie; 0 of none."""
         if not self._until[-1]:
             return 0.0
         index = min(bisect_left(self._until, rank), NUM_BINS - 1)
@@ -180,7 +180,7 @@ class Histogram:
 
 
 def quantiles(histogram: Histogram) -> dict[str, float]:
-    """``log_ratio_p01`` … ``log_ratio_p99`` of what was counted; 0 if nothing was."""
+    """``log_ratio_p01`` … ``log_ratio_p99`` of the counted values; 0 of none."""
     return {f"log_ratio_p{percent:02d}": histogram.quantile(percent / 100) for percent in QUANTILES}
 
 

@@ -20,7 +20,7 @@ _OLDEST_PREFIX, _OLDEST_NAME = "mismatch/", "mismatch_"
 
 
 def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Every metric of one rollout batch, under verl's names where it has one; see ``docs/metrics.md``.
+    """Every metric of one rollout batch, under verl's names if it has one; see ``docs/metrics.md``.
 
     Returns:
         ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens (the normalisation factor is 1).
@@ -94,7 +94,7 @@ def _criterion_metrics(criterion: Criterion, sums: CriterionSums[float], policy:
 def _statistic_metrics(
     criterion: Criterion, sums: StatisticSums[float], rejected: float, policy: PolicySums[float]
 ) -> dict[str, float]:
-    """The statistic that a criterion tests; where its bounds are on ρ it is -log ρ, as in verl: the sides turn."""
+    """The statistic that a criterion tests; with bounds on ρ it is -log ρ, as in verl: the sides turn."""
     tokens, sequences = policy.valid, policy.sequences
     turned = criterion.bounds.on_ratio
     sign = -1.0 if turned else 1.0

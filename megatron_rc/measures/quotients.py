@@ -1,4 +1,4 @@
-"""Means and deviations from sums, and extremes: what metrics are made of."""
+"""Means and deviations from sums, and extremes: the parts of metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """0 where nothing was counted."""
+    """The quotient; 0 if nothing was counted."""
     # + 0.0 turns a negative zero into a positive one.
     return numerator / denominator + 0.0 if denominator else 0.0
 
@@ -22,5 +22,5 @@ def spread(mean: float, mean_square: float) -> float:
 
 
 def sample_std(total: float, total_square: float, count: float) -> float:
-    """With n - 1, as verl's over sequences; 0 for fewer than two."""
+    """The standard deviation with n - 1, as verl's over sequences; 0 for fewer than two."""
     return math.sqrt(max(total_square - total * total / count, 0.0) / (count - 1)) if count > 1 else 0.0

@@ -209,7 +209,7 @@ def criterion_sums(
     verdicts: Verdicts,
     config: RolloutCorrectionConfig,
 ) -> CriterionSums[Tensor]:
-    """What a criterion rejects by itself, and its statistic."""
+    """The tokens that a criterion rejects by itself, and its statistic."""
     if criterion.unit == "token":
         rejected = sums.valid - measures.accepted[criterion.name]
     else:
@@ -246,7 +246,7 @@ def _statistic_sums(
 
 
 def veto_sums(sums: SequenceSums) -> VetoSums[Tensor] | None:
-    """What the veto rejects; None without one."""
+    """The tokens and sequences that the veto rejects; None without a veto."""
     return None if sums.vetoed is None else VetoSums(sums.vetoed, sums.vetoed > 0)
 
 
@@ -258,7 +258,7 @@ def breakdowns(
     Args:
         sums: of whole sequences.
         verdicts: on them.
-        shards: rewards, and versions where they are one a sequence.
+        shards: rewards, and versions if they are one a sequence.
         counted: [n] bool, the sequences whose sums this rank counts.
         by_staleness: [buckets, 3] of tokens that have versions of their own, else zeros.
     """

@@ -17,7 +17,7 @@ micro-batches, are cut into at most 256 stretches of equal length (and one more 
 compared in each, from its first trained token on. That token is looked for at up to 256 evenly spaced places of the
 stretch. Up to 16,384 local tokens this compares every pair. Beyond, a response is found that is as long as the distance
 of these places, which is local tokens / 65,536, or longer; a shorter one only where it happens to lie on a place. A
-shift is missed where fewer than 512 pairs are found in the whole batch.
+shift is missed if fewer than 512 pairs are found in the whole batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shift:
     """How the two policies' tokens lie against each other.
 
     Attributes:
-        share: the smaller crosswise distance, as a share of the straight one; 1 where both are 0.
+        share: the smaller crosswise distance, as a share of the straight one; 1 if both are 0.
         lag: the positions by which the rollout log-probs would then be late, +1 or -1.
         is_enough: whether there are enough pairs, and different ones, to judge.
     """
@@ -128,7 +128,7 @@ def _cells(pairs: Tensor) -> Tensor:
 
 
 def measure_shift(sums: Sequence[Sequence[float]]) -> Shift:
-    """What the sums of the whole batch say, ``[5][cells]`` as :func:`shift_sums` has them."""
+    """The shift that the sums of the whole batch show: ``[5][cells]`` of :func:`shift_sums`."""
     cells = [(count, *(value / count for value in values)) for count, *values in zip(*sums, strict=True) if count]
     straight, late, early, straight_next = (sum(cell[row] for cell in cells) for row in range(1, ROWS))
     crosswise, lag = min((late, 1), (early, -1))

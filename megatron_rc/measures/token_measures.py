@@ -75,7 +75,7 @@ class TokenMeasures:
     Attributes:
         sequences: of which the runs of a sequence add up.
         totals: of which all runs add up.
-        codes: int32, of the tokens' shape: the histogram's code of each log ρ, of 0 where invalid.
+        codes: int32, of the tokens' shape: the histogram's code of each log ρ; invalid tokens have the code of 0.
     """
 
     sequences: SequenceMeasures
@@ -88,7 +88,7 @@ def measure_tokens(
 ) -> TokenMeasures:
     """Measure a block of tokens that are decided."""
     valid, absent, log_ratio, weights = decisions.valid, decisions.absent, decisions.log_ratio, decisions.weights
-    excess = decisions.ratio - 1  # to 6e-8 in float32, where expm1 would cost six exponentials
+    excess = decisions.ratio - 1  # to 6e-8 in float32; expm1 would cost six exponentials
     above = below = bounded_excess = bounded_max = bounded_min = None
     scale = decisions.scale
     if weights is not None:

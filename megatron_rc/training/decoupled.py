@@ -112,7 +112,7 @@ def plan_decoupled(
 ) -> DecoupledPlan:
     """The whole correction on the last pipeline stage, and its header on every stage.
 
-    The stages before the last wait for that header. So where the inputs are refused it is NaN, and all raise alike.
+    The stages before the last wait for that header. So it is NaN if the inputs are refused, and all raise alike.
     """
     result, refused = None, None
     if inputs is not None:

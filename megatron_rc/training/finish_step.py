@@ -32,10 +32,10 @@ _TOLERANCE = 1e-5  # relative, of sums of float32 weights in another order
 
 
 class Steps:
-    """The owner of the open step, and of what is known of the one that ended last.
+    """The owner of the open step and of the result of the last one.
 
     Args:
-        config: what is corrected.
+        config: the correction.
         loss: the objective.
         groups: ``dp_cp`` carries the reductions of the last stage, ``pp`` their result to the other stages.
         allow_zero_log_probs: as in :func:`correct_rollouts`.
@@ -68,7 +68,7 @@ class Steps:
         self.agreed, self.since_plan = agreed, []
 
     def check_ready(self) -> None:
-        """Raise where no step may begin that the loss corrects; called when its scale is asked for.
+        """Raise if no step may begin that the loss corrects; called when its scale is asked for.
 
         Raises:
             ValueError: nothing would end it, which every stage sees.
@@ -94,7 +94,7 @@ class Steps:
         if self._open.step is not None and not self._open.is_of(step):
             raise StepError(
                 f"mini_batch={step.mini_batch} in the step of mini-batch {self._open.step.mini_batch}: call "
-                "finish_step() in between, or reset_step() where that step is given up"
+                "finish_step() in between, or reset_step() if that step is given up"
             )
 
     def count(self, step: PlannedStep, counted: Counted[Tensor], found: CorrectedMicroBatch) -> None:
@@ -117,7 +117,7 @@ class Steps:
         self._open.count(step, counted, found)
 
     def record(self, statistics: LossStatistics) -> None:
-        """Add what the loss of a micro-batch measured. Collectives: none."""
+        """Add the measures of the loss of a micro-batch. Collectives: none."""
         self._open.record(statistics)
 
     def refuse(self, message: str) -> None:
@@ -148,7 +148,7 @@ class Steps:
         return result
 
     def reset(self) -> None:
-        """Forget what was counted since the last step ended."""
+        """Forget the micro-batches since the last step ended."""
         self._open, self._scaled = OpenStep(), None
 
     @property
@@ -234,7 +234,7 @@ class Steps:
         return dataclasses.replace(header, batch=batch, factor=torch.where(skip, 0.0, factor))
 
     def _found(self, header: StepHeader[Tensor]) -> Tensor:
-        """0-D: the number of what the sums of all ranks show to be wrong; 0 if nothing is."""
+        """0-D: the number of the mistake that the sums of all ranks show; 0 if there is none."""
         counted, step = header.counted, self._open.step
         is_short = counted.fewest == 0 if self.config.corrects_in_loss else (counted.fewest == 0) & (counted.most > 0)
         differs = counted.outside > 0

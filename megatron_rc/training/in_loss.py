@@ -57,7 +57,7 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
 
 
 class InLossPlan(Plan):
-    """What is known of a rollout batch before π_θ is, where the correction is made in the loss.
+    """The plan of a correction that is made in the loss: the facts that are known before π_θ is.
 
     Attributes:
         counts: under the response mask; None on pipeline stages without log-probs.

@@ -1,4 +1,4 @@
-"""One micro-batch on its way through the loss: its inputs, and what the correction makes of them."""
+"""One micro-batch on its way through the loss: its inputs and its correction."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class MicroBatch(OneMicroBatch):
     """The inputs of the loss of one micro-batch, on the last pipeline stage: the plan's inputs and its results.
 
     Attributes:
-        train_log_probs: log π_old; must be None where π_old is π_rollout or interpolated.
+        train_log_probs: log π_old; must be None if π_old is π_rollout or interpolated.
         layout: which tokens these are; must be given, and so must advantages.
         advantages: [n], or per token.
-        sequence_ids: error messages name them where the correction is made in the loss.
+        sequence_ids: error messages name them if the correction is made in the loss.
         policy_versions: for metrics by staleness, bounds by staleness and the interpolation that are made in the loss;
-            only where the plan was given the current version.
-        ref_log_probs: log π_ref, where there is a KL penalty.
-        weights: importance weights of the plan; must be None where the config applies none, and where the loss finds
+            only if the plan was given the current version.
+        ref_log_probs: log π_ref; needed for a KL penalty.
+        weights: importance weights of the plan; must be None if the config applies none or the loss finds
             them.
-        mask: bool, the accepted tokens of the plan; must be None where the loss finds them.
-        sequence_lengths: [n] float64, n_i of the plan; must be None where the loss finds them.
+        mask: bool, the accepted tokens of the plan; must be None if the loss finds them.
+        sequence_lengths: [n] float64, n_i of the plan; must be None if the loss finds them.
     """
 
     layout: SequenceLayout = field()
@@ -43,12 +43,12 @@ class CorrectedMicroBatch:
     """The correction of one micro-batch; unpacks as ``weights, mask, sequence_lengths``.
 
     Attributes:
-        weights: detached, like the tokens; None where none are applied. Bounded; normalised in decoupled mode alone.
+        weights: detached, like the tokens; None if none are applied. Bounded; normalised in decoupled mode alone.
         mask: bool: the accepted tokens m'.
         sequence_lengths: [n] float64, n_i: tokens of each whole sequence in the denominator.
         old_log_probs: log π_old, detached: of the plan, of the rollout in bypass mode, or interpolated.
-        mean_log_ratio: [n] float64, the mean of log π_θ/π_old over each whole sequence; None where it is not known yet.
-        header: this rank's part of the numbers of the step; None where the plan has them.
+        mean_log_ratio: [n] float64, the mean of log π_θ/π_old over each whole sequence; None if it is not known yet.
+        header: this rank's part of the numbers of the step; None if the plan has them.
     """
 
     weights: Tensor | None

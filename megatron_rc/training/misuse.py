@@ -1,4 +1,4 @@
-"""What can be wrong with the order in which a step's calls come, and what is said of it."""
+"""Mistakes in the order of a step's calls, and their error messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _END = "end each step with finish_step(), as wrap_finalize() does"
 
 
 class StepError(ValueError, RuntimeError):
-    """A call at a time when it would train wrongly: wrong of the caller, and because of what was called before."""
+    """A call that would train wrongly because of the calls before it."""
 
 
 class Misuse(IntEnum):
-    """What is wrong with a step that ends; its number travels in the step's header, where 0 is nothing.
+    """A mistake in a step that ends; its number travels in the step's header, and 0 is none.
 
-    Where several things are wrong, on one rank or on several, all ranks raise the last of them in this table. So what
-    may be no more than a consequence stands before what may be its cause.
+    Of several mistakes, on one rank or on several, all ranks raise the last one in this table. So a mistake that may be
+    a consequence stands before its possible cause.
     """
 
     words: str

@@ -1,4 +1,4 @@
-"""The objective that a correction goes with: its algorithm filled in, and what cannot be exact together refused."""
+"""The objective that a correction goes with: its algorithm filled in, and combinations that cannot be exact refused."""
 
 from __future__ import annotations
 

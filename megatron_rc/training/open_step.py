@@ -1,4 +1,4 @@
-"""What one rank has counted since the last optimizer step ended."""
+"""The open step: the counts of one rank since the last optimizer step ended."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_rc.training.step_result import Counted, StepHeader
 
 @dataclass
 class OpenStep:
-    """What one rank has counted since the last step ended.
+    """The counts of one rank since the last step ended.
 
     Attributes:
         step: whose denominator the losses were divided by; None before the first of them.
         batch: sums and maxima of the micro-batches that were corrected in the loss.
-        statistics: what the losses measured.
+        statistics: the measures of the losses.
         counted: the tokens of the losses.
         micro_batches: how many were counted.
         sequences: how many sequences they have.
-        found: what is known already to be wrong.
+        found: the mistakes that are known already.
         refused: the message of a loss that was refused.
     """
 
@@ -60,7 +60,7 @@ class OpenStep:
             self.batch = _merged(self.batch, pack(found.header))
 
     def record(self, statistics: LossStatistics) -> None:
-        """Add what the loss of a micro-batch measured."""
+        """Add the measures of the loss of a micro-batch."""
         self.statistics = statistics if self.statistics is None else self.statistics.merge(statistics)
 
     def note(self, misuse: Misuse) -> None:
@@ -68,7 +68,7 @@ class OpenStep:
         self.found |= {misuse}
 
     def header(self, form: StepHeader[Tensor]) -> tuple[StepHeader[Tensor], int]:
-        """(the numbers of this rank in the form of every rank's, the number of what is wrong with them or 0)."""
+        """(the numbers of this rank in the form of every rank's, the number of the mistake in them or 0)."""
         found = set(self.found)
         if self._wanted not in (None, self.micro_batches):
             found.add(Misuse.UNFINISHED)

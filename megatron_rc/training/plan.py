@@ -1,4 +1,4 @@
-"""A plan: what is known of a rollout batch before its optimizer steps, and the factors of each step.
+"""A plan: the facts about a rollout batch before its optimizer steps, and the factors of each step.
 
 ``docs/design.md`` begins with the words and symbols that are used here.
 """
@@ -29,15 +29,15 @@ _MOST_TOKENS = 2**31  # Megatron counts them in int32
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """One optimizer step: a mini-batch of a plan, and what its loss is divided by.
+    """One optimizer step: a mini-batch of a plan, and the denominator of its loss.
 
     Attributes:
         plan: the plan that knows the mini-batch.
         mini_batch: its index there.
         denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it. It is the
-            denominator of the loss; where that is known only after the step, the one under the response mask. NaN on
+            denominator of the loss; if that is known only after the step, the one under the response mask. NaN on
             pipeline stages that cannot know it and compute no loss.
-        num_microbatches: of this step, on each data-parallel rank; None where nobody said.
+        num_microbatches: of this step, on each data-parallel rank; None if it is not known.
     """
 
     plan: Plan
@@ -51,7 +51,7 @@ class LossScale:
     """The global factors of one optimizer step, from ``plan.loss_scale()``: equal on all ranks that share them.
 
     Attributes:
-        denominator: 0-D, what the sum of the loss over the whole mini-batch is divided by; above 0.
+        denominator: 0-D, above 0: the sum of the loss over the whole mini-batch is divided by it.
         num_microbatches: of this step, on each data-parallel rank.
         dp_cp_size: number of ranks that hold different tokens.
         calculate_per_token_loss: Megatron's setting of that name.
@@ -77,12 +77,12 @@ class StepOwner(Protocol):
         """Sequences that were counted since the last step ended."""
 
     def check_ready(self) -> None:
-        """Raise StepError or ValueError where no step may begin."""
+        """Raise StepError or ValueError if no step may begin."""
 
 
 @dataclass
 class Progress:
-    """What has happened to a plan since it was made.
+    """The history of a plan since it was made.
 
     Attributes:
         is_checked: ``check()`` was called and found nothing wrong.
@@ -94,15 +94,15 @@ class Progress:
 
 
 class Plan(ABC):
-    """What is known of a rollout batch before the schedule, in both modes.
+    """The facts about a rollout batch before the schedule, in both modes.
 
     Attributes:
-        config: what is corrected.
+        config: the correction.
         loss: the objective: its aggregation decides the denominators.
         agreed: the counts that all ranks agreed on.
         groups: of this rank.
         steps: the correction that the plan belongs to, whose steps its scales begin.
-        progress: what has happened to the plan.
+        progress: the history of the plan.
     """
 
     config: RolloutCorrectionConfig
@@ -120,22 +120,22 @@ class Plan(ABC):
     @property
     @abstractmethod
     def counted(self) -> Tensor:
-        """[num_mini_batches, 2] float64: tokens and sequences that the loss is divided by; NaN where not known."""
+        """[num_mini_batches, 2] float64: tokens and sequences that the loss is divided by; NaN if not known."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ValueError on every rank alike if what is known already cannot be right."""
+        """Raise ValueError on every rank alike if the data cannot be right."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Metrics of what is known already, equal on every rank."""
+        """Metrics that are known already, equal on every rank."""
 
     @abstractmethod
     def skips(self, mini_batch: int | None = None) -> bool:
         """Whether it is known already, on every rank, that the optimizer step must not be made.
 
         Raises:
-            ValueError: a mini-batch that is not there, or none named where there are several.
+            ValueError: a mini-batch that is not there, or none named although there are several.
         """
 
     @abstractmethod
@@ -158,14 +158,14 @@ class Plan(ABC):
         """The factors of one optimizer step, for the losses of all its micro-batches. Collectives: none.
 
         Args:
-            mini_batch: which one; may be left out where there is one.
+            mini_batch: its index; may be left out if there is one.
             num_microbatches: of this step, on each data-parallel rank.
             calculate_per_token_loss: Megatron's setting of that name, which needs the two others.
             local_tokens: tokens of a micro-batch on this rank, padding included, equal for all its micro-batches.
             total_tokens: tokens of all micro-batches of the step on all ranks with different tokens.
 
         Raises:
-            ValueError: a mini-batch that is not there, or none named where there are several; counts that cannot be; in
+            ValueError: a mini-batch that is not there, or none named although there are several; impossible counts; in
                 the loss, no ``wrap_finalize`` that anything has kept: nothing would end the step and scale its
                 gradients.
             StepError: ``check()`` was never called, so that bad data would be trained on; in the loss, a whole step was
@@ -216,7 +216,7 @@ class Plan(ABC):
         return {}
 
     def step(self, mini_batch: int | None = None) -> PlannedStep:
-        """The optimizer step of a mini-batch, which may be left out where there is one.
+        """The optimizer step of a mini-batch, which may be left out if there is one.
 
         Raises:
             ValueError: as :meth:`loss_scale`.

@@ -25,7 +25,7 @@ def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor,
         updates: v_θ - v_prox, optimizer steps since, those that were skipped too.
 
     Returns:
-        Like ``log_probs``. Where log π_rollout is unusable it is log π_θ, so that the former alone is found to be bad.
+        Like ``log_probs``. If log π_rollout is unusable it is log π_θ, so that the former alone is found to be bad.
     """
     if not updates:
         return log_probs.detach().clone()

@@ -30,7 +30,7 @@ class TrainingResult(CorrectionResult):
         """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes.
 
         Raises:
-            ValueError: the mini-batch is not there, or none is named where there are several.
+            ValueError: the mini-batch is not there, or none is named although there are several.
         """
         counts = self.on_host.denominators.counts
         index = index_of(mini_batch, len(counts))
@@ -51,7 +51,7 @@ class TrainingResult(CorrectionResult):
 
     @property
     def _needs_weights(self) -> bool:
-        """Without weights nothing is left of the loss."""
+        """The loss has no term without weights."""
         return self.config.may_weigh_nothing and not (self.loss.entropy_coef or self.loss.kl_coef)
 
     @property
@@ -63,7 +63,7 @@ def index_of(mini_batch: int | None, number: int) -> int:
     """The index of a mini-batch, of so many.
 
     Raises:
-        ValueError: it is not there, or none is named where there are several.
+        ValueError: it is not there, or none is named although there are several.
     """
     if mini_batch is None and number > 1:
         raise ValueError(f"the plan has {number} mini-batches: say which with mini_batch=")

@@ -33,7 +33,7 @@ class RolloutCorrection:
     runs, and ``finish_step`` ends the step before the optimizer's.
 
     Args:
-        config: what to correct.
+        config: the correction.
         groups: ``cp`` and ``dp_cp`` carry the reductions of the last stage, ``pp`` the header to the other stages.
         loss: the objective: its aggregation decides the denominators.
         has_auxiliary_losses: the model adds losses of its own to the gradients (MoE balancing or z losses, multi-token
@@ -43,7 +43,7 @@ class RolloutCorrection:
 
     Attributes:
         loss: the objective, its algorithm filled in.
-        steps: what its losses count, and the order of calls.
+        steps: the counts of its losses, and the order of calls.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
@@ -89,7 +89,7 @@ class RolloutCorrection:
             num_groups: prompts of the whole batch.
             current_version: of the weights that train.
             max_staleness: the last bucket of staleness.
-            device: of the header, where ``inputs`` is None. Default: the GPU where ``groups.pp`` is of nccl.
+            device: of the header, if ``inputs`` is None. Default: the GPU if the backend of ``groups.pp`` is nccl.
 
         Returns:
             Decoupled: the result, on stages without log-probs with weights and mask None. In the loss: the denominators
@@ -103,7 +103,7 @@ class RolloutCorrection:
                 data is reported by ``check()`` of the result.
         """
         counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
-        # What every stage can see, before any of them waits for another.
+        # Checks that every stage can make, before any of them waits for another.
         check_counts(counts)
         check_version_given(self.config, counts)
         if self.config.needs_prompts and num_groups is None:
@@ -161,8 +161,8 @@ class RolloutCorrection:
         Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
 
         Raises:
-            ValueError: shapes that do not fit, no mini-batch named where there are several, or another one than that of
-                the step so far.
+            ValueError: shapes that do not fit, no mini-batch named although there are several, or another one than the
+                step has so far.
             StepError: decoupled mode, or no ``plan`` before.
         """
         plan = self._newest
@@ -199,27 +199,27 @@ class RolloutCorrection:
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:
-        """End one optimizer step, on every pipeline stage: reduce what the micro-batches added up.
+        """End one optimizer step, on every pipeline stage: reduce the sums of its micro-batches.
 
         Args:
-            device: of the result, on stages that hold no log-probs. Default: the GPU where ``groups.pp`` is of nccl.
+            device: of the result, on stages that hold no log-probs. Default: the GPU if ``groups.pp`` is of nccl.
 
         Returns:
-            0-D float64, what the gradients are to be multiplied by. In the loss that is D₀/G, with D₀ the denominator
-            under the response mask, which the losses were divided by; 0 where the step must be skipped. In decoupled
+            0-D float64, the factor of the gradients. In the loss it is D₀/G, with D₀ the denominator
+            under the response mask, which the losses were divided by; 0 if the step must be skipped. In decoupled
             mode G was known before, and this is 1. Touches no gradient.
 
         Collectives: one SUM and one MAX over ``dp_cp`` on the last stage, then one broadcast over ``pp``. Host
         synchronisations: one, shared with all that is read of the step.
 
         Raises:
-            StepError: on every rank alike, if what was counted on any of them is not one whole step. It is kept until
+            StepError: on every rank alike, if any of them did not count one whole step. It is kept until
                 ``reset_step``.
         """
         return self.steps.finish(device or group_device(self.groups.pp)).factor
 
     def reset_step(self) -> None:
-        """Forget what was counted since the last step ended, on every rank: a schedule failed and is run again.
+        """Forget the micro-batches since the last step ended, on every rank: a schedule failed and is run again.
 
         The gradients must be zeroed too.
         """
@@ -227,9 +227,9 @@ class RolloutCorrection:
 
     @property
     def step(self) -> StepResult | None:
-        """What is known of the step that ``finish_step`` ended last: ``check()`` before the optimizer's step.
+        """The result of the step that ``finish_step`` ended last: call its ``check()`` before the optimizer's step.
 
-        None in decoupled mode, where the plan knows it all, and where no step has ended and this stage counted nothing.
+        None in decoupled mode, because the plan knows it all, and before the first step.
 
         Raises:
             StepError: micro-batches were counted here that no ``finish_step`` has ended.
@@ -252,7 +252,7 @@ class RolloutCorrection:
         return self.steps.last_whole("loss_metrics()").loss_metrics()
 
     def metrics(self) -> dict[str, float]:
-        """In the loss: metrics over all steps since the newest plan, which mix policies: each step has another π_θ."""
+        """Metrics over all steps since the newest plan, in the loss; they mix policies: each step has another π_θ."""
         ended, prefix = self.steps.since_plan, self.config.metric_prefix
         if not self.config.corrects_in_loss or not ended:
             return {}

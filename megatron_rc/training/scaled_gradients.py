@@ -24,7 +24,7 @@ class ScaledGradients:
 
 
 def _gradient(parameter: Any) -> Any:
-    """Where Megatron's DDP adds it up, or torch's own."""
+    """The gradient: Megatron's buffer, or torch's own."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 

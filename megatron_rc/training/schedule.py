@@ -40,15 +40,15 @@ def masked_loss(
     backward of the returned loss runs: a forward-only pass leaves no trace there.
 
     Args:
-        correction: with the objective; where it corrects in the loss, this is where.
+        correction: the correction, with the objective.
         micro_batch: the tokens.
         log_probs: log π_θ of the labels, of the layout's local shape, nats; differentiated.
-        entropy: of π_θ, of the same shape; None where there is no entropy bonus: it is then not
+        entropy: of π_θ, of the same shape; None without an entropy bonus: it is then not
             measured, and ``policy/entropy`` is 0.
         scale: the factors of this step, from ``plan.loss_scale()``.
 
     Returns:
-        What Megatron's ``loss_func`` returns: (loss, num_tokens, log); the log holds ``loss``, the local part of the
+        The triple of Megatron's ``loss_func``: (loss, num_tokens, log); the log holds ``loss``, the local part of the
         numerator.
 
     Collectives: in bypass mode and with ``proximal_interpolation`` those of ``in_loss``; outside bypass mode ``gspo``
@@ -56,7 +56,7 @@ def masked_loss(
 
     Raises:
         ValueError: a tensor that the mode or the objective needs is missing or has another shape, or the scale is of
-            another correction. At once where there is one pipeline stage. Where others wait for this one's gradients
+            another correction. At once with one pipeline stage. If others wait for this one's gradients
             the schedule goes on with a loss of 0 (NaN in the log), and its end raises the same StepError on every rank.
     """
     try:
@@ -91,7 +91,7 @@ def _step_of(scale: LossScale) -> PlannedStep:
 
 
 def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
-    """0-D: sequences with trained tokens of another mini-batch than the step's; None where nothing says of which."""
+    """0-D: sequences with trained tokens of another mini-batch than the step's; None if the micro-batch has no ids."""
     ids, mask = micro_batch.mini_batch_ids, micro_batch.response_mask
     if ids is None:
         return None
@@ -113,7 +113,7 @@ def _refused(log_probs: Tensor) -> Returned:
 
 
 def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) -> Returned:
-    """What Megatron's ``loss_func`` returns for one micro-batch, so that the gradients are those of Σℓ/G.
+    """The triple of Megatron's ``loss_func`` for one micro-batch, with the gradients of Σℓ/G.
 
     Without ``calculate_per_token_loss`` Megatron divides the loss by ``num_tokens`` and by the number of micro-batches,
     and DDP averages over DP×CP: the factors here undo that. With it, DDP sums, and ``finalize_model_grads`` divides by
@@ -121,7 +121,7 @@ def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) 
 
     Args:
         loss_sum: 0-D, Σ of the masked loss over this local micro-batch, in the graph even if nothing is counted.
-        log: what the schedule hands back to the caller; values are cloned, since Megatron scales the loss in place.
+        log: the schedule hands it back to its caller; values are cloned, since Megatron scales the loss in place.
         scale: the factors of this step.
 
     Returns:
@@ -140,12 +140,12 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     """A ``finalize_model_grads_func`` for Megatron's config: Megatron's own, then the end of the correction's step.
 
     Megatron's schedule calls it on every pipeline stage when all micro-batches are done. ``finish_step`` runs once, and
-    where the loss's denominator is known only then, the gradients of all chunks, reduced by then, are multiplied by the
+    if the loss's denominator is known only then, the gradients of all chunks, reduced by then, are multiplied by the
     D₀/G that it returns. Forward-only passes do not come here.
 
     Args:
-        correction: whose step ends. It does not keep the function: where nobody else does, no step begins.
-        finalize: what finishes the gradients; default: ``megatron.core.distributed.finalize_model_grads``.
+        correction: whose step ends. It does not keep the function: if nobody else does, no step begins.
+        finalize: finishes the gradients; default: ``megatron.core.distributed.finalize_model_grads``.
 
     Raises:
         ValueError: ``finalize`` ends the correction's steps already.
@@ -182,7 +182,7 @@ def _objective(
     entropy: Tensor | None,
     found: CorrectedMicroBatch,
 ) -> tuple[Tensor, LossStatistics]:
-    """(the loss of every token, what it measured); the loss of tokens that are not accepted is yet to be dropped."""
+    """(the loss of every token, its measures); the loss of tokens that are not accepted is yet to be dropped."""
     objective = correction.loss
     _check_shapes(log_probs, entropy, micro_batch)
     # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
@@ -229,7 +229,7 @@ def _check_shapes(log_probs: Tensor, entropy: Tensor | None, micro_batch: MicroB
 
 
 def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: Tensor, old: Tensor) -> Tensor:
-    """The response mask without the tokens that ``bad_log_probs`` rejects: what stands there must not reach a sum."""
+    """The response mask without the tokens that ``bad_log_probs`` rejects: their values must not reach a sum."""
     mask = micro_batch.response_mask
     if correction.config.bad_log_probs == "error":
         return mask

@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, and what follows from them when it has ended."""
+"""The numbers of one optimizer step, and their meaning when it has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Counted(Generic[N]):
 
     Attributes:
         tokens: accepted tokens.
-        weights: the sum of their weights; 0 where none are applied.
+        weights: the sum of their weights; 0 if none are applied.
         outside: accepted tokens that are not in the response mask.
         strangers: sequences with trained tokens of another mini-batch than the step's.
         most: micro-batches of the rank that counted the most.
@@ -59,11 +59,11 @@ class StepHeader(Generic[N]):
     """All numbers of an optimizer step.
 
     Attributes:
-        batch: those of the correction, where it is made in the loss; else None.
-        loss: what the losses measured.
+        batch: the numbers of the correction, if it is made in the loss; else None.
+        loss: the measures of the losses.
         counted: the tokens that they were made from.
         misuse: the number of the Misuse that any rank found; 0 without one.
-        factor: what the gradients are to be multiplied by.
+        factor: the gradients are to be multiplied by it.
     """
 
     batch: BatchHeader[N] | None
@@ -75,10 +75,10 @@ class StepHeader(Generic[N]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepResult(TrainingResult):
-    """What is known of an optimizer step that has ended, equal on every rank.
+    """An optimizer step that has ended, equal on every rank.
 
     Attributes:
-        header: the numbers of the correction; in decoupled mode, where the plan has them, None.
+        header: the numbers of the correction; None in decoupled mode: the plan has them.
         step: all numbers of the step, on the device.
     """
 
@@ -86,12 +86,12 @@ class StepResult(TrainingResult):
 
     @property
     def factor(self) -> Tensor:
-        """0-D float64: what the gradients were to be multiplied by; 0 where the step must be skipped."""
+        """0-D float64: the factor of the gradients; 0 if the step must be skipped."""
         return self.step.factor
 
     @property
     def misuse(self) -> Misuse | None:
-        """What any rank found wrong with what was counted."""
+        """The mistake that any rank found in the step; None without one."""
         number = self._step_on_host.misuse
         return list(Misuse)[int(number) - 1] if number > 0 else None
 
