@@ -6,12 +6,9 @@ import logging
 import os
 import signal
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, read_endings
@@ -33,7 +30,6 @@ _CAUSES: dict[int, str] = {
 _NOT_KEPT = "no checkpoint was written: with --save DIR the run could go on from where it stopped"
 # torchrun kills what has not ended so long after the first failure.
 _KILLED_BY_TORCHRUN = 15
-_RAISED_AGAIN = 5.0  # seconds from one attempt to end the ranks to the next
 
 
 @dataclass(frozen=True)
@@ -83,50 +79,27 @@ def run_ranks(words: Sequence[str]) -> Outcome:
 def _first_signal() -> Iterator[None]:
     """Inside this block the first signal ends the ranks, as torchrun lets it; those after it change nothing.
 
-    An exception that a signal's handler raises can be lost inside torchrun. So the first signal is sent again every
-    five seconds, until torchrun ends the ranks. A signal that is ignored already, as by ``nohup``, stays ignored.
+    One that is ignored already, as ``nohup`` has it, stays ignored.
 
     Raises:
         SignalException: it came.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    raised: list[tuple[float, int]] = []
-    is_over, main = threading.Event(), threading.main_thread().ident
-
-    def end(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if is_over.is_set() or (raised and (now < raised[-1][0] + _RAISED_AGAIN or _ends_ranks(frame))):
-            return
-        first = raised[0][1] if raised else number
-        raised.append((now, first))
-        raise SignalException(f"{signal.Signals(first).name} came", sigval=signal.Signals(first))
-
-    def send_again() -> None:
-        while not is_over.wait(_RAISED_AGAIN):
-            if raised and main is not None:
-                signal.pthread_kill(main, raised[0][1])
+    def end(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SignalException(f"{signal.Signals(number).name} came", sigval=signal.Signals(number))
 
     before = {number: signal.getsignal(number) for number in STOPPING}
     before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-    sender = threading.Thread(target=send_again, daemon=True)
     try:
         for number in before:
             signal.signal(number, end)
-        sender.start()
         yield
     finally:
-        is_over.set()
-        sender.join()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _ends_ranks(frame: FrameType | None) -> bool:
-    """Whether torchrun's agent is ending its ranks in this frame or in one that it was called from."""
-    while frame is not None and frame.f_code.co_name != "_shutdown":
-        frame = frame.f_back
-    return frame is not None
 
 
 def finished(endings: list[Ending], ranks: int) -> Outcome:

@@ -5,12 +5,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from megatron_rc.launch import ranks
 from megatron_rc.launch.ranks import _first_signal
 from megatron_rc.launch.train_ppo import _outcome_of
 from tests.support.paths import ROOT
@@ -84,29 +81,6 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def raised_within(calls, seconds):
-    """How often a signal's exception is raised meanwhile, and lost."""
-    for _ in range(calls):
-        try:
-            time.sleep(seconds)
-        except SignalException as stop:
-            yield stop.sigval == signal.SIGHUP
-
-
-def _shutdown(calls, seconds):
-    """Named like the method in which torchrun ends its ranks."""
-    return sum(raised_within(calls, seconds))
-
-
-def test_a_signal_whose_exception_is_lost_is_raised_again(monkeypatch):
-    monkeypatch.setattr(ranks, "_RAISED_AGAIN", 0.05)
-    with _first_signal():
-        with pytest.raises(SignalException):
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert sum(raised_within(2, 60)) == 2
-        assert _shutdown(1, 0.5) == 0, "the ranks are being ended: nothing comes in between"
 
 
 def test_a_run_that_is_left_on_the_way_is_not_done():
