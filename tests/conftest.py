@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +10,11 @@ import pytest
 from tests.support.ranks import ranks
 
 __all__ = ["ranks"]
+
+
+def pytest_configure():
+    """Take Ctrl-C, which a shell's ``&`` lets its commands ignore: the launchers that tests start would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -51,9 +51,6 @@ class ForkedCall:
 
 def _call(written, environment, function, args):
     os.setsid()
-    # A suite that nohup or a shell's "&" started ignores these, and so would this process.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, path in enumerate(written, start=1):
         with path.open("w") as file:
             os.dup2(file.fileno(), number)
