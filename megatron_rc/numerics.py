@@ -63,6 +63,16 @@ def numbers(flags: Tensor) -> Tensor:
     return flags if torch.compiler.is_compiling() else flags.view(torch.uint8)
 
 
+def cleared(values: Tensor, one: Tensor) -> Tensor:
+    """The values, with 0 in the place of those whose ``one`` is not 1 but 0, NaN and infinities too.
+
+    A CPU takes a third of the time of ``torch.where`` for the product; a compiler has no vectors for ``nan_to_num``.
+    """
+    return (
+        torch.where(one > 0, values, 0.0) if torch.compiler.is_compiling() else values.nan_to_num(0.0, 0.0, 0.0) * one
+    )
+
+
 def check_mask(name: str, mask: Tensor) -> None:
     """Raise ValueError unless the mask is bool: 0 and 1 of another dtype would be taken for indices, or multiplied."""
     if mask.dtype != torch.bool:

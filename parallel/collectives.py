@@ -67,6 +67,16 @@ def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
     return map_record(record, lambda _, sign: next(rest[sign]))
 
 
+def joined(records: Sequence[R]) -> R:
+    """The records of consecutive blocks as one: their tensors one behind the other, in float64."""
+
+    def one(values: tuple[Tensor, ...]) -> Tensor:
+        return (torch.cat(values) if len(values) > 1 else values[0]).double()
+
+    kinds = zip(*map(flatten, records), strict=True)
+    return rebuild(records[0], (map(one, zip(*kind, strict=True)) for kind in kinds))
+
+
 def pack(record: object) -> Pair:
     """(sums, maxima) of a record, each one flat float64 tensor; smallest values are among the maxima, negative."""
     kinds = flatten(record)

@@ -6,7 +6,6 @@ contiguous context parallelism differ only in how that shard was cut, so only th
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -276,23 +275,28 @@ class SequenceLayout:
         return self.sequence_index * self.num_chunks + place
 
     def blocks(self, num_tokens: int) -> list[Block]:
-        """The local shard in blocks of whole sequences, which hold at most ``num_tokens`` tokens or one sequence."""
+        """The local shard in blocks of whole sequences, of at most ``num_tokens`` tokens or one sequence each."""
         if num_tokens not in self._blocks:
             local = [length // self.cp_size for length in self.full_lengths]
             starts = [0, *accumulate(local)]
             first, found = 0, []
-            for number in range(1, len(local) + 1):
-                if number == len(local) or starts[number + 1] - starts[first] > num_tokens:
+            for number in range(1, len(local)):
+                if starts[number + 1] - starts[first] > num_tokens:
                     found.append(self._block(slice(first, number), local[first:number], starts))
                     first = number
-            self._blocks[num_tokens] = [block for block in found if math.prod(block.shape)]
+            self._blocks[num_tokens] = [*found, self._block(slice(first, len(local)), local[first:], starts)]
         return self._blocks[num_tokens]
 
     def _block(self, sequences: slice, lengths: list[int], starts: list[int]) -> Block:
-        is_padded, is_even = len(self.shape) == 2, len(set(lengths)) == 1
+        is_padded, is_even = len(self.shape) == 2, len(set(lengths)) == 1 and lengths[0] > 0
         tokens = slice(starts[sequences.start], starts[sequences.stop])
         shape = (len(lengths), lengths[0]) if is_even else (tokens.stop - tokens.start,)
-        return Block(sequences, sequences if is_padded else tokens, None if is_even else torch.tensor(lengths), shape)
+        return Block(
+            sequences,
+            sequences if is_padded else tokens,
+            None if is_even else torch.tensor(lengths, dtype=torch.int64),
+            shape,
+        )
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:

@@ -13,7 +13,7 @@ __all__ = ["ranks"]
 
 
 def pytest_configure():
-    """Take Ctrl-C, which a shell's ``&`` lets its commands ignore: the launchers that tests start would inherit that."""
+    """Take Ctrl-C, which commands that a shell starts with ``&`` ignore: launchers under test would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

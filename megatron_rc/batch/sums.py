@@ -28,10 +28,10 @@ from megatron_rc.measures.sequence_measures import (
     breakdowns,
     criterion_sums,
     policy_sums,
+    token_staleness,
     veto_sums,
     weight_sums,
 )
-from megatron_rc.measures.staleness import token_staleness
 from megatron_rc.measures.token_measures import SequenceMeasures
 from megatron_rc.parallel.collectives import Pair, pack, reduce_pair, unpack
 from megatron_rc.parallel.groups import ParallelGroups
@@ -112,16 +112,16 @@ def _header(
     local: LocalSums, sums: SequenceSums, measures: SequenceMeasures, verdicts: Verdicts, mask: list[Tensor]
 ) -> BatchHeader[Tensor]:
     """This rank's part of the numbers of the whole batch."""
-    shards, config, totals = local.shards, local.config, local.totals
+    shards, config, tokens = local.shards, local.config, local.tokens
     # Whole sequences, which all ranks of cp know, are counted on the first one.
     counted = (sums.valid > 0) & shards.is_first_cp_rank
     by_staleness, newer_tokens = token_staleness(shards, mask, config)
     per_sequence = (
-        policy_sums(sums, measures, totals, verdicts),
-        weight_sums(sums, measures, totals, counted, config),
+        policy_sums(sums, measures, verdicts),
+        weight_sums(sums, measures, tokens, counted, config),
         veto_sums(sums),
         {
-            criterion.name: criterion_sums(criterion, sums, measures, totals, verdicts, config)
+            criterion.name: criterion_sums(criterion, sums, measures, tokens, verdicts, config)
             for criterion in config.criteria
         },
     )
@@ -130,6 +130,7 @@ def _header(
         denominators=count_batch(sums, verdicts, shards, config),
         data=data_sums(shards, sums, newer_tokens, config),
         policy=policy,
+        tokens=tokens,
         weights=weights,
         veto=veto,
         criteria=criteria,

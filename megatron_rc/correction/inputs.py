@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
 
 Tensors = Tensor | Sequence[Tensor]
 Layouts = SequenceLayout | Sequence[SequenceLayout]
+
+# Inputs with one value a sequence; advantages and policy_versions may have one a token instead.
+PER_SEQUENCE = ("sequence_ids", "mini_batch_ids", "group_ids", "policy_versions", "advantages", "rewards")
 
 T = TypeVar("T")
 V = TypeVar("V", bound=Tensors, covariant=True)
@@ -88,72 +91,34 @@ def check_counts(counts: AgreedCounts) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch: per-token tensors of its layout's local shape.
+    """One micro-batch: per-token tensors of its layout's local shape."""
 
-    Attributes:
-        train: log π_train, nats.
-        rollout: log π_rollout, nats.
-        mask: the response mask, bool.
-        layout: which tokens these are.
-        sequences: the numbers of its sequences among those of all micro-batches.
-        advantages: one a token; None if they are one a sequence or not given.
-        versions: int64, one a token; None if they are one a sequence or not given.
-    """
-
-    train: Tensor
-    rollout: Tensor
-    mask: Tensor
+    train: Tensor  # log π_train, nats
+    rollout: Tensor  # log π_rollout, nats
+    mask: Tensor  # the response mask, bool
     layout: SequenceLayout
-    sequences: slice
-    advantages: Tensor | None
-    versions: Tensor | None
-
-
-@dataclass(frozen=True)
-class OutOfRange:
-    """Each sequence's value is not finite, or was moved into its range: [n] bool; in counts, 0-D float64."""
-
-    sequence_ids: Tensor
-    mini_batch_ids: Tensor
-    group_ids: Tensor
-    policy_versions: Tensor
-    advantages: Tensor
-    rewards: Tensor
+    sequences: slice  # the numbers of its sequences among those of all micro-batches
+    advantages: Tensor | None  # one a token; None if they are one a sequence or not given
+    versions: Tensor | None  # int64, one a token; None if they are one a sequence or not given
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The checked input of one rank; per-sequence tensors are [n] over all micro-batches, on the tokens' device.
+    """The checked input of one rank; per-sequence tensors are [n] over all micro-batches, on the tokens' device."""
 
-    Attributes:
-        parts: the micro-batches.
-        is_list: the caller gave lists, and gets lists back.
-        counts: the counts that all ranks agree on.
-        dtype: of the arithmetic and of the weights.
-        sequence_ids: int64.
-        mini_batch_ids: int64.
-        group_ids: int64, the prompt of each sequence; None if they are not given.
-        advantages: one a sequence; None if they are one a token or not given.
-        rewards: one a sequence; None if they are not given.
-        versions: int64, one a sequence; None if they are one a token or not given.
-        rank: of this process among the data-parallel ranks.
-        has_default_ids: the caller gave no sequence ids.
-        out_of_range: which of these values were wrong.
-    """
-
-    parts: tuple[Part, ...]
-    is_list: bool
-    counts: AgreedCounts
-    dtype: torch.dtype
-    sequence_ids: Tensor
-    mini_batch_ids: Tensor
-    group_ids: Tensor | None
-    advantages: Tensor | None
-    rewards: Tensor | None
-    versions: Tensor | None
-    rank: int
-    has_default_ids: bool
-    out_of_range: OutOfRange
+    parts: tuple[Part, ...]  # the micro-batches
+    is_list: bool  # the caller gave lists, and gets lists back
+    counts: AgreedCounts  # the counts that all ranks agree on
+    dtype: torch.dtype  # of the arithmetic and of the weights
+    sequence_ids: Tensor  # int64
+    mini_batch_ids: Tensor  # int64
+    group_ids: Tensor | None  # int64, the prompt of each sequence; None if they are not given
+    advantages: Tensor | None  # one a sequence; None if they are one a token or not given
+    rewards: Tensor | None  # one a sequence; None if they are not given
+    versions: Tensor | None  # int64, one a sequence; None if they are one a token or not given
+    rank: int  # of this process among the data-parallel ranks
+    has_default_ids: bool  # the caller gave no sequence ids
+    out_of_range: Tensor  # [6, n] bool, by PER_SEQUENCE: the value was not finite, or was moved into its range
 
     @property
     def num_sequences(self) -> int:
@@ -199,52 +164,83 @@ def collect_shards(
     _check_pairs(inputs, counts)
     if groups is not None:
         groups.check_sums()
+    batches = split_inputs(inputs, groups)
+    parts, device = _parts(batches), batches[0].response_mask.device
+    number = parts[-1].sequences.stop
+    found: dict[str, Tensor] = {}
+    wrong = torch.zeros(len(PER_SEQUENCE), number, dtype=torch.bool, device=device)
+    for row, name in enumerate(PER_SEQUENCE):
+        if getattr(inputs, name) is not None and not is_per_token(name, batches):
+            # A copy to the host would not be there yet.
+            given = torch.cat([getattr(one, name).detach() for one in batches])
+            given = given.to(device, non_blocking=device.type != "cpu")
+            found[name] = _into_range(name, given, counts)
+            wrong[row] = found[name] != given
+    return Shards(
+        parts=parts,
+        is_list=not isinstance(inputs.response_mask, Tensor),
+        counts=counts,
+        dtype=functools.reduce(torch.promote_types, (x.dtype for part in parts for x in (part.train, part.rollout))),
+        sequence_ids=found.get("sequence_ids", torch.arange(first_sequence, first_sequence + number, device=device)),
+        mini_batch_ids=found.get("mini_batch_ids", torch.zeros(number, dtype=torch.int64, device=device)),
+        group_ids=found.get("group_ids"),
+        advantages=found.get("advantages"),
+        rewards=found.get("rewards"),
+        versions=found.get("policy_versions"),
+        rank=0 if groups is None else group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
+        has_default_ids=inputs.sequence_ids is None,
+        out_of_range=wrong,
+    )
+
+
+def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMicroBatch]:
+    """The checked inputs of each micro-batch; without a layout, padded rows cut as ``groups.cp`` says.
+
+    Raises:
+        ValueError: as :func:`collect_shards`.
+    """
     is_list = not isinstance(inputs.response_mask, Tensor)
-    masks: list[Tensor] = _listed("response_mask", inputs.response_mask, is_list, None)
+    masks = _listed("response_mask", inputs.response_mask, is_list)
     if not masks:
         raise ValueError("response_mask is an empty list: give at least one micro-batch, with no sequences if need be")
-    layouts = layouts_of(inputs.layout, masks, is_list, groups)
-    parts = _parts(inputs, masks, layouts, is_list, groups)
-    num, device = [layout.num_sequences for layout in layouts], masks[0].device
-    per_sequence = functools.partial(_per_sequence, is_list=is_list, num=num)
-    ids, advantages, versions = inputs.sequence_ids, inputs.advantages, inputs.policy_versions
-    number, nothing = sum(num), torch.zeros(sum(num), dtype=torch.bool, device=device)
-    given = {
-        "sequence_ids": torch.arange(first_sequence, first_sequence + number)
-        if ids is None
-        else per_sequence("sequence_ids", ids),
-        "mini_batch_ids": per_sequence("mini_batch_ids", inputs.mini_batch_ids),
-        "group_ids": per_sequence("group_ids", inputs.group_ids),
-        "policy_versions": None if parts[0].versions is not None else per_sequence("policy_versions", versions),
-        "advantages": None if parts[0].advantages is not None else per_sequence("advantages", advantages, True),
-        "rewards": per_sequence("rewards", inputs.rewards, True),
-    }
-    # A copy to the host would not be there yet.
-    sent = {
-        name: None if value is None else value.to(device, non_blocking=device.type != "cpu")
-        for name, value in given.items()
-    }
-    in_range = {name: value if value is None else _into_range(name, value, counts) for name, value in sent.items()}
-    wrong = {
-        name: nothing if value is None or moved is None else moved != value
-        for (name, value), moved in zip(sent.items(), in_range.values(), strict=True)
-    }
-    dtypes = [tensor.dtype for part in parts for tensor in (part.train, part.rollout)]
-    return Shards(
-        parts=tuple(parts),
-        is_list=is_list,
-        counts=counts,
-        dtype=functools.reduce(torch.promote_types, dtypes, torch.float32),
-        sequence_ids=cast(Tensor, in_range["sequence_ids"]),
-        mini_batch_ids=nothing.long() if in_range["mini_batch_ids"] is None else in_range["mini_batch_ids"],
-        group_ids=in_range["group_ids"],
-        advantages=sent["advantages"],
-        rewards=sent["rewards"],
-        versions=in_range["policy_versions"],
-        rank=0 if groups is None else group_rank(groups.dp if groups.dp is not None else groups.dp_cp),
-        has_default_ids=ids is None,
-        out_of_range=OutOfRange(**wrong),
-    )
+    columns: dict[str, list[Any]] = {}
+    # Backwards, because in bypass mode the rollout log-probs stand for the training log-probs too.
+    for field in reversed(dataclasses.fields(CorrectionInputs)):
+        value = getattr(inputs, field.name)
+        columns[field.name] = [None] * len(masks) if value is None else _listed(field.name, value, is_list)
+        if len(columns[field.name]) != len(masks):
+            raise ValueError(
+                f"{field.name} has {len(value)} entries: expected one for each of {len(masks)} micro-batches"
+            )
+    layouts = zip(columns["layout"], masks, strict=True)
+    columns["layout"] = [SequenceLayout.given(layout, "response_mask", mask, groups) for layout, mask in layouts]
+    rows = zip(*columns.values(), strict=True)
+    batches = [OneMicroBatch(**dict(zip(columns, values, strict=True))) for values in rows]
+    for one in batches:
+        _check_tokens(one)
+    for name in PER_SEQUENCE:
+        _check_sequences(name, batches)
+    return batches
+
+
+def is_per_token(name: str, batches: Sequence[OneMicroBatch]) -> bool:
+    """Whether an input that is given has one value a token; of two equal shapes it has one a sequence."""
+    return any(getattr(one, name).shape != (one.layout.num_sequences,) for one in batches)  # type: ignore[union-attr]
+
+
+def _parts(batches: Sequence[OneMicroBatch]) -> tuple[Part, ...]:
+    def of_tokens(name: str, one: OneMicroBatch) -> Tensor | None:
+        value: Tensor | None = getattr(one, name)
+        return None if value is None or not is_per_token(name, batches) else value.detach()
+
+    parts, start = [], 0
+    for one in batches:
+        train, rollout = one.train_log_probs.detach(), one.rollout_log_probs.detach()  # type: ignore[union-attr]
+        sequences = slice(start, start + one.layout.num_sequences)  # type: ignore[union-attr]
+        sides = of_tokens("advantages", one), of_tokens("policy_versions", one)
+        parts.append(Part(train, rollout, one.response_mask, one.layout, sequences, *sides))  # type: ignore[arg-type]
+        start = sequences.stop
+    return tuple(parts)
 
 
 def _into_range(name: str, value: Tensor, counts: AgreedCounts) -> Tensor:
@@ -258,39 +254,10 @@ def _into_range(name: str, value: Tensor, counts: AgreedCounts) -> Tensor:
     return value.clamp(*limits[name]) if name in limits else torch.where(value.isfinite(), value, 0)
 
 
-def _parts(
-    inputs: AnyInputs,
-    masks: Sequence[Tensor],
-    layouts: Sequence[SequenceLayout],
-    is_list: bool,
-    groups: ParallelGroups | None,
-) -> list[Part]:
-    if inputs.train_log_probs is None or inputs.rollout_log_probs is None:
-        name = "rollout_log_probs" if inputs.rollout_log_probs is None else "train_log_probs"
-        raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
-    rollout = _listed("rollout_log_probs", inputs.rollout_log_probs, is_list, len(masks))
-    train = _listed("train_log_probs", inputs.train_log_probs, is_list, len(masks))
-    for tensors in zip(masks, layouts, train, rollout, strict=True):
-        _check_tokens(*tensors)
-        if groups is not None:
-            groups.check_cut(tensors[1].cp_rank, tensors[1].cp_size)
-    ends = list(accumulate(layout.num_sequences for layout in layouts))
-    return [
-        Part(train.detach(), rollout.detach(), mask, layout, slice(end - layout.num_sequences, end), *sides)
-        for train, rollout, mask, layout, end, *sides in zip(
-            train,
-            rollout,
-            masks,
-            layouts,
-            ends,
-            _per_token("advantages", inputs.advantages, is_list, layouts, True),
-            _per_token("policy_versions", inputs.policy_versions, is_list, layouts),
-            strict=True,
-        )
-    ]
-
-
 def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
+    for name in ("rollout_log_probs", "train_log_probs"):
+        if getattr(inputs, name) is None:
+            raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
     if (inputs.group_ids is None) != (counts.num_groups is None):
         raise ValueError(
             "group_ids and num_groups come together: num_groups is the count of prompts, equal on all ranks"
@@ -303,7 +270,7 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
         )
 
 
-def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None) -> list[T]:
+def _listed(name: str, value: T | Sequence[T], is_list: bool) -> list[T]:
     """One value for each micro-batch, given as a list or, for a single one, as it is."""
     kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
     if not isinstance(value, (kind, list, tuple)):
@@ -314,30 +281,22 @@ def _listed(name: str, value: T | Sequence[T], is_list: bool, count: int | None)
             "everything"
         )
     values: list[T] = list(value) if isinstance(value, (list, tuple)) else [cast(T, value)]
-    if count is not None and len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries: expected one for each of {count} micro-batches")
     for index, each in enumerate(values):
         check_kind(f"{name}[{index}]", each, kind, remedy)
     return values
 
 
-def layouts_of(
-    value: Layouts | None, masks: Sequence[Tensor], is_list: bool, groups: ParallelGroups | None
-) -> list[SequenceLayout]:
-    """The layout of each micro-batch; without one, padded rows cut as ``groups.cp`` says."""
-    if value is not None:
-        return _listed("layout", value, is_list, len(masks))
-    return [SequenceLayout.given(None, "response_mask", mask, groups) for mask in masks]
-
-
-def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: Tensor) -> None:
-    for name, value in (("rollout_log_probs", rollout), ("train_log_probs", train), ("response_mask", mask)):
-        if tuple(value.shape) != layout.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: the layout's local shape is {layout.shape}")
+def _check_tokens(one: OneMicroBatch) -> None:
+    mask, rollout = one.response_mask, one.rollout_log_probs
+    log_probs = {"rollout_log_probs": rollout, "train_log_probs": one.train_log_probs}
+    check_mask("response_mask", mask)
+    for name, value in log_probs.items():
+        if value is None:
+            continue
+        if value.shape != mask.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: response_mask has {tuple(mask.shape)}")
         if value.device != mask.device:
             raise ValueError(f"{name} is on {value.device}, response_mask on {mask.device}: move them together")
-    check_mask("response_mask", mask)
-    for name, value in (("rollout_log_probs", rollout), ("train_log_probs", train)):
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
     if torch.finfo(rollout.dtype).bits < 32:
@@ -347,38 +306,19 @@ def _check_tokens(mask: Tensor, layout: SequenceLayout, train: Tensor, rollout: 
         )
 
 
-def _per_sequence(
-    name: str, value: Tensors | None, floating: bool = False, *, is_list: bool, num: Sequence[int]
-) -> Tensor | None:
-    if value is None:
-        return None
-    values: list[Tensor] = _listed(name, value, is_list, len(num))
-    for tensor, count in zip(values, num, strict=True):
-        if tuple(tensor.shape) != (count,) or not _has_kind(tensor, floating):
+def _check_sequences(name: str, batches: Sequence[OneMicroBatch]) -> None:
+    """Raise ValueError unless an input has one value a sequence, or one a token if it may have."""
+    floating, may_be_per_token = name in ("advantages", "rewards"), name in ("advantages", "policy_versions")
+    for one in batches:
+        value, layout = getattr(one, name), cast(SequenceLayout, one.layout)
+        if value is None:
+            return
+        per_token = may_be_per_token and is_per_token(name, batches)
+        shape = layout.shape if per_token else (layout.num_sequences,)
+        if value.shape != shape or (not value.is_floating_point() if floating else value.dtype != torch.int64):
             raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {'float' if floating else 'int64'}, one for "
-                f"each of {count} sequences"
+                f"{name} is {value.dtype} {tuple(value.shape)}: expected {'float' if floating else 'int64'}, one for "
+                f"each of {layout.num_sequences} sequences"
+                + f", or one a token {tuple(layout.shape)} in all micro-batches"
+                * may_be_per_token
             )
-    return torch.cat([tensor.detach() for tensor in values])
-
-
-def _per_token(
-    name: str, value: Tensors | None, is_list: bool, layouts: Sequence[SequenceLayout], floating: bool = False
-) -> Sequence[Tensor | None]:
-    """The values of each micro-batch if they are one a token; None each if they are one a sequence or not given."""
-    if value is None:
-        return [None] * len(layouts)
-    values = [tensor.detach() for tensor in _listed(name, value, is_list, len(layouts))]
-    pairs = list(zip(values, layouts, strict=True))
-    per_sequence = all(tuple(tensor.shape) == (layout.num_sequences,) for tensor, layout in pairs)
-    for tensor, layout in pairs:
-        if not (per_sequence or tuple(tensor.shape) == layout.shape) or not _has_kind(tensor, floating):
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {'float' if floating else 'int64'}, one a "
-                f"sequence {(layout.num_sequences,)} or one a token {layout.shape}, alike in all micro-batches"
-            )
-    return [None] * len(layouts) if per_sequence else values
-
-
-def _has_kind(tensor: Tensor, floating: bool) -> bool:
-    return tensor.is_floating_point() if floating else tensor.dtype == torch.int64

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import AgreedCounts, Part, Shards
 from megatron_rc.correction.weights import bounded_weights
-from megatron_rc.numerics import exp_ratio, numbers, off_log_prob
+from megatron_rc.numerics import cleared, exp_ratio, numbers, off_log_prob
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-MIN_RUN, MAX_RUN = 64, 1024  # float32 adds up so many numbers to a relative 1e-7
 # Tokens of a block: a twelfth of the shard, so that the scratch stays below a tensor of the shard's size, and no more
 # than a CPU's cache holds.
 MIN_BLOCK, MAX_BLOCK = 2**16, 2**18
@@ -27,7 +26,7 @@ GPU_BLOCK = 2**22  # keeps a GPU busy for as long as the host takes to ask for t
 
 @dataclass(frozen=True)
 class Tokens:
-    """A block of tokens as it was given; every tensor has the same shape: [runs, run], or flat.
+    """A block of tokens as it was given; every tensor has the same shape: [n, length], or flat.
 
     Attributes:
         train: log π_train, float32 or float64.
@@ -85,7 +84,7 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     """
     valid = tokens.mask & (off_log_prob(tokens.train) + off_log_prob(tokens.rollout) == 0)
     one = numbers(valid).to(tokens.train.dtype)
-    train, rollout = (values.nan_to_num(0.0, 0.0, 0.0) * one for values in (tokens.train, tokens.rollout))
+    train, rollout = cleared(tokens.train, one), cleared(tokens.rollout, one)
     log_ratio = train - rollout
     ratio = exp_ratio(log_ratio)
     scale = None
@@ -120,38 +119,40 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
 
 
 @dataclass(frozen=True)
-class Runs:
-    """How the tokens of a block are added up: along runs of neighbouring tokens of one sequence.
+class BlockSequences:
+    """The sequences of a block, over which its tokens are added up: [n] each, as wide as the tokens or wider.
 
     Attributes:
-        lengths: [runs] int64, the tokens of each run of a flat block; None for [runs, run].
+        lengths: [n] int64, the tokens of each sequence of a flat block; None for a block ``[n, length]``.
     """
 
     lengths: Tensor | None = None
 
     def sum(self, values: Tensor) -> Tensor:
-        """[runs], to a relative 1e-7: float64, or the values' own dtype if the runs are short enough for it."""
-        return values.sum(1) if self.lengths is None and values.shape[1] <= MAX_RUN else self.exact_sum(values)
+        """Sums to a relative 1e-6: torch adds float32 numbers pairwise, and in vectors if compiled."""
+        return values.sum(1) if self.lengths is None else self._segments(values, "sum")
 
     def exact_sum(self, values: Tensor) -> Tensor:
-        """[runs] float64, every addition in float64."""
+        """Sums with every addition in float64."""
         return values.sum(1, dtype=torch.float64) if self.lengths is None else self._segments(values, "sum")
 
     def count(self, flags: Tensor) -> Tensor:
-        """[runs]: how many flags are True."""
+        """How many flags are True."""
         return numbers(flags).sum(1, dtype=torch.int32) if self.lengths is None else self._segments(flags, "sum")
 
     def largest(self, values: Tensor, absent: Tensor) -> Tensor:
-        """[runs]: the largest value that is not absent; -inf without one."""
+        """The largest value that is not absent; -inf without one."""
         values = values - absent
         return values.amax(1) if self.lengths is None else self._segments(values, "max")
 
     def smallest(self, values: Tensor, absent: Tensor) -> Tensor:
-        """[runs]: the smallest value that is not absent; +inf without one."""
+        """The smallest value that is not absent; +inf without one."""
         values = values + absent
         return values.amin(1) if self.lengths is None else self._segments(values, "min")
 
     def _segments(self, values: Tensor, how: str) -> Tensor:
+        if not values.numel() and self.lengths is not None:
+            return values.new_full(self.lengths.shape, {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[how]).double()
         return torch.segment_reduce(values.double(), how, lengths=self.lengths, unsafe=True)
 
 
@@ -166,31 +167,19 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
 
 def token_blocks(
     shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False
-) -> Iterator[tuple[int, Block, Tokens, Runs]]:
-    """(number of the micro-batch, block, its tokens, how they are added up), one after the other."""
-    blocks = [(number, block) for number, part in enumerate(shards.parts) for block in blocks_of(part, compile=compile)]
-    # Without a token, a block without a sequence has the form of the sums.
-    for number, block in blocks or [(0, Block(slice(0, 0), slice(0, 0), None, (0, 1)))]:
-        part = shards.parts[number]
-        run = run_length(block.shape[1]) if block.lengths is None else -1
-
-        def cut(values: Tensor, run: int = run) -> Tensor:
-            return values.reshape(-1, run) if run > 0 else values
-
-        tokens = Tokens(
-            train=cut(block.take(part.train)).to(shards.dtype),
-            rollout=cut(block.take(part.rollout)).to(shards.dtype),
-            mask=cut(block.take(part.mask)),
-            negative=None if part.advantages is None else cut(block.take(part.advantages) < 0),
-            level=None if config.staleness_scale is None else cut(_levels(part, block, shards, config)),
-        )
-        lengths = None if block.lengths is None else block.lengths.to(part.mask.device, non_blocking=True)
-        yield number, block, tokens, Runs(lengths)
-
-
-def run_length(length: int) -> int:
-    """The length of the equal runs that a row is cut into: at most ``MAX_RUN`` unless that leaves short ones."""
-    return next((run for run in range(min(length, MAX_RUN), MIN_RUN - 1, -1) if length % run == 0), length)
+) -> Iterator[tuple[int, Block, Tokens, BlockSequences]]:
+    """(number of the micro-batch, block, its tokens, its sequences), one after the other; at least one."""
+    for number, part in enumerate(shards.parts):
+        for block in blocks_of(part, compile=compile):
+            tokens = Tokens(
+                train=block.take(part.train).to(shards.dtype),
+                rollout=block.take(part.rollout).to(shards.dtype),
+                mask=block.take(part.mask),
+                negative=None if part.advantages is None else block.take(part.advantages) < 0,
+                level=None if config.staleness_scale is None else _levels(part, block, shards, config),
+            )
+            lengths = None if block.lengths is None else block.lengths.to(part.mask.device, non_blocking=True)
+            yield number, block, tokens, BlockSequences(lengths)
 
 
 def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:

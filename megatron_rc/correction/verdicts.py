@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rc.correction.inputs import AgreedCounts, Shards
 from megatron_rc.correction.sequences import SequenceSums, Statistics, statistics_of, threshold_scale
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.settings.criterion import Criterion, Need
+from megatron_rc.settings.criterion import Criterion
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def decide_sequences(
         prompts: [num_groups, columns] of :func:`prompt_columns`, over all responses of a prompt; None: criteria on
             prompts are left out.
     """
-    statistics, scale = statistics_of(sums, config), threshold_scale(sums, config)
+    statistics, scale = statistics_of(sums), threshold_scale(sums, config)
     accept = torch.ones_like(sums.valid, dtype=torch.bool)
     accept_negative, by_criterion = None, {}
     for criterion in config.criteria:
@@ -98,17 +98,16 @@ def prompt_columns(sums: SequenceSums, shards: Shards, config: RolloutCorrection
     if shards.group_ids is None:
         raise ValueError("criteria on prompts need group_ids")
     lost = ((sums.response > 0) & (decide_sequences(sums, shards, config).accepted == 0)).double()
-    values = statistics_of(sums, config).values
-    columns = torch.stack([sums.valid, lost, *(values[need] for need in prompt_needs(config))], dim=1)
+    values = statistics_of(sums).values
+    columns = torch.stack([sums.valid, lost, *(values[name] for name in prompt_needs(config))], dim=1)
     prompts = columns.new_zeros(shards.counts.num_groups or 0, columns.shape[1])
     return prompts.index_add_(0, shards.group_ids, columns)
 
 
-def prompt_needs(config: RolloutCorrectionConfig) -> list[Need]:
-    """The sums over the responses of a prompt that criteria on prompts need, each once."""
-    return list(
-        dict.fromkeys(need for criterion in config.criteria if criterion.unit == "prompt" for need in criterion.needs)
-    )
+def prompt_needs(config: RolloutCorrectionConfig) -> list[str]:
+    """The names of the sums over the responses of a prompt that criteria on prompts need, each once."""
+    criteria = [criterion for criterion in config.criteria if criterion.unit == "prompt"]
+    return list(dict.fromkeys(need.name for criterion in criteria for need in criterion.needs))
 
 
 def check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:

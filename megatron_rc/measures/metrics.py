@@ -11,6 +11,7 @@ from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, 
 from megatron_rc.measures.histogram import Histogram, quantiles
 from megatron_rc.measures.quotients import extreme, ratio, sample_std, spread
 from megatron_rc.measures.sequence_measures import REWARD_SIGNS
+from megatron_rc.measures.token_measures import TokenSums
 from megatron_rc.measures.weight_metrics import weight_metrics
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
@@ -25,7 +26,7 @@ def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) 
     Returns:
         ``<metric_prefix><name>`` to a float; 0 for a batch without valid tokens (the normalisation factor is 1).
     """
-    policy = _policy_metrics(header.policy)
+    policy = _policy_metrics(header.policy, header.tokens)
     if config.metric_prefix == _OLDEST_PREFIX:
         policy = {_OLDEST_NAME + name: value for name, value in policy.items()}
     metrics = policy | quantiles(Histogram(header.bins))
@@ -38,11 +39,11 @@ def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) 
     return {config.metric_prefix + name: value for name, value in metrics.items()}
 
 
-def _policy_metrics(sums: PolicySums[float]) -> dict[str, float]:
+def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dict[str, float]:
     tokens, sequences = sums.valid, sums.sequences
     return {
         "kl": ratio(-sums.log_ratio, tokens),
-        "k3_kl": ratio(sums.k3, tokens),
+        "k3_kl": ratio(of_tokens.k3, tokens),
         "training_ppl": ratio(sums.train_ppl, sequences),
         "training_log_ppl": ratio(sums.train_log_ppl, sequences),
         "rollout_ppl": ratio(sums.rollout_ppl, sequences),
@@ -53,7 +54,7 @@ def _policy_metrics(sums: PolicySums[float]) -> dict[str, float]:
         "log_ppl_diff_min": extreme(sums.log_ppl_diff_min),
         "ppl_ratio": ratio(sums.ppl_ratio, sequences),
         # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
-        "chi2_token": ratio(sums.excess_squared + 2 * sums.excess, tokens),
+        "chi2_token": ratio(of_tokens.excess_squared + 2 * sums.excess, tokens),
         "chi2_seq": ratio(sums.sequence_excess_squared + 2 * sums.sequence_excess, sequences),
         "num_tokens": tokens,
         "num_sequences": sequences,
@@ -103,21 +104,21 @@ def _statistic_metrics(
         top, bottom = extreme(largest), extreme(smallest)
         return (-bottom + 0.0, -top + 0.0) if turned else (top, bottom)
 
-    sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.statistic_high, sums.statistic_low))
-    sequence_top, sequence_bottom = extremes(sums.statistic_max, sums.statistic_min)
+    sequence_above, sequence_below = (ratio(side, sequences) for side in (sums.high, sums.low))
+    sequence_top, sequence_bottom = extremes(sums.max, sums.min)
     above, below = sequence_above, sequence_below
     if criterion.unit == "token":
-        above, below = ratio(sums.high, tokens), ratio(rejected - sums.high, tokens)
-    top, bottom = extremes(sums.tested_max, sums.tested_min)
+        above, below = ratio(sums.tested.high, tokens), ratio(rejected - sums.tested.high, tokens)
+    top, bottom = extremes(sums.tested.max, sums.tested.min)
     metrics = {
         "mean": sign * ratio(sums.total, tokens) + 0.0,
-        "std": spread(ratio(sums.clamped, tokens), ratio(sums.clamped_squared, tokens)),
+        "std": spread(ratio(sums.tested.clamped, tokens), ratio(sums.tested.clamped_squared, tokens)),
         "max": top,
         "min": bottom,
         "fraction_high": below if turned else above,
         "fraction_low": above if turned else 0.0,
         "seq_mean": sign * ratio(sums.statistic, sequences) + 0.0,
-        "seq_std": sample_std(sums.statistic, sums.statistic_squared, sequences),
+        "seq_std": sample_std(sums.statistic, sums.squared, sequences),
         "seq_max": sequence_top,
         "seq_min": sequence_bottom,
         "seq_max_deviation": max(abs(sequence_top), abs(sequence_bottom)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from megatron_rc.correction.sequences import (
     statistics_of,
     threshold_scale,
 )
-from megatron_rc.correction.tokens import staleness
+from megatron_rc.correction.tokens import decide_tokens, staleness, token_blocks
 from megatron_rc.correction.verdicts import Verdicts
 from megatron_rc.correction.weights import log_bounds, scaled_bounds
 from megatron_rc.measures.header import (
@@ -29,7 +30,7 @@ from megatron_rc.measures.header import (
     WeightSums,
 )
 from megatron_rc.measures.histogram import bins_of
-from megatron_rc.measures.token_measures import SequenceMeasures, TokenTotals
+from megatron_rc.measures.token_measures import SequenceMeasures, TestedSums, TokenSums
 from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
 from megatron_rc.parallel.collectives import flatten, map_record
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -39,31 +40,34 @@ R = TypeVar("R")
 
 LENGTH_BUCKETS = 24  # sequences of 2^i to 2^(i+1) - 1 tokens
 REWARD_SIGNS = ("negative", "zero", "positive")
+# How sums, largest and smallest values are put together, each with its value of nothing.
+_ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
+    (0.0, torch.sum),
+    (-torch.inf, torch.amax),
+    (torch.inf, torch.amin),
+)
 
 
 def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
     """A record with each [n] tensor added up over sequences; other tensors stay. Extremes of nothing are infinite.
 
     Args:
-        record: of tensors.
-        sums: of whole sequences; those without a valid token are left out.
+        record: of float64 or bool tensors.
+        sums: of whole sequences; those without a valid token are left out of the extremes.
         counted: [n] bool, the sequences whose sums this rank counts.
     """
-    has_tokens, found = sums.valid > 0, []
-    for kind, filler in zip(flatten(record), (0.0, -torch.inf, torch.inf), strict=True):
-        rows = [value.double() for value in kind if value.dim() == 1]
-        table = torch.stack(rows) if rows else sums.valid.new_zeros(0, len(sums.valid))
-        if not filler:
-            found.append(iter(torch.where(counted, table, 0).sum(1).unbind()))
-            continue
-        table = torch.cat([torch.where(has_tokens, table, filler), table.new_full((len(table), 1), filler)], dim=1)
-        found.append(iter((table.amax(1) if filler < 0 else table.amin(1)).unbind()))
+    found: list[Iterator[Tensor]] = []
+    for kind, (filler, add) in zip(flatten(record), _ADDED, strict=True):
+        # Together with float64 numbers, flags become such too.
+        table = torch.stack([sums.valid, *(value for value in kind if value.dim() == 1)])[1:]
+        table = torch.where(sums.valid > 0 if filler else counted, table, filler)
+        # One more column, so that no sequence has an extreme too.
+        table = torch.cat([table, table.new_full((len(table), 1), filler)], dim=1)
+        found.append(iter(add(table, 1).unbind()))
     return map_record(record, lambda value, sign: next(found[sign]) if value.dim() == 1 else value)
 
 
-def policy_sums(
-    sums: SequenceSums, measures: SequenceMeasures, totals: TokenTotals, verdicts: Verdicts
-) -> PolicySums[Tensor]:
+def policy_sums(sums: SequenceSums, measures: SequenceMeasures, verdicts: Verdicts) -> PolicySums[Tensor]:
     """How far the two policies are apart, in each sequence."""
     train, rollout, difference = (
         -value / sums.num_tokens for value in (sums.train, sums.rollout, sums.train - sums.rollout)
@@ -74,8 +78,6 @@ def policy_sums(
         sequences=sums.valid > 0,
         log_ratio=sums.log_ratio,
         excess=measures.excess,
-        excess_squared=totals.excess_squared,
-        k3=totals.k3,
         train_log_ppl=train,
         rollout_log_ppl=rollout,
         log_ppl_diff=difference,
@@ -89,8 +91,6 @@ def policy_sums(
         sequences_with_rejected=verdicts.accepted < sums.valid,
         log_ppl_diff_max=difference,
         log_ppl_diff_min=difference,
-        log_ratio_max=totals.log_ratio_max,
-        log_ratio_min=totals.log_ratio_min,
     )
 
 
@@ -101,7 +101,7 @@ def _perplexity(mean: Tensor) -> Tensor:
 def weight_sums(
     sums: SequenceSums,
     measures: SequenceMeasures,
-    totals: TokenTotals,
+    tokens: TokenSums[Tensor],
     counted: Tensor,
     config: RolloutCorrectionConfig,
 ) -> WeightSums[Tensor] | None:
@@ -109,13 +109,13 @@ def weight_sums(
     shared = sequence_weights(sums, config)
     if shared is not None:
         return _shared_weights(sums, shared, counted, config)
-    return None if config.rollout_is is None else _token_weights(sums, measures, totals, counted, config)
+    return None if config.rollout_is is None else _token_weights(sums, measures, tokens, counted, config)
 
 
 def _token_weights(
     sums: SequenceSums,
     measures: SequenceMeasures,
-    totals: TokenTotals,
+    tokens: TokenSums[Tensor],
     counted: Tensor,
     config: RolloutCorrectionConfig,
 ) -> WeightSums[Tensor]:
@@ -124,19 +124,19 @@ def _token_weights(
         sums.weight is None
         or measures.above is None
         or measures.below is None
-        or totals.bounded_excess_squared is None
-        or totals.bounded_max is None
-        or totals.bounded_min is None
+        or tokens.bounded_excess_squared is None
+        or tokens.weight_max is None
+        or tokens.weight_min is None
     ):
         raise ValueError("rollout_is='token' and no token-level weights were measured")
     mean, raw_mean = sums.weight / sums.num_tokens, 1 + measures.excess / sums.num_tokens
     return WeightSums(
         raw=sums.valid + measures.excess,
         raw_squared=None,
-        raw_excess_squared=totals.excess_squared,
+        raw_excess_squared=tokens.excess_squared,
         bounded=sums.weight,
         bounded_squared=None,
-        bounded_excess_squared=totals.bounded_excess_squared,
+        bounded_excess_squared=tokens.bounded_excess_squared,
         tokens_above=measures.above,
         tokens_below=measures.below,
         sequences_above=torch.zeros_like(sums.valid),
@@ -144,10 +144,10 @@ def _token_weights(
         sequences_outside=measures.above + measures.below > 0,
         means=_mean_weights(sums, mean, raw_mean, config),
         histograms=_histogram(mean, counted.double().unsqueeze(0)),
-        log_raw_max=totals.log_ratio_max,
-        log_raw_min=totals.log_ratio_min,
-        bounded_max=totals.bounded_max,
-        bounded_min=totals.bounded_min,
+        log_raw_max=tokens.log_ratio_max,
+        log_raw_min=tokens.log_ratio_min,
+        bounded_max=tokens.weight_max,
+        bounded_min=tokens.weight_min,
     )
 
 
@@ -205,7 +205,7 @@ def criterion_sums(
     criterion: Criterion,
     sums: SequenceSums,
     measures: SequenceMeasures,
-    totals: TokenTotals,
+    tokens: TokenSums[Tensor],
     verdicts: Verdicts,
     config: RolloutCorrectionConfig,
 ) -> CriterionSums[Tensor]:
@@ -215,33 +215,29 @@ def criterion_sums(
     else:
         tested = sums.valid if sums.negative is None or not criterion.only_negative else sums.negative
         rejected = torch.where(verdicts.by_criterion[criterion.name], 0, tested)
-    statistic = _statistic_sums(criterion, sums, totals, config) if criterion.is_measured else None
+    statistic = _statistic_sums(criterion, sums, tokens, config) if criterion.is_measured else None
     return CriterionSums(rejected, rejected > 0, statistic)
 
 
 def _statistic_sums(
-    criterion: Criterion, sums: SequenceSums, totals: TokenTotals, config: RolloutCorrectionConfig
+    criterion: Criterion, sums: SequenceSums, tokens: TokenSums[Tensor], config: RolloutCorrectionConfig
 ) -> StatisticSums[Tensor]:
     scale = threshold_scale(sums, config)
+    scale = torch.ones_like(sums.valid) if scale is None else scale
     # Without a valid token the largest value is -inf.
-    statistic = torch.where(sums.valid > 0, criterion.statistic(statistics_of(sums, config)), 0)
-    tested = statistic if scale is None else statistic / scale
-    high, low = tested > criterion.upper, tested < criterion.lower
-    test = totals.tests.get(criterion.name)
-    clamped = tested.clamp(criterion.least, criterion.upper) * (1 if scale is None else scale)
+    statistic = torch.where(sums.valid > 0, criterion.statistic(statistics_of(sums)), 0)
+    tested = statistic / scale
+    high, clamped = tested > criterion.upper, tested.clamp(criterion.least, criterion.upper) * scale
+    shared = TestedSums(high, clamped * sums.valid, clamped.square() * sums.valid, statistic, statistic)
     return StatisticSums(
-        high=high if test is None else test.high,
-        clamped=clamped * sums.valid if test is None else test.clamped,
-        clamped_squared=clamped.square() * sums.valid if test is None else test.clamped_squared,
+        tested=tokens.tests.get(criterion.name, shared),
         total=statistic * sums.valid,
         statistic=statistic,
-        statistic_squared=statistic.square(),
-        statistic_high=high,
-        statistic_low=low,
-        statistic_max=statistic,
-        statistic_min=statistic,
-        tested_max=statistic if test is None else test.tested_max,
-        tested_min=statistic if test is None else test.tested_min,
+        squared=statistic.square(),
+        high=high,
+        low=tested < criterion.lower,
+        max=statistic,
+        min=statistic,
     )
 
 
@@ -265,15 +261,42 @@ def breakdowns(
     columns = torch.stack([sums.valid, sums.valid - verdicts.accepted, sums.log_ratio], dim=1)
     columns = torch.where(counted.unsqueeze(1), columns, 0)
     octave = (torch.frexp(sums.num_tokens).exponent - 1).clamp(max=LENGTH_BUCKETS - 1)
-    signs = None if shards.rewards is None else shards.rewards.sign().nan_to_num().long() + 1
-    buckets = None if shards.versions is None else staleness_bucket(shards.versions, shards)
+    signs = None if shards.rewards is None else shards.rewards.sign().long() + 1
+    buckets = None if shards.versions is None else _staleness_bucket(shards.versions, shards)
     return Breakdowns(
         by_length=into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
         by_reward=into_buckets(signs, len(REWARD_SIGNS), columns[:, :2]),
-        by_staleness=by_staleness + into_buckets(buckets, shards.counts.max_staleness + 1, columns),
+        by_staleness=by_staleness + into_buckets(buckets, len(by_staleness), columns),
     )
 
 
-def staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
+def token_staleness(
+    shards: Shards, accepted: Sequence[Tensor], config: RolloutCorrectionConfig
+) -> tuple[Tensor, Tensor]:
+    """Sums by staleness of tokens that have a version each; zeros unless versions are one a token.
+
+    Args:
+        shards: the local tokens.
+        accepted: m' of each micro-batch.
+        config: the correction.
+
+    Returns:
+        [buckets, 3] float64: valid tokens, rejected tokens and Σ log ρ; 0-D: valid tokens above the current version.
+    """
+    table = torch.zeros(shards.counts.max_staleness + 1, 3, dtype=torch.float64, device=shards.device)
+    newer = table.new_zeros(())
+    if shards.parts[0].versions is None:
+        return table, newer
+    for number, block, tokens, _ in token_blocks(shards, config):
+        decisions, kept = decide_tokens(tokens, config), block.take(accepted[number])
+        versions = block.take(shards.parts[number].versions)  # type: ignore[arg-type]
+        columns = [decisions.valid, decisions.valid & ~kept, decisions.log_ratio]
+        index = _staleness_bucket(versions, shards).reshape(-1)
+        table = table + into_buckets(index, len(table), torch.stack([each.reshape(-1).double() for each in columns], 1))
+        newer = newer + (decisions.valid & (versions > (shards.counts.current_version or 0))).sum()
+    return table, newer
+
+
+def _staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
     """current_version - version, within [0, max_staleness]."""
     return staleness(versions, shards.counts).clamp(0, shards.counts.max_staleness)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.sums import empty_header, reduce_batch
-from megatron_rc.correction.inputs import AgreedCounts
+from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import broadcast, first_text, pack, unpack
@@ -225,9 +225,9 @@ class Steps:
         if step is None or header.batch is None or not isinstance(step.plan, InLossPlan) or step.plan.counts is None:
             return header
         # The plan found these, and the other stages did not see them.
-        data = dataclasses.replace(
-            header.batch.data, mini_batch_ids=header.batch.data.mini_batch_ids + step.plan.counts.bad_ids
-        )
+        out_of_range = header.batch.data.out_of_range.clone()
+        out_of_range[PER_SEQUENCE.index("mini_batch_ids")] += step.plan.counts.bad_ids
+        data = dataclasses.replace(header.batch.data, out_of_range=out_of_range)
         batch = dataclasses.replace(header.batch, data=data)
         skip = TrainingResult(config=self.config, header=batch, loss=self.loss).skip[0]
         factor = step.plan.factor(batch, step.mini_batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.sums import local_batch
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
+from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -50,7 +50,7 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
     # Whole sequences are counted once: on the first CP rank.
     rows = torch.stack([tokens, has_tokens.double()]) * shards.is_first_cp_rank
     counted = rows.new_zeros(2, counts.num_mini_batches).index_add_(1, shards.mini_batch_ids, rows)
-    bad_ids = (shards.out_of_range.mini_batch_ids & has_tokens).sum().double() * shards.is_first_cp_rank
+    bad_ids = (shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")] * rows[1]).sum()
     total = all_reduce_sum(torch.cat([counted.view(-1), bad_ids.view(1)]), groups.dp_cp)
     num_tokens, num_sequences = total[:-1].chunk(2)
     return MaskCounts(num_tokens, num_sequences, total[-1])

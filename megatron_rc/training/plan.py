@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, layouts_of
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, split_inputs
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.arguments import check_integer
@@ -203,13 +203,10 @@ class Plan(ABC):
         """
         if inputs.advantages is None:
             raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")
-        masks = one_each(inputs.response_mask, 1)
-        is_list, number = not isinstance(inputs.response_mask, Tensor), len(masks)
-        layouts = layouts_of(inputs.layout, masks, is_list, self.groups)
-        names = [field.name for field in dataclasses.fields(CorrectionInputs)]
-        columns = {name: one_each(getattr(inputs, name), number) for name in names}
-        columns |= {"layout": layouts} | self._found(layouts)
-        return [MicroBatch(**{name: column[index] for name, column in columns.items()}) for index in range(number)]
+        batches = split_inputs(inputs, self.groups)
+        found = self._found([one.layout for one in batches if one.layout is not None])
+        of_each = ({name: column[index] for name, column in found.items()} for index in range(len(batches)))
+        return [MicroBatch(**vars(one), **results) for one, results in zip(batches, of_each, strict=True)]
 
     def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
         """The plan's results for each micro-batch, by the names of MicroBatch's fields."""

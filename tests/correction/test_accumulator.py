@@ -1,15 +1,10 @@
-"""What blocks add up to: whatever their runs, and beyond what float32 can count."""
-
-from dataclasses import dataclass
+"""Blocks of any size add up to the same, and beyond what float32 can count."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
-from megatron_rc.batch.local import _over_all
-from megatron_rc.correction.tokens import Runs
-from megatron_rc.parallel.collectives import largest, smallest
+from megatron_rc.correction.tokens import BlockSequences
 from tests.support.correction_comparison import use_blocks
 
 CONFIG = RolloutCorrectionConfig(
@@ -25,8 +20,8 @@ def draw(rows, length):
     return train, rollout, torch.rand(rows, length, generator=generator) < 0.7
 
 
-@pytest.mark.parametrize("length", [1285, 2048, 2062], ids=["five runs of 257", "two runs of 1024", "one run"])
-def test_rows_of_several_runs_add_up(length, monkeypatch):
+@pytest.mark.parametrize("length", [1285, 2048, 2062], ids=str)
+def test_rows_in_blocks_add_up(length, monkeypatch):
     """Whole rows in blocks of one, three and all, against pieces of 97 tokens."""
     batch = draw(6, length)
     found = []
@@ -43,7 +38,7 @@ def test_rows_of_several_runs_add_up(length, monkeypatch):
     "shapes", [[(3, 1024), (2, 2048)], [(2, 2048), (4, 0), (2, 2062), (1, 64)], [(3, 0), (0, 64)]], ids=str
 )
 def test_micro_batches_of_different_widths_add_up(shapes):
-    """Rows of one run, of two, of none, and of one that is longer than runs are else."""
+    """Rows of several lengths, and of no token."""
     parts = [draw(*shape) for shape in shapes]
     together = correct_rollouts(*(list(tensors) for tensors in zip(*parts, strict=True)), CONFIG)
     alone = [correct_rollouts(*part, CONFIG) for part in parts]
@@ -53,20 +48,23 @@ def test_micro_batches_of_different_widths_add_up(shapes):
     torch.testing.assert_close(together.denominators, sum(result.denominators for result in alone))
 
 
-@dataclass(frozen=True)
-class Found:
-    total: Tensor
-    most: Tensor = largest()
-    least: Tensor = smallest()
+@pytest.mark.parametrize("length", [2**16, 2**20], ids=str)
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+def test_long_rows_add_up_to_six_digits(length, through):
+    """One after the other they would be off by more: torch adds pairwise, a compiled loop in vectors."""
+    generator = torch.Generator().manual_seed(length)
+    values = torch.rand(2, length, generator=generator)
+    add = BlockSequences().sum
+    found = (torch.compile(add, dynamic=False) if through == "compiled" else add)(values)
+    torch.testing.assert_close(found.double(), values.double().sum(1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("run", [1024, 64])
-def test_sums_are_counted_beyond_float32(run):
-    """2²⁴ + 1 is the first whole number that float32 has not: runs are added up in float64."""
-    values = torch.zeros(2**14 + 1, run)
-    values[:-1] = 1024 / run
-    values[-1, 0] = 1
-    each = Runs().sum(values)
-    assert each.dtype == torch.float32
-    found = _over_all([Found(each, each, each)] * 2)
-    assert (float(found.total), float(found.most), float(found.least)) == (2**25 + 2, 1024, 1)
+def test_counts_go_beyond_float32():
+    """2²⁴ + 1 is the first whole number that float32 has not: sequences are added up in float64."""
+    mask = torch.ones(17, 2**20, dtype=torch.bool)
+    mask[-1, 1:] = False
+    zeros = torch.zeros(17, 2**20)
+    assert (
+        correct_rollouts(zeros, zeros, mask, RolloutCorrectionConfig()).metrics()["rollout_corr/num_tokens"]
+        == 2**24 + 1
+    )

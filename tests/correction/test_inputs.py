@@ -17,7 +17,7 @@ from megatron_rc import (
     RolloutCorrectionConfig,
     correct_rollouts,
 )
-from megatron_rc.measures.bad_tokens import describe_bad_token
+from megatron_rc.measures.data import describe_bad_token
 from megatron_rc.parallel import ParallelGroups, SequenceLayout
 from tests.support.correction_cases import CASES, clear_batch, make_batch, sizes
 from tests.support.correction_comparison import config_of, numbers
@@ -61,7 +61,7 @@ def arguments(name="token"):
         ({"mini_batch_ids": INTS[:7]}, r"mini_batch_ids is torch.int64 \(7,\): expected int64, one for each of 12"),
         ({"sequence_ids": torch.zeros(12)}, "sequence_ids is torch.float32"),
         ({"rewards": INTS}, "rewards is torch.int64"),
-        ({"advantages": torch.zeros(11)}, r"advantages is torch.float32 \(11,\): expected float, one a sequence"),
+        ({"advantages": torch.zeros(11)}, r"advantages is torch.float32 \(11,\): expected float, one for each of 12"),
         ({"policy_versions": torch.zeros(12), "current_version": 1}, "policy_versions is torch.float32"),
         ({"num_mini_batches": 0}, "num_mini_batches=0 must be at least 1"),
         ({"num_mini_batches": 2}, "num_mini_batches=2 needs mini_batch_ids: the optimizer step of each"),
