@@ -208,7 +208,11 @@ def test_a_page_of_the_same_steps_keeps_what_the_run_said_of_its_end(tmp_path, c
     assert shown(folder)["ending"] == ""
 
 
-@pytest.mark.parametrize("settings", [b"\xff\xfe", b"rollout-rs: python:os:system\n", b"a: [", b"- 1\n", b"x: y: z"])
+DEEP, NO_DATE = b"a: " + b"[" * 5000, b"x: 2026-99-99"
+ODD = [b"\xff\xfe", b"rollout-rs: python:os:system\n", b"a: [", b"- 1\n", b"x: y: z", DEEP, NO_DATE]
+
+
+@pytest.mark.parametrize("settings", ODD, ids=range(len(ODD)))
 def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
     folder = made(tmp_path, run(steps=2))
     (folder / "config.yaml").write_bytes(settings)
