@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
@@ -14,7 +16,7 @@ from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.other_records import is_record, sampled_of_objects, sampled_of_tensors
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import facts_of_series
-from megatron_rc.doctor.tables import own_rows, parse_json, rows_of_csv, rows_of_objects
+from megatron_rc.doctor.tables import own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
 
 METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
 _PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".dp", ".npz", ".npy", ".parquet", ".arrow")
@@ -94,16 +96,43 @@ def _read_file(path: Path) -> Evidence:
             f"{path}: {path.suffix} files are not read (pickled ones can run code): write the batch with save_rollouts "
             "(docs/rollouts.md), as JSON lines, or the metrics as JSON or CSV"
         )
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.strip():
+    with path.open(encoding="utf-8-sig") as file:
+        return _read_text(file, path)
+
+
+def _read_text(file: TextIO, path: Path) -> Evidence:
+    """Metrics or a batch; metrics line by line, since those of a long run fill gigabytes."""
+    first = next((line for line in file if line.strip()), "")
+    if not first:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
-    if text.lstrip()[0] not in "{[":
-        return _of_rows(rows_of_csv(text, path), path)
-    objects = parse_json(text, path)
-    if {"schema_version", "tokens"} <= objects[0].keys():
-        return _read_json_lines(text, path)
+    if first.lstrip()[0] not in "{[":
+        return _of_rows(rows_of_csv(chain([first], file), path), path)
+    known = _object(first)
+    if known is None:  # one JSON value over several lines, or a list
+        return _of_objects(parse_json(first + file.read(), path), path)
+    if {"schema_version", "tokens"} <= known.keys():
+        return _read_json_lines(first + file.read(), path)
+    if is_record(known):
+        return _of_batch(sampled_of_objects(list(parse_lines(chain([first], file), path)), path), str(path))
+    return _of_metrics(parse_lines(chain([first], file), path), path)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line is, if it is one."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _of_objects(objects: Sequence[dict[str, Any]], path: Path) -> Evidence:
     if is_record(objects[0]):
         return _of_batch(sampled_of_objects(objects, path), str(path))
+    return _of_metrics(iter(objects), path)
+
+
+def _of_metrics(objects: Iterable[Mapping[str, Any]], path: Path) -> Evidence:
     prefix = read_settings(path.parent).get("metric-prefix", "")
     return _of_rows(rows_of_objects(objects, prefix), path, prefix)
 
@@ -151,11 +180,11 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
     return Evidence(f"{what}: {words}", facts, sampled, notes)
 
 
-def _of_rows(rows: Any, path: Path, prefix: str = "") -> Evidence:
+def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
     found, bad = own_rows(rows, path, prefix)
     notes = (f"{bad} rows are left out: a number in them is NaN or infinite",) if bad else ()
     settings = read_settings(path.parent) if path.name == METRICS_FILE else None
-    return Evidence(f"{path}: {len(found)} steps", facts_of_series(found, settings or None), notes=notes)
+    return Evidence(f"{path}: {found.num_rows} steps", facts_of_series(found, settings or None), notes=notes)
 
 
 def read_settings(folder: Path) -> Mapping[str, str]:

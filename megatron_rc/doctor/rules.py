@@ -127,6 +127,22 @@ RULES: tuple[Rule, ...] = (
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
     ),
     Rule(
+        "drift",
+        "policies that drift apart",
+        tuple(("k3_growth", "drift_since", sign) for sign in ("reward_fall", "ess_fall", "grad_norm_growth")),
+        signs.is_drifting,
+        f"over at least 30 steps k3 has grown to 10 times its lowest level and above {K3 / 10:g}, and the reward is 3 "
+        "standard deviations of a step's noise below its best level, the effective sample size 0.1 below its best, or "
+        "the gradient norm 3 times its lowest",
+        "k3 is {k3_kl:.2g}, {k3_growth:.3g} times its lowest level, and above twice that since step {drift_since:.0f}; "
+        "reward {reward:.3g}, at best {reward_best:.3g}; effective sample size {rollout_is_eff_sample_size:.3f}, at "
+        "best {ess_best:.3f}; gradient norm {grad_norm_growth:.2g} times its lowest level; responses "
+        "{response_length_growth:.2g} times as long as at the start",
+        "look at what changed at that step (learning rate, staleness, weight sync, data, temperature), and go on from "
+        "a checkpoint before it; bounds alone only slow a drift down",
+        f"{LIU}; {OWN}",
+    ),
+    Rule(
         "tails",
         "a few improbable tokens that are far off",
         (("k3_kl", "log_ratio_p05", "log_ratio_p95"),),
