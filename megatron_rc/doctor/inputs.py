@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ from typing import Any, TextIO
 from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
-from megatron_rc.doctor.other_records import is_record, sampled_of_objects, sampled_of_tensors
+from megatron_rc.doctor.other_records import NoRecordError, is_own, is_record, sampled_of_file, sampled_of_objects
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import facts_of_series
-from megatron_rc.doctor.tables import own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
+from megatron_rc.doctor.tables import object_of, own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
+from megatron_rc.records.tensor_files import SUFFIXES
 
 METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
-_PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".dp", ".npz", ".npy", ".parquet", ".arrow")
+_UNREAD = (".pkl", ".pickle", ".bin", ".dp", ".npy", ".parquet", ".arrow")
 _SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
 _STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
 
@@ -89,12 +89,12 @@ def _sampled(files: Sequence[Path]) -> Sampled:
 
 
 def _read_file(path: Path) -> Evidence:
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    if path.suffix in _PICKLED:
+    if path.suffix in SUFFIXES:
+        return _read_tensors(path)
+    if path.suffix in _UNREAD:
         raise ValueError(
             f"{path}: {path.suffix} files are not read (pickled ones can run code): write the batch with save_rollouts "
-            "(docs/rollouts.md), as JSON lines, or the metrics as JSON or CSV"
+            "(docs/rollouts.md), as tensors by name (.pt, .npz), as JSON lines, or the metrics as JSON or CSV"
         )
     with path.open(encoding="utf-8-sig") as file:
         return _read_text(file, path)
@@ -107,23 +107,14 @@ def _read_text(file: TextIO, path: Path) -> Evidence:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
     if first.lstrip()[0] not in "{[":
         return _of_rows(rows_of_csv(chain([first], file), path), path)
-    known = _object(first)
+    known = object_of(first)
     if known is None:  # one JSON value over several lines, or a list
         return _of_objects(parse_json(first + file.read(), path), path)
-    if {"schema_version", "tokens"} <= known.keys():
+    if is_own(known):
         return _read_json_lines(first + file.read(), path)
     if is_record(known):
         return _of_batch(sampled_of_objects(list(parse_lines(chain([first], file), path)), path), str(path))
     return _of_metrics(parse_lines(chain([first], file), path), path)
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    """The JSON object that a line is, if it is one."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _of_objects(objects: Sequence[dict[str, Any]], path: Path) -> Evidence:
@@ -137,20 +128,17 @@ def _of_metrics(objects: Iterable[Mapping[str, Any]], path: Path) -> Evidence:
     return _of_rows(rows_of_objects(objects, prefix), path, prefix)
 
 
-def _read_safetensors(path: Path) -> Evidence:
-    try:
-        return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path), path)
-    except ValueError as problem:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+def _read_tensors(path: Path) -> Evidence:
+    problem = None
+    if path.suffix == ".safetensors":
         try:
-            tensors = load_file(path)
-        except SafetensorError:
-            raise problem from None
-        if not is_record(tensors):
-            raise problem from None
-        return _of_batch(sampled_of_tensors(tensors, path), str(path))
+            return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path), path)
+        except ValueError as error:
+            problem = error
+    try:
+        return _of_batch(sampled_of_file(path), str(path))
+    except NoRecordError as other:
+        raise problem or other from None
 
 
 def _read_json_lines(text: str, path: Path) -> Evidence:

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.doctor.tables import object_of, parse_json
+from megatron_rc.records.formats.rows import numbered
+from megatron_rc.records.tensor_files import read_tensors
 
 # The first name that is there; verl's, NeMo-RL's and slime's.
 ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
 OLD = ("old_log_probs", "prev_logprobs", "log_probs", "policy_logprobs")
 MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
-REWARD = ("reward", "rewards", "score", "total_reward")
+REWARD = ("reward", "rewards", "score", "total_reward", "token_level_scores", "rm_scores")
+GROUP = ("group_id", "group_ids", "uid", "group_index")
+TOKENS = ("responses", "token_ids", "input_ids", "tokens")
 VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
 _LARGEST = 1e30  # of a reward that is one
 WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
@@ -25,6 +30,56 @@ WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 def is_record(names: Mapping[str, Any]) -> bool:
     """Whether these are fields of responses, not metrics."""
     return any(isinstance(names.get(name), (list, Tensor)) for name in ROLLOUT)
+
+
+class NoRecordError(ValueError):
+    """A file of tensors without log-probs of an engine, or that cannot be read."""
+
+
+def sampled_of_file(path: Path) -> Sampled:
+    """Responses from a file of tensors by name: safetensors, ``.pt`` or ``.npz``.
+
+    Raises:
+        NoRecordError: it cannot be read, or is no record.
+        ValueError: as :func:`sampled_of_tensors`.
+    """
+    try:
+        tensors = read_tensors(path)
+    except ValueError as problem:
+        raise NoRecordError(str(problem)) from None
+    if not is_record(tensors):
+        names = ", ".join(sorted(tensors)[:5]) or "none"
+        raise NoRecordError(f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give those of a rollout batch by name")
+    return sampled_of_tensors(tensors, path)
+
+
+def sampled_of_lines(path: Path) -> Sampled | None:
+    """Responses from JSON, one value or one a line; None for a file of our own records, or of no record.
+
+    Raises:
+        ValueError: as :func:`sampled_of_objects`.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+            known = object_of(first)
+            if known is not None and (is_own(known) or not is_record(known)):
+                return None
+            text = first + file.read()
+    except UnicodeDecodeError:
+        return None
+    try:
+        objects = parse_json(text, path)
+    except ValueError:
+        if known is not None:
+            raise
+        return None
+    return sampled_of_objects(objects, path) if is_record(objects[0]) and not is_own(objects[0]) else None
+
+
+def is_own(names: Mapping[str, Any]) -> bool:
+    """Whether these are the fields of a line of our own records."""
+    return {"schema_version", "tokens"} <= names.keys()
 
 
 def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Sampled:
@@ -47,6 +102,8 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         old_log_probs=_padded(known, width) if len(known) == len(old) else None,
         rewards=_numbers([_first(row, REWARD) for row in rows]),
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
+        group_ids=_groups([_first(row, GROUP) for row in rows]),
+        tokens=_tokens([_first(row, TOKENS) for row in rows], [len(piece[0]) for piece in pieces], width),
     )
 
 
@@ -66,12 +123,20 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         value = _first(tensors, names)
         return value.tolist() if value is not None and value.shape[:1] == rollout.shape[:1] else [None]
 
+    rewards = _first(tensors, REWARD)
+    if rewards is not None and rewards.dim() > 1:  # verl's scores of every token add up
+        rewards = rewards.double().flatten(1).sum(dim=1)
+    tokens = _first(tensors, TOKENS)
+    if tokens is not None and (tokens.dim() != 2 or len(tokens) != len(rollout) or tokens.shape[1] < rollout.shape[1]):
+        tokens = None
     return Sampled(
         rollout_log_probs=rollout,
         response_mask=mask,
         old_log_probs=old,
-        rewards=_numbers(of_each(REWARD)),
+        rewards=rewards.float() if rewards is not None and len(rewards) == len(rollout) else None,
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
+        group_ids=_groups(of_each(GROUP)),
+        tokens=None if tokens is None else tokens[:, -rollout.shape[1] :].long(),
     )
 
 
@@ -135,6 +200,25 @@ def _versions(values: Sequence[Any], width: int) -> Tensor | None:
     if not texts or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return None
     return torch.tensor([int(text) for text in texts]).unsqueeze(1).expand(-1, width)
+
+
+def _groups(values: Sequence[Any]) -> Tensor | None:
+    """[n], where all responses say of which prompt they are."""
+    if any(value is None or isinstance(value, (list, dict)) for value in values):
+        return None
+    return torch.tensor(numbered(values))
+
+
+def _tokens(values: Sequence[Any], lengths: Sequence[int], width: int) -> Tensor | None:
+    """[n, s], where all responses have their token ids, behind a prompt where they are longer than the log-probs."""
+    ids = [value[len(value) - length :] if isinstance(value, list) else [] for value, length in zip(values, lengths, strict=True)]
+    if any(len(row) != length for row, length in zip(ids, lengths, strict=True)) or not all(map(_are_ids, ids)):
+        return None
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in ids])
+
+
+def _are_ids(row: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and 0 <= value < 2**31 for value in row)
 
 
 def _is_number(value: Any) -> bool:

@@ -20,6 +20,8 @@ class Sampled:
         rewards: [n], or None.
         policy_versions: [n, s] int64, version of the weights that sampled, or None.
         sampling: how the tokens were sampled, or None where the record does not say.
+        group_ids: [n] int64, equal for the responses to one prompt, or None where the record does not say.
+        tokens: [n, s] int64, or None.
     """
 
     rollout_log_probs: Tensor
@@ -28,6 +30,8 @@ class Sampled:
     rewards: Tensor | None = None
     policy_versions: Tensor | None = None
     sampling: SamplingParams | None = None
+    group_ids: Tensor | None = None
+    tokens: Tensor | None = None
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:

@@ -16,6 +16,15 @@ Row = dict[str, float]
 _OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward"}  # numbers that say nothing of the two policies
 
 
+def object_of(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line is, if it is one."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
     """The objects of a text that is one JSON value, or one a line; see :func:`parse_lines`.
 
