@@ -20,8 +20,8 @@ class MetricsFile:
     """Rows are appended one at a time; none of them stays in memory.
 
     A run from the start keeps an older file under another name. A resumed run goes on with the file: rows of steps that
-    it makes again stay until its own first row, which is written over them. So whenever a run is killed, no row is lost,
-    and none is there twice. Of the file only its tail is read, back to the last row that stays.
+    it makes again stay until its own first row, which is written over them. So whenever a run is killed, no row is
+    lost, and none is there twice. Of the file only its tail is read, back to the last row that stays.
 
     Args:
         path: of the file.

@@ -18,7 +18,13 @@ from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.boards import Distributions, TensorBoard, WandB
-from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, read_rows_backwards, summarize
+from megatron_rc.launch.training.metrics_file import (
+    METRICS_FILE,
+    MetricsFile,
+    read_rows,
+    read_rows_backwards,
+    summarize,
+)
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.run_page.page import PAGE, write_page
 from megatron_rc.launch.training.shown import AVERAGED, table, usual_names

@@ -12,7 +12,9 @@ from typing import Any, TextIO
 from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.metric_names import program_of
 from megatron_rc.doctor.other_records import NoRecordError, is_own, is_record, sampled_of_file, sampled_of_objects
+from megatron_rc.doctor.other_words import OWN, WORDS
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import facts_of_series
 from megatron_rc.doctor.tables import object_of, own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
@@ -33,12 +35,14 @@ class Evidence:
         facts: its numbers.
         sampled: the responses, where it is a recorded batch.
         notes: what the reader left out, a sentence each.
+        dialect: the program that wrote it, as the settings' dialects are called.
     """
 
     what: str
     facts: Facts
     sampled: Sampled | None = None
     notes: tuple[str, ...] = ()
+    dialect: str = OWN
 
 
 def read_evidence(path: Path) -> Evidence:
@@ -152,6 +156,7 @@ def _read_json_lines(text: str, path: Path) -> Evidence:
 
 
 def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence:
+    """The facts of responses; ``file`` is the record of ours that they are from."""
     if not sampled.response_mask.any():
         raise ValueError(f"{what}: no response has a sampled token")
     facts = facts_of_batch(sampled)
@@ -163,16 +168,17 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
     notes = (
         ()
         if sampled.old_log_probs is not None
-        else ("the batch has no log-probs of the trainer: record them with --save-rollouts DIR --save-log-probs",)
+        else (f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.dialect]['record']})",)
     )
-    return Evidence(f"{what}: {words}", facts, sampled, notes)
+    return Evidence(f"{what}: {words}", facts, sampled, notes, sampled.dialect)
 
 
 def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
-    found, bad = own_rows(rows, path, prefix)
+    found, bad, names = own_rows(rows, path, prefix)
     notes = (f"{bad} rows are left out: a number in them is NaN or infinite",) if bad else ()
     settings = read_settings(path.parent) if path.name == METRICS_FILE else None
-    return Evidence(f"{path}: {found.num_rows} steps", facts_of_series(found, settings or None), notes=notes)
+    dialect = OWN if settings else program_of(map(str, names)) or OWN
+    return Evidence(f"{path}: {found.num_rows} steps", facts_of_series(found, settings or None), None, notes, dialect)
 
 
 def read_settings(folder: Path) -> Mapping[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.tables import object_of, parse_json
 from megatron_rc.records.formats.rows import numbered
@@ -23,6 +24,12 @@ REWARD = ("reward", "rewards", "score", "total_reward", "token_level_scores", "r
 GROUP = ("group_id", "group_ids", "uid", "group_index")
 TOKENS = ("responses", "token_ids", "input_ids", "tokens")
 VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
+# Fields that only this program's records have.
+_FIELDS_OF = {
+    "nemo-rl": {"generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask"},
+    "verl": {"responses", "response_mask", "token_level_scores", "rm_scores", "param_version_start"},
+    "slime": {"loss_mask", "rollout_logprobs", "weight_versions", "weight_version"},
+}
 _LARGEST = 1e30  # of a reward that is one
 WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 
@@ -103,6 +110,7 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         rewards=_numbers([_first(row, REWARD) for row in rows]),
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
         group_ids=_groups([_first(row, GROUP) for row in rows]),
+        dialect=_program_of(rows[0]),
         tokens=_tokens([_first(row, TOKENS) for row in rows], [len(piece[0]) for piece in pieces], width),
     )
 
@@ -136,8 +144,15 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         rewards=rewards.float() if rewards is not None and len(rewards) == len(rollout) else None,
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
         group_ids=_groups(of_each(GROUP)),
+        dialect=_program_of(tensors),
         tokens=None if tokens is None else tokens[:, -rollout.shape[1] :].long(),
     )
+
+
+def _program_of(names: Iterable[str]) -> str:
+    """The program whose fields these are, as a dialect of the settings; ours where they could be anybody's."""
+    found = (program for program, own in _FIELDS_OF.items() if not own.isdisjoint(names))
+    return next(found, OWN)
 
 
 def _rows(value: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
@@ -211,7 +226,10 @@ def _groups(values: Sequence[Any]) -> Tensor | None:
 
 def _tokens(values: Sequence[Any], lengths: Sequence[int], width: int) -> Tensor | None:
     """[n, s], where all responses have their token ids, behind a prompt where they are longer than the log-probs."""
-    ids = [value[len(value) - length :] if isinstance(value, list) else [] for value, length in zip(values, lengths, strict=True)]
+    ids = [
+        value[len(value) - length :] if isinstance(value, list) else []
+        for value, length in zip(values, lengths, strict=True)
+    ]
     if any(len(row) != length for row, length in zip(ids, lengths, strict=True)) or not all(map(_are_ids, ids)):
         return None
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in ids])

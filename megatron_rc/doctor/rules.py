@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         "one temperature between the two policies leaves less than 90 % of the positive and of the negative log-ratios",
         "engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the trainer's: "
         "that leaves {temperature_unexplained:.0%} of the distance",
-        "score with the temperature that the engine samples at (here: --rl-default-temperature)",
+        "score with the temperature that the engine samples at (here: {temperature})",
         OWN,
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode"),
         repair=True,
@@ -121,8 +121,7 @@ RULES: tuple[Rule, ...] = (
         "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, those of newer ones "
         "{newer_abs_log_ratio:.3f}; the stalest tokens' KL is {staleness_kl_growth:.3g} times that of the freshest; "
         "mean staleness {staleness_mean:.2g} steps; k3 {k3_kl:.2g}",
-        "hand weights over more often (lower --rollout-staleness), or widen the bounds by staleness with "
-        "--rollout-staleness-scale",
+        "hand weights over more often (lower {staleness}){scale}",
         f"Fu et al. 2025, AReaL, arXiv 2505.24298; {VERL}",
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
     ),
@@ -233,7 +232,7 @@ RULES: tuple[Rule, ...] = (
         lambda facts: facts["rollout_is_veto_fraction"] > 0.1,
         "more than 10 % of the sequences are vetoed",
         "the veto rejects {rollout_is_veto_fraction:.0%} of the sequences",
-        "lower --rollout-token-veto-threshold, or find out why the trainer finds these tokens impossible",
+        "lower {veto}, or find out why the trainer finds these tokens impossible",
         "verl, docs/advance/rollout_is_migration.md of October 2025 (0.1)",
     ),
 )

@@ -105,11 +105,13 @@ def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]
         for line in reader:
             yield {name: line[name] for name in names}
     except csv.Error as problem:
-        raise ValueError(f"{path}: line {reader.line_num + 1} is no CSV ({problem}): export the metrics alone") from None
+        raise ValueError(
+            f"{path}: line {reader.line_num + 1} is no CSV ({problem}): export the metrics alone"
+        ) from None
 
 
-def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int]:
-    """The steps of a run, one by one, and how many were left out since a number in them is NaN or infinite.
+def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
+    """The steps of a run, how many were left out since a number in them is NaN or infinite, and all names there.
 
     Args:
         rows: one for each step, under any program's names.
@@ -131,7 +133,7 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
         else:
             bad += 1
     if found.num_rows:
-        return found, bad
+        return found, bad, names
     if bad:
         raise ValueError(f"{path}: all {bad} rows have a number that is NaN or infinite: the log-probs are broken")
     raise ValueError(f"{path} {_without_metrics(names)}")

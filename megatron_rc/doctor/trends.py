@@ -39,7 +39,7 @@ def trends(tracks: Mapping[str, Track], window: int) -> dict[str, float]:
     known = {name: track.values for name, track in tracks.items() if len(track.values) >= 3 * window}
     now = {name: median(values[-window:]) for name, values in known.items()}
     levels = {name: _levels(values[:-window], window) for name, values in known.items()}
-    found = {}
+    found: dict[str, float] = {}
     if "k3_kl" in known:
         low = max(min(levels["k3_kl"]), LEAST_K3)
         since = _since(tracks["k3_kl"], BEGUN * low, window)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
@@ -48,4 +49,4 @@ class Watch:
         first, *others = found
         more = f" Also: {', '.join(verdict.rule.name for verdict in others)}." if others else ""
         rule = first.rule
-        return f"doctor after step {step}: {rule.title} ({rule.name}): {first.words}. Do: {rule.advice}.{more}"
+        return f"doctor after step {step}: {rule.title} ({rule.name}): {first.words}. Do: {rule.advice_in(OWN)}.{more}"

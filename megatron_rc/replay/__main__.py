@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         "batches",
         nargs="+",
         metavar="BATCHES",
-        help="files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON lines "
-        "(.jsonl), tensors by name (.safetensors, .pt, .npz)",
+        help="files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON "
+        "lines (.jsonl), tensors by name (.safetensors, .pt, .npz)",
     )
     parser.add_argument(
         "--preset",

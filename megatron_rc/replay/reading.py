@@ -33,8 +33,8 @@ def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[Na
     """The batches of files, and of all such files in folders.
 
     Args:
-        paths: of files and folders: lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors), and
-            safetensors of ours under any name.
+        paths: of files and folders: lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors),
+            and safetensors of ours under any name.
         vocab_size: token ids must lie below it; None: not checked.
 
     Raises:

@@ -7,14 +7,15 @@ import random
 def healthy_run(seed):
     """Rows of 40 to 600 steps: levels, trends and noise as sound runs have them, drawn at random.
 
-    k3 wanders within a factor of some 4, as the policy grows surer or less sure of its tokens; the gradient norm falls or
-    rises up to 2-fold, lengths up to 4-fold, and the reward rises, stays, or loses a little at the end.
+    k3 wanders within a factor of some 4, as the policy grows surer or less sure of its tokens; the gradient norm falls
+    or rises up to 2-fold, lengths up to 4-fold, and the reward rises, stays, or loses a little at the end.
     """
     dice = random.Random(seed)
     steps, walk = dice.choice([40, 100, 300, 600]), 0.0
     level, slope = 10 ** dice.uniform(-5.5, -3.3), dice.uniform(-math.log(3), math.log(3))
-    noise, grad_slope, longer = dice.uniform(0.05, 0.4), dice.uniform(-1.0, math.log(2)), dice.uniform(-0.5, math.log(4))
-    start, gain, loss, reward_noise = dice.random() * 0.5, dice.random() * 0.5, dice.random() * 0.02, dice.uniform(0, 0.1)
+    noise, grad_slope = dice.uniform(0.05, 0.4), dice.uniform(-1.0, math.log(2))
+    longer, start, gain = dice.uniform(-0.5, math.log(4)), dice.random() * 0.5, dice.random() * 0.5
+    loss, reward_noise = dice.random() * 0.02, dice.uniform(0, 0.1)
     for step in range(1, steps + 1):
         part = step / steps
         walk = 0.98 * walk + 0.05 * dice.gauss(0, 1)

@@ -131,7 +131,11 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         files = json.loads(text)["files"]
         # JSON is whole without the last byte, the end of its last line.
-        good = text.endswith("\n") and isinstance(files, dict) and all(_is_entry(name, entry) for name, entry in files.items())
+        good = (
+            text.endswith("\n")
+            and isinstance(files, dict)
+            and all(_is_entry(name, entry) for name, entry in files.items())
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:

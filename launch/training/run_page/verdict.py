@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_rc.doctor.inputs import Evidence
+from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
 from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
@@ -99,7 +100,7 @@ def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], s
         "is_wrong": report.code == WRONG,
         "numbers": [[label, form.format(facts[name])] for name, label, form in SHOWN if name in facts],
         "verdicts": [
-            {"title": one.rule.title, "words": one.words, "advice": one.rule.advice} for one in report.verdicts
+            {"title": one.rule.title, "words": one.words, "advice": one.rule.advice_in(OWN)} for one in report.verdicts
         ],
         "proposal": f"{report.choice.flags()} ({report.choice.why})" if report.verdicts and report.choice else "",
     }
