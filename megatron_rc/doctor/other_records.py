@@ -141,11 +141,11 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         rollout_log_probs=rollout,
         response_mask=mask,
         old_log_probs=old,
-        rewards=rewards.float() if rewards is not None and len(rewards) == len(rollout) else None,
+        rewards=rewards.float() if rewards is not None and rewards.shape == rollout.shape[:1] else None,
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
         group_ids=_groups(of_each(GROUP)),
         dialect=_program_of(tensors),
-        tokens=None if tokens is None else tokens[:, -rollout.shape[1] :].long(),
+        tokens=None if tokens is None else tokens[:, tokens.shape[1] - rollout.shape[1] :].long(),
     )
 
 

@@ -31,10 +31,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _check_size(path: Path) -> None:
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        size = sum(entry.file_size for entry in archive.infolist())
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
+        raise ValueError(f"{path} is cut off or damaged ({problem}): write it again") from None
     if size > MOST_BYTES:
         raise ValueError(f"{path} unpacks to {size} bytes, {MOST_BYTES} can be read: write it in several files")
 
@@ -80,9 +83,12 @@ def _of_numpy(path: Path) -> dict[str, Tensor]:
         return torch.from_numpy(np.unique(array, return_inverse=True)[1] if array.dtype.kind in "US" else array)
 
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, since numpy leaves a damaged file open.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: tensor(file[name]) for name in file.files}
-    except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as problem:
+    except OSError:
+        raise
+    except Exception as problem:  # whatever zipfile, zlib and numpy raise for damage, and numpy for objects
         raise ValueError(
             f"{path} is no .npz file of numbers ({problem}): objects could run code and are not read, write arrays"
         ) from None

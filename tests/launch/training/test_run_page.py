@@ -209,7 +209,7 @@ def test_a_page_of_the_same_steps_keeps_what_the_run_said_of_its_end(tmp_path, c
     assert shown(folder)["ending"] == ""
 
 
-DEEP, NO_DATE = b"a: " + b"[" * 5000, b"x: 2026-99-99"
+DEEP, NO_DATE = b"a: " + b"[" * 1000, b"x: 2026-99-99"
 ODD = [b"\xff\xfe", b"rollout-rs: python:os:system\n", b"a: [", b"- 1\n", b"x: y: z", DEEP, NO_DATE]
 
 
