@@ -1,6 +1,6 @@
-"""How often the doctor errs: healthy batches in which it finds something, and made faults that it names wrongly.
+"""How often the doctor errs: healthy batches and runs in which it finds something, and faults that it misses.
 
-    python benchmarks/doctor.py [--batches 200] [--seeds 20]
+    python benchmarks/doctor.py [--batches 200] [--seeds 20] [--runs 1000]
 
 Healthy engines round their weights to bfloat16 or not at all, and compute in bfloat16. Sizes, vocabularies, lengths and
 how sure the model is of its tokens are drawn at random.
@@ -12,19 +12,24 @@ import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.study.results import read
 from megatron_rc.doctor.advice import mean_log_ratios
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
 from megatron_rc.doctor.rules import judge
 from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.doctor.series import History, facts_of_series
+from megatron_rc.doctor.tables import own_row
 from tests.support.made_faults import FAULTS, Setting, made
+from tests.support.made_runs import drifting_run, healthy_run, study_rows
+from tests.support.paths import ROOT
 
 NUMBERS = 2**24  # log-probs of one batch, over its whole vocabulary
 
@@ -79,15 +84,43 @@ def faults(seeds: int) -> None:
         sys.stdout.write(f"{fault:<18}{name:<20}{found[name]:>4} of {seeds}   {others}\n")
 
 
+def runs(number: int) -> None:
+    """Made runs, healthy ones looked at every ten steps and drifting ones at their end; and those of the study."""
+    wrong, found = 0, 0
+    for seed in range(number):
+        wrong += any(_verdicts(healthy_run(seed), every=10))
+        found += any("drift" in names for names in _verdicts(drifting_run(seed)[0]))
+    sys.stdout.write(f"{number} healthy runs: {wrong} with a verdict at any step; of as many drifts {found} found\n")
+    of_study: dict[str, list[bool]] = {}
+    for file in ("study.json", "study_entropy.json"):
+        for run in read(ROOT / "docs" / file):
+            of_study.setdefault(run.mismatch, []).append(any("drift" in one for one in _verdicts(study_rows(run))))
+    for mismatch, drifts in of_study.items():
+        sys.stdout.write(f"study, {mismatch}: drift at the end of {sum(drifts)} of {len(drifts)} runs\n")
+
+
+def _verdicts(rows: Iterable[Mapping[str, float]], every: int = 0) -> Iterator[list[str]]:
+    """Names of what is found in a run at its end, or every so many steps."""
+    history = History()
+    for row in rows:
+        history.add(own_row(row, ""))
+        if every and row["step"] % every == 0:
+            yield [verdict.rule.name for verdict in judge(facts_of_series(history))]
+    if not every:
+        yield [verdict.rule.name for verdict in judge(facts_of_series(history))]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print both."""
+    """Print all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=1000)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     healthy(args.batches)
     faults(args.seeds)
+    runs(args.runs)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_records_stand_beside_the_correction():
         if module.startswith("records."):
             assert imported.startswith(("records", "parallel", "numerics")), module
         elif imported.startswith("records."):
-            assert module == "public" or module.startswith(("launch.", "replay.")), module
+            assert module == "public" or module.startswith(("launch.", "replay.", "doctor.")), module
     assert not graph()["numerics"]
 
 

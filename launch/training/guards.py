@@ -46,13 +46,20 @@ class Guards:
         """Count what the run's file holds of the steps before a checkpoint: steps in a row may lie on both sides.
 
         Args:
-            rows: of ``metrics.jsonl``.
+            rows: of ``metrics.jsonl``, the last one first; they are read back to where no condition held.
             iteration: optimizer steps that lie behind; rows of later ones are of steps that are made again.
         """
-        for row in rows if self._met else ():
-            if row["step"] <= iteration:
-                for condition in self._met:
-                    self._count(condition, int(row["step"]), row)
+        held, looked_at = set(self._met), []
+        for row in rows if held else ():
+            if row["step"] > iteration:
+                continue
+            looked_at.append(row)
+            held -= {one for one in held if one.metric in row and not one.holds(row[one.metric])}
+            if not held:
+                break
+        for row in reversed(looked_at):
+            for condition in self._met:
+                self._count(condition, int(row["step"]), row)
 
     def step(self, step: int, row: Mapping[str, float]) -> AgreedError | None:
         """Why the run is to end, if it is, and with which exit code; the weights are good.

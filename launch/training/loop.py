@@ -97,7 +97,7 @@ class _Run:
         self.steps = BadSteps(config, trainer, self.collector)
         self.guards, self.machine = Guards(config), Machine(config)
         if self.reporter is not None:
-            self.guards.go_on(self.reporter.rows(), trainer.iteration)
+            self.guards.go_on(self.reporter.rows_backwards(), trainer.iteration)
         self.log_probs = SavedLogProbs(config, groups, trainer, self.collector)
 
     @property

@@ -18,7 +18,13 @@ from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.boards import Distributions, TensorBoard, WandB
-from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, summarize
+from megatron_rc.launch.training.metrics_file import (
+    METRICS_FILE,
+    MetricsFile,
+    read_rows,
+    read_rows_backwards,
+    summarize,
+)
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.run_page.page import PAGE, write_page
 from megatron_rc.launch.training.shown import AVERAGED, table, usual_names
@@ -110,6 +116,10 @@ class Reporter:
     def rows(self) -> Iterator[dict[str, float]]:
         """What the metrics file holds by now."""
         return read_rows(self.metrics.path) if self.metrics.path.is_file() else iter(())
+
+    def rows_backwards(self) -> Iterator[dict[str, float]]:
+        """What the metrics file holds by now, the last row first."""
+        return read_rows_backwards(self.metrics.path) if self.metrics.path.is_file() else iter(())
 
     def say(self, text: str) -> None:
         """A line of text that does not break the bar."""

@@ -63,6 +63,8 @@ def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
     with ExitStack() as stack:
         files = {}
         for path in _files_of(folder):
+            if path.exists() and not path.is_file():  # a pipe would be waited for, with the interpreter's lock held
+                raise ValueError(f"{path} is no regular file: put the safetensors file of the model there")
             try:
                 opened = stack.enter_context(safe_open(str(path), framework="pt"))
             except (OSError, SafetensorError) as error:

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -26,12 +27,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("path", metavar="RUN|BATCH|FILE", type=Path)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--dialect",
+        metavar="NAME",
+        help="propose settings in the words of megatron_rc, verl, verl-2025-11, verl-2025-10, slime or nemo-rl; "
+        "default: of the program that wrote the input",
+    )
     args = parser.parse_args(argv)
     from megatron_rc.doctor.inputs import read_evidence
+    from megatron_rc.doctor.other_words import WORDS
     from megatron_rc.doctor.report import UNUSABLE, as_json, examine, in_words
+    from megatron_rc.settings.bounds import one_of
 
     try:
-        report = examine(read_evidence(args.path))
+        if args.dialect is not None:
+            one_of("--dialect", args.dialect, tuple(WORDS))
+        evidence = read_evidence(args.path)
+        report = examine(evidence if args.dialect is None else replace(evidence, dialect=args.dialect))
     except (ValueError, ImportError) as problem:
         sys.stderr.write(f"{problem}\n")
         return UNUSABLE

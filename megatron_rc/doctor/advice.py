@@ -11,6 +11,7 @@ import torch
 
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.other_words import OWN, settings_lines
 from megatron_rc.doctor.rule import Verdict
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.signs import K3
@@ -32,6 +33,12 @@ class Choice:
         """The correction itself."""
         made: RolloutCorrectionConfig = getattr(RolloutCorrectionConfig, self.preset)(**self.arguments)
         return made
+
+    def settings(self, dialect: str) -> list[str]:
+        """The same in a program's own words, as lines to copy."""
+        lines = [] if dialect == OWN else settings_lines(self.config(), dialect)
+        # Where a program has no words for it at all, ours say at least what is meant.
+        return lines if any(not line.startswith("#") for line in lines) else [self.flags(), *lines]
 
     def flags(self) -> str:
         """The same for a run of the launcher."""

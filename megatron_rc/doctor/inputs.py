@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_rc import RolloutBatch, from_json_lines, load_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
-from megatron_rc.doctor.other_records import is_record, sampled_of_objects, sampled_of_tensors
+from megatron_rc.doctor.metric_names import program_of
+from megatron_rc.doctor.other_records import NoRecordError, is_own, is_record, sampled_of_file, sampled_of_objects
+from megatron_rc.doctor.other_words import OWN, WORDS
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import facts_of_series
-from megatron_rc.doctor.tables import own_rows, parse_json, rows_of_csv, rows_of_objects
+from megatron_rc.doctor.tables import object_of, own_rows, parse_json, parse_lines, rows_of_csv, rows_of_objects
+from megatron_rc.records.tensor_files import SUFFIXES
 
 METRICS_FILE, SETTINGS_FILE = "metrics.jsonl", "config.yaml"
-_PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".dp", ".npz", ".npy", ".parquet", ".arrow")
+_UNREAD = (".pkl", ".pickle", ".bin", ".dp", ".npy", ".parquet", ".arrow")
 _SETTING = re.compile(r"^(?:# ?)?([a-z][a-z0-9-]*): (.+)$", re.MULTILINE)
 _STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
 
@@ -31,12 +35,14 @@ class Evidence:
         facts: its numbers.
         sampled: the responses, where it is a recorded batch.
         notes: what the reader left out, a sentence each.
+        dialect: the program that wrote it, as the settings' dialects are called.
     """
 
     what: str
     facts: Facts
     sampled: Sampled | None = None
     notes: tuple[str, ...] = ()
+    dialect: str = OWN
 
 
 def read_evidence(path: Path) -> Evidence:
@@ -87,41 +93,56 @@ def _sampled(files: Sequence[Path]) -> Sampled:
 
 
 def _read_file(path: Path) -> Evidence:
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    if path.suffix in _PICKLED:
+    if path.suffix in SUFFIXES:
+        return _read_tensors(path)
+    if path.suffix in _UNREAD:
         raise ValueError(
             f"{path}: {path.suffix} files are not read (pickled ones can run code): write the batch with save_rollouts "
-            "(docs/rollouts.md), as JSON lines, or the metrics as JSON or CSV"
+            "(docs/rollouts.md), as tensors by name (.pt, .npz), as JSON lines, or the metrics as JSON or CSV"
         )
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.strip():
+    with path.open(encoding="utf-8-sig") as file:
+        return _read_text(file, path)
+
+
+def _read_text(file: TextIO, path: Path) -> Evidence:
+    """Metrics or a batch; metrics line by line, since those of a long run fill gigabytes."""
+    first = next((line for line in file if line.strip()), "")
+    if not first:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
-    if text.lstrip()[0] not in "{[":
-        return _of_rows(rows_of_csv(text, path), path)
-    objects = parse_json(text, path)
-    if {"schema_version", "tokens"} <= objects[0].keys():
-        return _read_json_lines(text, path)
+    if first.lstrip()[0] not in "{[":
+        return _of_rows(rows_of_csv(chain([first], file), path), path)
+    known = object_of(first)
+    if known is None:  # one JSON value over several lines, or a list
+        return _of_objects(parse_json(first + file.read(), path), path)
+    if is_own(known):
+        return _read_json_lines(first + file.read(), path)
+    if is_record(known):
+        return _of_batch(sampled_of_objects(list(parse_lines(chain([first], file), path)), path), str(path))
+    return _of_metrics(parse_lines(chain([first], file), path), path)
+
+
+def _of_objects(objects: Sequence[dict[str, Any]], path: Path) -> Evidence:
     if is_record(objects[0]):
         return _of_batch(sampled_of_objects(objects, path), str(path))
+    return _of_metrics(iter(objects), path)
+
+
+def _of_metrics(objects: Iterable[Mapping[str, Any]], path: Path) -> Evidence:
     prefix = read_settings(path.parent).get("metric-prefix", "")
     return _of_rows(rows_of_objects(objects, prefix), path, prefix)
 
 
-def _read_safetensors(path: Path) -> Evidence:
-    try:
-        return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path), path)
-    except ValueError as problem:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+def _read_tensors(path: Path) -> Evidence:
+    problem = None
+    if path.suffix == ".safetensors":
         try:
-            tensors = load_file(path)
-        except SafetensorError:
-            raise problem from None
-        if not is_record(tensors):
-            raise problem from None
-        return _of_batch(sampled_of_tensors(tensors, path), str(path))
+            return _of_batch(Sampled.of_batch(load_rollouts(path)), str(path), path)
+        except ValueError as error:
+            problem = error
+    try:
+        return _of_batch(sampled_of_file(path), str(path))
+    except NoRecordError as other:
+        raise problem or other from None
 
 
 def _read_json_lines(text: str, path: Path) -> Evidence:
@@ -135,6 +156,7 @@ def _read_json_lines(text: str, path: Path) -> Evidence:
 
 
 def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence:
+    """The facts of responses; ``file`` is the record of ours that they are from."""
     if not sampled.response_mask.any():
         raise ValueError(f"{what}: no response has a sampled token")
     facts = facts_of_batch(sampled)
@@ -146,16 +168,17 @@ def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence
     notes = (
         ()
         if sampled.old_log_probs is not None
-        else ("the batch has no log-probs of the trainer: record them with --save-rollouts DIR --save-log-probs",)
+        else (f"the batch has no log-probs of the trainer: record them ({WORDS[sampled.dialect]['record']})",)
     )
-    return Evidence(f"{what}: {words}", facts, sampled, notes)
+    return Evidence(f"{what}: {words}", facts, sampled, notes, sampled.dialect)
 
 
-def _of_rows(rows: Any, path: Path, prefix: str = "") -> Evidence:
-    found, bad = own_rows(rows, path, prefix)
+def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> Evidence:
+    found, bad, names = own_rows(rows, path, prefix)
     notes = (f"{bad} rows are left out: a number in them is NaN or infinite",) if bad else ()
     settings = read_settings(path.parent) if path.name == METRICS_FILE else None
-    return Evidence(f"{path}: {len(found)} steps", facts_of_series(found, settings or None), notes=notes)
+    dialect = OWN if settings else program_of(map(str, names)) or OWN
+    return Evidence(f"{path}: {found.num_rows} steps", facts_of_series(found, settings or None), None, notes, dialect)
 
 
 def read_settings(folder: Path) -> Mapping[str, str]:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.doctor.tables import object_of, parse_json
+from megatron_rc.records.formats.rows import numbered
+from megatron_rc.records.tensor_files import read_tensors
 
 # The first name that is there; verl's, NeMo-RL's and slime's.
 ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
 OLD = ("old_log_probs", "prev_logprobs", "log_probs", "policy_logprobs")
 MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
-REWARD = ("reward", "rewards", "score", "total_reward")
+REWARD = ("reward", "rewards", "score", "total_reward", "token_level_scores", "rm_scores")
+GROUP = ("group_id", "group_ids", "uid", "group_index")
+TOKENS = ("responses", "token_ids", "input_ids", "tokens")
 VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
+# Fields that only this program's records have.
+_FIELDS_OF = {
+    "nemo-rl": {"generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask"},
+    "verl": {"responses", "response_mask", "token_level_scores", "rm_scores", "param_version_start"},
+    "slime": {"loss_mask", "rollout_logprobs", "weight_versions", "weight_version"},
+}
 _LARGEST = 1e30  # of a reward that is one
 WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 
@@ -25,6 +37,56 @@ WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 def is_record(names: Mapping[str, Any]) -> bool:
     """Whether these are fields of responses, not metrics."""
     return any(isinstance(names.get(name), (list, Tensor)) for name in ROLLOUT)
+
+
+class NoRecordError(ValueError):
+    """A file of tensors without log-probs of an engine, or that cannot be read."""
+
+
+def sampled_of_file(path: Path) -> Sampled:
+    """Responses from a file of tensors by name: safetensors, ``.pt`` or ``.npz``.
+
+    Raises:
+        NoRecordError: it cannot be read, or is no record.
+        ValueError: as :func:`sampled_of_tensors`.
+    """
+    try:
+        tensors = read_tensors(path)
+    except ValueError as problem:
+        raise NoRecordError(str(problem)) from None
+    if not is_record(tensors):
+        names = ", ".join(sorted(tensors)[:5]) or "none"
+        raise NoRecordError(f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give those of a rollout batch by name")
+    return sampled_of_tensors(tensors, path)
+
+
+def sampled_of_lines(path: Path) -> Sampled | None:
+    """Responses from JSON, one value or one a line; None for a file of our own records, or of no record.
+
+    Raises:
+        ValueError: as :func:`sampled_of_objects`.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "")
+            known = object_of(first)
+            if known is not None and (is_own(known) or not is_record(known)):
+                return None
+            text = first + file.read()
+    except UnicodeDecodeError:
+        return None
+    try:
+        objects = parse_json(text, path)
+    except ValueError:
+        if known is not None:
+            raise
+        return None
+    return sampled_of_objects(objects, path) if is_record(objects[0]) and not is_own(objects[0]) else None
+
+
+def is_own(names: Mapping[str, Any]) -> bool:
+    """Whether these are the fields of a line of our own records."""
+    return {"schema_version", "tokens"} <= names.keys()
 
 
 def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Sampled:
@@ -47,6 +109,9 @@ def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Samp
         old_log_probs=_padded(known, width) if len(known) == len(old) else None,
         rewards=_numbers([_first(row, REWARD) for row in rows]),
         policy_versions=_versions([_first(row, VERSION) for row in rows], width),
+        group_ids=_groups([_first(row, GROUP) for row in rows]),
+        dialect=_program_of(rows[0]),
+        tokens=_tokens([_first(row, TOKENS) for row in rows], [len(piece[0]) for piece in pieces], width),
     )
 
 
@@ -66,13 +131,28 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         value = _first(tensors, names)
         return value.tolist() if value is not None and value.shape[:1] == rollout.shape[:1] else [None]
 
+    rewards = _first(tensors, REWARD)
+    if rewards is not None and rewards.dim() > 1:  # verl's scores of every token add up
+        rewards = rewards.double().flatten(1).sum(dim=1)
+    tokens = _first(tensors, TOKENS)
+    if tokens is not None and (tokens.dim() != 2 or len(tokens) != len(rollout) or tokens.shape[1] < rollout.shape[1]):
+        tokens = None
     return Sampled(
         rollout_log_probs=rollout,
         response_mask=mask,
         old_log_probs=old,
-        rewards=_numbers(of_each(REWARD)),
+        rewards=rewards.float() if rewards is not None and rewards.shape == rollout.shape[:1] else None,
         policy_versions=_versions(of_each(VERSION), rollout.shape[1]),
+        group_ids=_groups(of_each(GROUP)),
+        dialect=_program_of(tensors),
+        tokens=None if tokens is None else tokens[:, tokens.shape[1] - rollout.shape[1] :].long(),
     )
+
+
+def _program_of(names: Iterable[str]) -> str:
+    """The program whose fields these are, as a dialect of the settings; ours where they could be anybody's."""
+    found = (program for program, own in _FIELDS_OF.items() if not own.isdisjoint(names))
+    return next(found, OWN)
 
 
 def _rows(value: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
@@ -135,6 +215,28 @@ def _versions(values: Sequence[Any], width: int) -> Tensor | None:
     if not texts or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return None
     return torch.tensor([int(text) for text in texts]).unsqueeze(1).expand(-1, width)
+
+
+def _groups(values: Sequence[Any]) -> Tensor | None:
+    """[n], where all responses say of which prompt they are."""
+    if any(value is None or isinstance(value, (list, dict)) for value in values):
+        return None
+    return torch.tensor(numbered(values))
+
+
+def _tokens(values: Sequence[Any], lengths: Sequence[int], width: int) -> Tensor | None:
+    """[n, s], where all responses have their token ids, behind a prompt where they are longer than the log-probs."""
+    ids = [
+        value[len(value) - length :] if isinstance(value, list) else []
+        for value, length in zip(values, lengths, strict=True)
+    ]
+    if any(len(row) != length for row, length in zip(ids, lengths, strict=True)) or not all(map(_are_ids, ids)):
+        return None
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in ids])
+
+
+def _are_ids(row: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and 0 <= value < 2**31 for value in row)
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rc.doctor.advice import EXP_LIMIT, Choice, Effect, candidates, choose, effect
 from megatron_rc.doctor.inputs import Evidence
+from megatron_rc.doctor.other_words import WORDS
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.rule import Rule, Verdict
 from megatron_rc.doctor.rules import judge, not_looked_at
@@ -82,7 +83,7 @@ def in_words(report: Report) -> str:
         names = ", ".join(rule.name for rule in report.not_looked_at)
         parts += ["", f"Not looked at, since the numbers are not there: {names}."]
         if report.evidence.sampled is None:
-            parts.append("A recorded batch has more (--save-rollouts DIR --save-log-probs).")
+            parts.append(f"A recorded batch has more ({WORDS[report.evidence.dialect]['record']}).")
     return "\n".join(parts)
 
 
@@ -107,14 +108,15 @@ def _found(report: Report) -> list[str]:
     for number, verdict in enumerate(report.verdicts, start=1):
         rule = verdict.rule
         lines += [f"  {number}. {rule.title} ({rule.name})", f"     {verdict.words}"]
-        lines += [f"     Do: {rule.advice}.", f"     Source: {rule.sources}"]
+        lines += [f"     Do: {rule.advice_in(report.evidence.dialect)}.", f"     Source: {rule.sources}"]
     return lines
 
 
 def _proposed(report: Report) -> list[str]:
     if report.choice is None:
         return []
-    lines = ["", "What to use", f"  {report.choice.flags()}", f"  {report.choice.why}."]
+    settings = report.choice.settings(report.evidence.dialect)
+    lines = ["", "What to use", *(f"  {line}" for line in settings), f"  {report.choice.why}."]
     if report.effects:
         lines.append(f"  {'on this batch':<46}{'ESS':>7}{'mean w':>9}{'tokens rejected':>17}{'of reward -/0/+':>22}")
     for one in report.effects:
@@ -154,7 +156,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "name": verdict.rule.name,
                 "title": verdict.rule.title,
                 "words": verdict.words,
-                "advice": verdict.rule.advice,
+                "advice": verdict.rule.advice_in(report.evidence.dialect),
                 "sources": verdict.rule.sources,
                 "numbers": {name: value for name, value in verdict.numbers.items() if math.isfinite(value)},
             }
@@ -167,6 +169,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "preset": report.choice.preset,
             "arguments": report.choice.arguments,
             "flags": report.choice.flags(),
+            "dialect": report.evidence.dialect,
+            "settings": "\n".join(report.choice.settings(report.evidence.dialect)),
             "why": report.choice.why,
         },
         "effects": [

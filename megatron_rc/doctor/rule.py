@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.other_words import WORDS
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Rule:
         holds: whether the facts show the fault; a comparison with a missing fact is false.
         when: the same in words, with its thresholds.
         words: what was found; facts stand in it as ``{name}``.
-        advice: what to do.
+        advice: what to do; flags stand in it by their name in ``WORDS``.
         sources: where the test and its thresholds come from.
         unless: names of rules that explain the same numbers better: where one of them holds, this one does not.
         repair: whether the data are wrong, so that no correction makes up for it.
@@ -35,6 +36,10 @@ class Rule:
     sources: str
     unless: tuple[str, ...] = ()
     repair: bool = False
+
+    def advice_in(self, dialect: str) -> str:
+        """What to do, in the words of a program's settings."""
+        return self.advice.format_map(WORDS[dialect])
 
     def can_be_looked_at(self, facts: Facts) -> bool:
         """Whether there is enough to say that the fault is not there."""

@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         "one temperature between the two policies leaves less than 90 % of the positive and of the negative log-ratios",
         "engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the trainer's: "
         "that leaves {temperature_unexplained:.0%} of the distance",
-        "score with the temperature that the engine samples at (here: --rl-default-temperature)",
+        "score with the temperature that the engine samples at (here: {temperature})",
         OWN,
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode"),
         repair=True,
@@ -121,10 +121,25 @@ RULES: tuple[Rule, ...] = (
         "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, those of newer ones "
         "{newer_abs_log_ratio:.3f}; the stalest tokens' KL is {staleness_kl_growth:.3g} times that of the freshest; "
         "mean staleness {staleness_mean:.2g} steps; k3 {k3_kl:.2g}",
-        "hand weights over more often (lower --rollout-staleness), or widen the bounds by staleness with "
-        "--rollout-staleness-scale",
+        "hand weights over more often (lower {staleness}){scale}",
         f"Fu et al. 2025, AReaL, arXiv 2505.24298; {VERL}",
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
+    ),
+    Rule(
+        "drift",
+        "policies that drift apart",
+        tuple(("k3_growth", "drift_since", sign) for sign in ("reward_fall", "ess_fall", "grad_norm_growth")),
+        signs.is_drifting,
+        f"over at least 30 steps k3 has grown to 10 times its lowest level and above {K3 / 10:g}, and the reward is 3 "
+        "standard deviations of a step's noise below its best level, the effective sample size 0.1 below its best, or "
+        "the gradient norm 3 times its lowest",
+        "k3 is {k3_kl:.2g}, {k3_growth:.3g} times its lowest level, and above twice that since step {drift_since:.0f}; "
+        "reward {reward:.3g}, at best {reward_best:.3g}; effective sample size {rollout_is_eff_sample_size:.3f}, at "
+        "best {ess_best:.3f}; gradient norm {grad_norm_growth:.2g} times its lowest level; responses "
+        "{response_length_growth:.2g} times as long as at the start",
+        "look at what changed at that step (learning rate, staleness, weight sync, data, temperature), and go on from "
+        "a checkpoint before it; bounds alone only slow a drift down",
+        f"{LIU}; {OWN}",
     ),
     Rule(
         "tails",
@@ -217,7 +232,7 @@ RULES: tuple[Rule, ...] = (
         lambda facts: facts["rollout_is_veto_fraction"] > 0.1,
         "more than 10 % of the sequences are vetoed",
         "the veto rejects {rollout_is_veto_fraction:.0%} of the sequences",
-        "lower --rollout-token-veto-threshold, or find out why the trainer finds these tokens impossible",
+        "lower {veto}, or find out why the trainer finds these tokens impossible",
         "verl, docs/advance/rollout_is_migration.md of October 2025 (0.1)",
     ),
 )

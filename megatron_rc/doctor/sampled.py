@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_rc import RolloutBatch, SamplingParams
+from megatron_rc.doctor.other_words import OWN
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,9 @@ class Sampled:
         rewards: [n], or None.
         policy_versions: [n, s] int64, version of the weights that sampled, or None.
         sampling: how the tokens were sampled, or None where the record does not say.
+        group_ids: [n] int64, equal for the responses to one prompt, or None where the record does not say.
+        tokens: [n, s] int64, or None.
+        dialect: the program that wrote them, as the settings' dialects are called.
     """
 
     rollout_log_probs: Tensor
@@ -28,6 +32,9 @@ class Sampled:
     rewards: Tensor | None = None
     policy_versions: Tensor | None = None
     sampling: SamplingParams | None = None
+    group_ids: Tensor | None = None
+    tokens: Tensor | None = None
+    dialect: str = OWN
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:

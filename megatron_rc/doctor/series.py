@@ -3,37 +3,69 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from statistics import median
 
 from megatron_rc.doctor.facts import Facts
+from megatron_rc.doctor.trends import Track, trends
 
 WINDOW = 10  # steps that speak for the present
 GROWING = ("response_length", "chi2_seq")  # whose growth over the run is looked at
-KEPT = (*GROWING, "entropy")  # what is looked at over the whole run
 MIN_STEPS = 9  # steps below which nothing grows
+# The numbers that are looked at over the whole run.
+OVER_THE_RUN = (*GROWING, "entropy", "k3_kl", "rollout_is_eff_sample_size", "grad_norm", "reward")
 _STALENESS = re.compile(r"staleness_(\d+)_kl")
 
 
-def facts_of_series(rows: Sequence[Mapping[str, float]], settings: Mapping[str, str] | None = None) -> Facts:
-    """The medians of the last steps, and what has grown since the first ones.
+class History:
+    """The steps of a run as far as they are looked at: the last ones whole, and a few numbers of all the others.
 
     Args:
-        rows: one a step, under the names of ``docs/metrics.md`` without a prefix; at least one.
+        rows: one a step, under the names of ``docs/metrics.md`` without a prefix.
+
+    Attributes:
+        last: the last rows.
+        tracks: the numbers of ``OVER_THE_RUN``, by name: 16 bytes each a step.
+        num_rows: how many rows there were.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
+        self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self.tracks = {name: Track() for name in OVER_THE_RUN}
+        self.num_rows = 0
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Look at the next step."""
+        self.num_rows += 1
+        self.last.append(row)
+        for name, track in self.tracks.items():
+            if name in row:
+                track.steps.append(row.get("step", self.num_rows))
+                track.values.append(row[name])
+
+
+def facts_of_series(history: History, settings: Mapping[str, str] | None = None) -> Facts:
+    """The medians of the last steps, and what has changed over the run.
+
+    Args:
+        history: of the run; at least one row.
         settings: the run's flags without the dashes in front, where they are known.
     """
     last: dict[str, list[float]] = {}
-    for row in rows[-WINDOW:]:
+    for row in history.last:
         for name, value in row.items():
             last.setdefault(name, []).append(value)
     facts = Facts({name: median(values) for name, values in last.items()})
     for name in GROWING:
-        values = [row[name] for row in rows if name in row]
+        values = history.tracks[name].values
         third = len(values) // 3
         if len(values) >= MIN_STEPS and sum(values[:third]) > 0:
             facts[f"{name}_growth"] = sum(values[-third:]) / sum(values[:third])
-    facts |= _staleness(facts) | _entropy([row["entropy"] for row in rows if "entropy" in row])
+    facts |= _staleness(facts) | _entropy(history.tracks["entropy"].values) | trends(history.tracks, WINDOW)
     if settings is not None:
         facts["gspo"] = float(settings.get("policy-loss") == "gspo")
         applied = settings.get("rollout-is-apply", "true") == "true"
@@ -48,9 +80,9 @@ def _entropy(values: Sequence[float]) -> dict[str, float]:
     """The median of the last steps against the lowest median of as many steps before them."""
     if len(values) < 3 * WINDOW:
         return {}
-    *before, last = [median(values[end - WINDOW : end]) for end in range(WINDOW, len(values) + 1)]
-    lowest = min(before[: 1 - WINDOW])
-    return {"entropy_rise": last / lowest} if lowest > 0 else {}
+    ends = range(WINDOW, len(values) - WINDOW + 1)
+    lowest = min(median(values[end - WINDOW : end]) for end in ends)
+    return {"entropy_rise": median(values[-WINDOW:]) / lowest} if lowest > 0 else {}
 
 
 def _staleness(facts: Facts) -> dict[str, float]:

@@ -78,6 +78,12 @@ def is_stale(facts: Facts) -> bool:
     return differs_by_version(facts) or late or (facts["staleness_kl_growth"] > 2 and facts["k3_kl"] > K3 / 2)
 
 
+def is_drifting(facts: Facts) -> bool:
+    """k3 has grown to more than rounding, and training suffers: one number alone may rise for good reasons."""
+    suffers = facts["reward_fall"] > 3 or facts["ess_fall"] > 0.1 or facts["grad_norm_growth"] > 3
+    return facts["k3_growth"] > 10 and facts["k3_kl"] > K3 / 10 and suffers
+
+
 def has_tails(facts: Facts) -> bool:
     """Few tokens carry k3."""
     width = facts["log_ratio_p95"] - facts["log_ratio_p05"]

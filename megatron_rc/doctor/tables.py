@@ -10,31 +10,52 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rc.doctor.metric_names import STEP_NAMES, own_name
+from megatron_rc.doctor.series import History
 
 Row = dict[str, float]
+_OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward"}  # numbers that say nothing of the two policies
+
+
+def object_of(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line is, if it is one."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
-    """The objects of a text that is one JSON value, or one a line.
-
-    A last line that was cut off is left out, as a run leaves it that was killed.
+    """The objects of a text that is one JSON value, or one a line; see :func:`parse_lines`.
 
     Raises:
         ValueError: it holds none.
     """
     try:
         values = json.loads(text)
-        return _objects(values, path)
     except (json.JSONDecodeError, RecursionError):
-        lines = [line for line in text.split("\n") if line.strip()]  # a text in it may hold other ends of lines
-    found = []
-    for number, line in enumerate(lines, start=1):
+        values = list(parse_lines(text.split("\n"), path))  # a text in it may hold other ends of lines
+    return _objects(values, path)
+
+
+def parse_lines(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
+    """The object of each line, one at a time.
+
+    A last line that was cut off is left out, as a run leaves it that was killed.
+
+    Raises:
+        ValueError: another line is no JSON object.
+    """
+    damaged = 0
+    for number, line in enumerate((line for line in lines if line.strip()), start=1):
+        if damaged:
+            break
         try:
-            found.append(json.loads(line))
+            yield from _objects([json.loads(line)], path)
         except (json.JSONDecodeError, RecursionError):
-            if number < len(lines) or number == 1:
-                raise ValueError(f"{path}: line {number} is no JSON: the file is damaged") from None
-    return _objects(found, path)
+            damaged = number
+    if damaged and (damaged == 1 or damaged < number):
+        raise ValueError(f"{path}: line {damaged} is no JSON: the file is damaged")
 
 
 def _objects(values: Any, path: Path) -> list[dict[str, Any]]:
@@ -65,27 +86,32 @@ def _by_step(column: list[Any] | dict[str, Any]) -> dict[int, Any]:
     return {int(step): value for step, value in column.items() if step.isdecimal()}
 
 
-def rows_of_csv(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
+def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]:
     """The lines of a table with a line of names.
 
     Raises:
-        ValueError: two columns are the same metric, as in an export of several runs.
+        ValueError: two columns are the same metric, as in an export of several runs; or no table can be read.
     """
-    reader = csv.DictReader(text.splitlines())
-    names = [name for name in reader.fieldnames or () if name and not name.endswith(("__MIN", "__MAX"))]
-    seen: dict[str, str] = {}
-    for name in names:
-        own = own_name(name)
-        if own is not None and own in seen:
-            raise ValueError(f"{path}: the columns {seen[own]!r} and {name!r} are both {own}: export one run")
-        if own is not None:
-            seen[own] = name
-    for line in reader:
-        yield {name: line[name] for name in names}
+    reader = csv.DictReader(lines)
+    try:
+        names = [name for name in reader.fieldnames or () if name and not name.endswith(("__MIN", "__MAX"))]
+        seen: dict[str, str] = {}
+        for name in names:
+            own = own_name(name)
+            if own is not None and own in seen:
+                raise ValueError(f"{path}: the columns {seen[own]!r} and {name!r} are both {own}: export one run")
+            if own is not None:
+                seen[own] = name
+        for line in reader:
+            yield {name: line[name] for name in names}
+    except csv.Error as problem:
+        raise ValueError(
+            f"{path}: line {reader.line_num + 1} is no CSV ({problem}): export the metrics alone"
+        ) from None
 
 
-def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[list[Row], int]:
-    """Rows under our names, and how many were left out since a number in them is NaN or infinite.
+def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
+    """The steps of a run, how many were left out since a number in them is NaN or infinite, and all names there.
 
     Args:
         rows: one for each step, under any program's names.
@@ -95,36 +121,41 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
     Raises:
         ValueError: no row has a metric of the two policies, or none has numbers.
     """
-    found, bad = [], 0
+    found, bad = History(), 0
     names: set[Any] = set()
     for row in rows:
         names |= row.keys()
         own = own_row(row, prefix)
-        if not own.keys() - {"step", "response_length"}:
+        if not own.keys() - _OF_ANY_RUN:
             continue
         if all(map(math.isfinite, own.values())):
-            found.append(own)
+            found.add(own)
         else:
             bad += 1
-    if not found and not bad and {"input", "output"} <= names:
-        raise ValueError(
-            f"{path} has responses without log-probs, as in verl's rollout_data_dir: give the run's metrics (its file "
+    if found.num_rows:
+        return found, bad, names
+    if bad:
+        raise ValueError(f"{path}: all {bad} rows have a number that is NaN or infinite: the log-probs are broken")
+    raise ValueError(f"{path} {_without_metrics(names)}")
+
+
+def _without_metrics(names: set[Any]) -> str:
+    """What a file is that has no metric of the two policies, and what to give instead."""
+    if {"input", "output"} <= names:
+        return (
+            "has responses without log-probs, as in verl's rollout_data_dir: give the run's metrics (its file "
             "logger's lines), or old_log_probs, rollout_log_probs and response_mask of a batch as lists or safetensors"
         )
-    if not found and not bad and names == {"Wall time", "Step", "Value"}:
-        raise ValueError(
-            f"{path} is TensorBoard's table of one metric, which it does not name: change Value in its first line to "
+    if names == {"Wall time", "Step", "Value"}:
+        return (
+            "is TensorBoard's table of one metric, which it does not name: change Value in its first line to "
             "the metric's name, for example rollout_corr/k3_kl"
         )
-    if not found and not bad:
-        shown = ", ".join(sorted(map(str, names))[:5]) or "none"
-        raise ValueError(
-            f"{path} has no metric of the two policies (its names: {shown}): give rollout_corr/kl and the like, the "
-            "mismatch/ names of 2025-10, or slime's or NeMo-RL's"
-        )
-    if not found:
-        raise ValueError(f"{path}: all {bad} rows have a number that is NaN or infinite: the log-probs are broken")
-    return found, bad
+    shown = ", ".join(sorted(map(str, names))[:5]) or "none"
+    return (
+        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and the like, the "
+        "mismatch/ names of 2025-10, or slime's or NeMo-RL's"
+    )
 
 
 def own_row(row: Mapping[str, Any], prefix: str) -> Row:

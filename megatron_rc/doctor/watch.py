@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.rules import judge
-from megatron_rc.doctor.series import KEPT, WINDOW, facts_of_series
-from megatron_rc.doctor.tables import Row, own_row
+from megatron_rc.doctor.series import History, facts_of_series
+from megatron_rc.doctor.tables import own_row
 
 
 class Watch:
@@ -23,7 +24,7 @@ class Watch:
 
     def __init__(self, interval: int, settings: Mapping[str, str], prefix: str) -> None:
         self.interval, self.settings, self.prefix = interval, settings, prefix
-        self._rows: list[Row] = []
+        self.history = History()
         self._verdicts: tuple[str, ...] = ()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> str | None:
@@ -35,11 +36,10 @@ class Watch:
         """
         row = {name: value for name, value in own_row(metrics, self.prefix).items() if math.isfinite(value)}
         if row:
-            self._rows.append(row)
-            self._forget()
-        if step % self.interval or not self._rows:
+            self.history.add(row | {"step": float(step)})
+        if step % self.interval or not self.history.num_rows:
             return None
-        found = judge(facts_of_series(self._rows, self.settings))
+        found = judge(facts_of_series(self.history, self.settings))
         names, before = tuple(verdict.rule.name for verdict in found), self._verdicts
         if names == before:
             return None
@@ -49,10 +49,4 @@ class Watch:
         first, *others = found
         more = f" Also: {', '.join(verdict.rule.name for verdict in others)}." if others else ""
         rule = first.rule
-        return f"doctor after step {step}: {rule.title} ({rule.name}): {first.words}. Do: {rule.advice}.{more}"
-
-    def _forget(self) -> None:
-        """Of rows behind the window only what may have grown since is kept."""
-        if len(self._rows) > WINDOW:
-            old = self._rows[-WINDOW - 1]
-            self._rows[-WINDOW - 1] = {name: old[name] for name in KEPT if name in old}
+        return f"doctor after step {step}: {rule.title} ({rule.name}): {first.words}. Do: {rule.advice_in(OWN)}.{more}"

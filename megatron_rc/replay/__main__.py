@@ -1,4 +1,4 @@
-"""``python -m megatron_rc.replay BATCHES --preset A --preset B``: see docs/replay.md."""
+"""``python -m megatron_rc.replay BATCHES [--preset A --preset B]``: see docs/replay.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rc.records.storage import replacing
-from megatron_rc.replay.candidates import candidates
+from megatron_rc.replay.candidates import named, suggested, with_grid
 from megatron_rc.replay.gradient import Uncorrected, uncorrected
 from megatron_rc.replay.outcome import Outcome, outcome
 from megatron_rc.replay.page import as_page
@@ -54,8 +54,9 @@ def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded
         raise ValueError(f"--vocab-size {args.vocab_size}: expected 1 or more")
     if args.html is not None:
         _check_page(args.html, args.batches)
-    configs = candidates(args.preset, args.correction, args.grid)
+    asked = with_grid(named(args.preset, args.correction), args.grid)  # before anything large is read
     data = recorded(read_batches(args.batches, args.vocab_size))
+    configs = asked or with_grid(suggested([part.records for part in data.parts]), args.grid)
     base = uncorrected(data)
     outcomes = [outcome(data, base, name, config) for name, config in configs.items()]
     return data, outcomes if measure is None else measure(data, base, outcomes)
@@ -82,9 +83,16 @@ def _parser() -> argparse.ArgumentParser:
         "batches",
         nargs="+",
         metavar="BATCHES",
-        help="files or folders that --save-rollouts DIR --save-log-probs wrote, or JSON lines (.jsonl)",
+        help="files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON "
+        "lines (.jsonl), tensors by name (.safetensors, .pt, .npz)",
     )
-    parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="compare this preset; repeatable")
+    parser.add_argument(
+        "--preset",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="compare this preset; repeatable. Default: the correction that the doctor proposes, and the usual others",
+    )
     parser.add_argument(
         "--correction", action="append", default=[], metavar="FILE", help="compare the settings of this YAML file"
     )

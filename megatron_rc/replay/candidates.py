@@ -1,12 +1,19 @@
-"""The corrections that are compared: presets, files, and grids of settings over them."""
+"""The corrections that are compared: presets, files, the doctor's proposals, and grids of settings over them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rc.doctor.advice import candidates as doctors_candidates
+from megatron_rc.doctor.advice import choose
+from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.rules import judge
+from megatron_rc.doctor.sampled import Sampled
+from megatron_rc.records.rollout import RolloutBatch
 from megatron_rc.settings.bounds import one_of
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.fields import DEFAULTS
@@ -16,25 +23,49 @@ _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 MOST = 64
 
 
-def candidates(
-    presets: Sequence[str], files: Sequence[str] = (), grid: Sequence[str] = ()
-) -> dict[str, RolloutCorrectionConfig]:
+def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, RolloutCorrectionConfig]:
     """Corrections by name, in their order.
 
     Args:
         presets: names of presets.
         files: YAML files of fields by name.
-        grid: ``field=value,value,...``: each of the above once for every combination of these values.
 
     Raises:
-        ValueError: nothing is given, a name or a value is unknown, or two settings do not go together.
+        ValueError: a name or a value is unknown, or two settings do not go together.
     """
     bases = {name: preset(name) for name in presets}
     for file in dict.fromkeys(files):
         stem = Path(file).stem
         bases[file if stem in bases else stem] = _read(file)
-    if not bases:
-        raise ValueError("nothing to compare: give --preset NAME or --correction FILE, each as often as you like")
+    return bases
+
+
+def suggested(batches: Sequence[RolloutBatch]) -> dict[str, RolloutCorrectionConfig]:
+    """The correction that the doctor proposes for these rollouts, and the usual others, by name.
+
+    Raises:
+        ValueError: the batches do not go together.
+    """
+    together = RolloutBatch.concatenate([replace(batch, routed_experts=None) for batch in batches])
+    sampled = Sampled.of_batch(together)
+    facts = facts_of_batch(sampled)
+    choice = choose(facts, judge(facts), sampled)
+    found = [] if choice is None else doctors_candidates(choice)
+    return {" ".join([one.preset, *map(str, one.arguments.values())]): one.config() for one in found}
+
+
+def with_grid(
+    bases: Mapping[str, RolloutCorrectionConfig], grid: Sequence[str] = ()
+) -> dict[str, RolloutCorrectionConfig]:
+    """Corrections by name, each once for every combination of the grid's values.
+
+    Args:
+        bases: the corrections.
+        grid: ``field=value,value,...``.
+
+    Raises:
+        ValueError: there are too many, or a value is unknown.
+    """
     axes = [_axis(one) for one in grid]
     names = [name for name, _ in axes]
     if len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""Recorded rollouts from files: those of ``--save-rollouts`` and JSON lines."""
+"""Recorded rollouts from files: those of ``--save-rollouts``, JSON lines, and other programs' records."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from megatron_rc.doctor.other_records import NoRecordError, sampled_of_file, sampled_of_lines
+from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.records.formats.jsonl import read_jsonl
-from megatron_rc.records.rollout import RolloutBatch, load_rollouts
+from megatron_rc.records.rollout import RolloutBatch, SamplingParams, load_rollouts
+from megatron_rc.records.storage import existing
+from megatron_rc.records.tensor_files import SUFFIXES
 
 _STEP = re.compile(r"step-(\d+)-replica-\d+")
 _LINES = 4096  # sequences that are padded to one length together
@@ -24,10 +30,11 @@ class NamedBatch:
 
 
 def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[NamedBatch]:
-    """The batches of files (``.jsonl``: lines, anything else: safetensors), and of all such files in folders.
+    """The batches of files, and of all such files in folders.
 
     Args:
-        paths: of files and folders.
+        paths: of files and folders: lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors),
+            and safetensors of ours under any name.
         vocab_size: token ids must lie below it; None: not checked.
 
     Raises:
@@ -45,22 +52,61 @@ def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[Na
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".jsonl"))
+    files = sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".jsonl"))
     if any(file.name == "metrics.jsonl" for file in files):
         raise ValueError(
             f"{path} is the folder of a run, whose metrics hold no tokens: name that of its --save-rollouts DIR "
             "--save-log-probs"
         )
     if not files:
-        raise ValueError(f"{path} has no .safetensors and no .jsonl file: name the folder of --save-rollouts")
+        raise ValueError(f"{path} has no {', '.join(SUFFIXES)} and no .jsonl file: name the folder of --save-rollouts")
     return files
 
 
 def _read(path: Path) -> Iterator[NamedBatch]:
     match = _STEP.search(path.name)
     version = int(match[1]) if match else None
-    batches = read_jsonl(path, _LINES) if path.suffix == ".jsonl" else iter([load_rollouts(path)])
-    yield from (NamedBatch(str(path), batch, version) for batch in batches)
+    yield from (NamedBatch(str(path), batch, version) for batch in _batches(path))
+
+
+def _batches(path: Path) -> Iterator[RolloutBatch]:
+    """Our records, or another program's: lines, or tensors by name."""
+    if path.suffix in (".jsonl", ".json"):
+        other = sampled_of_lines(existing(path))
+        return read_jsonl(path, _LINES) if other is None else iter([_batch_of(other)])
+    if path.suffix in SUFFIXES and path.suffix != ".safetensors":
+        return iter([_batch_of(sampled_of_file(existing(path)))])
+    try:
+        return iter([load_rollouts(path)])
+    except ValueError as problem:
+        if path.suffix != ".safetensors":
+            raise
+        try:
+            return iter([_batch_of(sampled_of_file(path))])
+        except NoRecordError:
+            raise problem from None
+
+
+def _batch_of(sampled: Sampled) -> RolloutBatch:
+    """A record of another program, which need not say tokens, prompts, rewards and versions: all 0, prompts apart."""
+    rollout, number = sampled.rollout_log_probs, len(sampled.rollout_log_probs)
+    zeros, index = torch.zeros(number), torch.arange(number)
+    return RolloutBatch(
+        tokens=torch.zeros_like(rollout, dtype=torch.int64) if sampled.tokens is None else sampled.tokens,
+        response_mask=sampled.response_mask,
+        rollout_log_probs=rollout,
+        policy_versions=(
+            torch.zeros_like(rollout, dtype=torch.int64)
+            if sampled.policy_versions is None
+            else sampled.policy_versions.contiguous()
+        ),
+        sample_ids=index,
+        group_ids=index if sampled.group_ids is None else sampled.group_ids,
+        rewards=zeros if sampled.rewards is None else sampled.rewards,
+        finish_reasons=torch.zeros_like(index),
+        sampling=SamplingParams() if sampled.sampling is None else sampled.sampling,
+        old_log_probs=sampled.old_log_probs,
+    )
 
 
 def _check(batch: NamedBatch, first: NamedBatch, vocab_size: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Callable
@@ -94,7 +95,10 @@ def weight_bounds(
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError, naming the choices, unless the value is one of them."""
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(str, allowed))}")
+        known = list(map(str, allowed))
+        near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}{meant}")
 
 
 def ordered(field: str, value: float | str, lower: float, upper: float) -> None:

@@ -17,6 +17,7 @@ from megatron_rc.settings.consistency import check_together, check_values
 from megatron_rc.settings.criteria import parse_criteria
 from megatron_rc.settings.description import describe
 from megatron_rc.settings.dialects import known_elsewhere, probable_dialects, translate
+from megatron_rc.settings.dialects.writer import written
 from megatron_rc.settings.fields import FIELDS, CorrectionFields
 from megatron_rc.settings.files import read_fields
 from megatron_rc.settings.presets import PRESETS, RELEASES, Presets
@@ -63,6 +64,23 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
     def describe(self) -> str:
         """The config in words and as flags, one fact a line; what a translation did comes last."""
         return describe(self)
+
+    def to_dict(self, dialect: str | None = None) -> dict[str, Any]:
+        """The fields by name, as the dialect spells them; ``from_dict`` with the same dialect takes them back.
+
+        Args:
+            dialect: whose words, as in :meth:`from_dict`. Weights that are only measured, and the metrics' prefix, are
+                no part of other programs' settings.
+
+        Raises:
+            ValueError: an unknown dialect, or a field that it cannot say.
+        """
+        if dialect in (None, "megatron_rc"):
+            return super().to_dict()
+        said, lost = written(self, dialect)
+        if lost:
+            raise ValueError(f"{dialect} cannot say {'; '.join(lost)}: change that, or choose another dialect")
+        return said
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], dialect: str | None = None) -> RolloutCorrectionConfig:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.study.results import read
 from megatron_rc import RolloutCorrectionConfig, correct_rollouts
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.measure import facts_of_batch
@@ -15,6 +16,8 @@ from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.series import facts_of_series
 from megatron_rc.doctor.tables import own_rows
 from tests.support.made_faults import FAULTS, Setting, made
+from tests.support.made_runs import drifting_run, healthy_run, study_rows
+from tests.support.paths import ROOT
 
 # Sure of its tokens, or open; few or many tokens and words.
 SETTINGS = (
@@ -195,6 +198,49 @@ def test_growing_responses():
     assert from_rows(steps(1.05, 1.2)[:8]) == []
 
 
+def test_policies_that_drift_apart():
+    """k3 that grows 150-fold, and stays below what rounding to bfloat16 leaves, while the reward falls."""
+
+    def steps(growth, fall):
+        for step in range(1, 121):
+            part = max(0.0, step - 60) / 60
+            yield {
+                "step": step,
+                "rollout_corr/k3_kl": 1e-5 * growth**part,
+                "reward/mean": 0.8 - fall * part + 0.01 * (step % 3),
+            }
+
+    (verdict,) = judge(facts_of_series(own_rows(steps(150, 0.5), "here")[0]))
+    assert verdict.rule.name == "drift"
+    assert 60 < verdict.numbers["drift_since"] < 75
+    assert "since step" in verdict.words
+    assert "reward 0.3" in verdict.words
+    assert "effective sample size" not in verdict.words
+    assert from_rows(steps(150, 0.0)) == []
+    assert from_rows(steps(5, 0.5)) == []
+    assert from_rows(list(steps(150, 0.5))[:29]) == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_healthy_runs_do_not_drift_and_made_drifts_are_found(seed):
+    """benchmarks/doctor.py does the same with 1,000 runs; docs/doctor.md has its figures."""
+    assert from_rows(healthy_run(seed)) == []
+    rows, begin = drifting_run(seed, growth=500.0)
+    if len(rows) < 100:
+        return  # a few steps behind its beginning are not enough
+    (verdict,) = (one for one in judge(facts_of_series(own_rows(rows, "here")[0])) if one.rule.name == "drift")
+    assert abs(verdict.numbers["drift_since"] - begin) < 0.3 * len(rows)
+
+
+def test_drift_in_the_runs_of_the_study():
+    """A temperature that rises every step is a drift, and an engine that is the trainer is none."""
+    found = {"none": set(), "temperature": set()}
+    for run in read(ROOT / "docs" / "study.json"):
+        if run.mismatch in found and run.correction != "bypass":
+            found[run.mismatch].add("drift" in from_rows(study_rows(run)))
+    assert found == {"none": {False}, "temperature": {True}}
+
+
 def test_products_over_long_responses():
     long = made(None, 4, Setting(sequences=32, length=128, vocab=64, noise="int8"))
     metrics = row(long, rollout_is="sequence", rollout_is_threshold=1000.0)
@@ -247,6 +293,7 @@ def test_an_entropy_bonus_beside_small_token_weights():
 
 def test_every_rule_is_tested_here():
     own = {
+        "drift",
         "entropy_bonus",
         "unusable",
         "growing_length",

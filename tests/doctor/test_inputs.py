@@ -4,7 +4,10 @@ import csv
 import dataclasses
 import functools
 import json
+import os
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +23,7 @@ from megatron_rc import (
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.inputs import read_evidence
 from megatron_rc.doctor.rules import judge
+from megatron_rc.records import tensor_files
 from tests.support.made_faults import made
 
 
@@ -176,6 +180,62 @@ def test_exports(tmp_path):
     assert names_of(tmp_path / "board.csv") == ["precision"]
 
 
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["batch.pt", "batch.npz"])
+def test_nothing_in_a_file_of_tensors_runs(tmp_path, name):
+    hostile = Hostile(tmp_path / "was here")
+    if name == "batch.pt":
+        torch.save({"rollout_log_probs": torch.ones(1, 1), "more": hostile}, tmp_path / name)
+    else:
+        np.savez(tmp_path / name, rollout_log_probs=np.array([hostile], dtype=object))
+    with pytest.raises(ValueError, match="could run code and are not read"):
+        read_evidence(tmp_path / name)
+    assert not (tmp_path / "was here").exists()
+
+
+def test_what_unpacks_to_too_much_is_refused_by_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "MOST_BYTES", 10_000)
+    np.savez_compressed(tmp_path / "a.npz", rollout_log_probs=np.zeros((100, 100)))
+    assert (tmp_path / "a.npz").stat().st_size < 1000
+    with pytest.raises(ValueError, match="unpacks to 80128 bytes"):
+        read_evidence(tmp_path / "a.npz")
+
+
+def test_scores_of_tokens_are_the_rewards_of_a_record(tmp_path):
+    batch = made("shift", 5)
+    scores = torch.zeros(batch["response_mask"].shape)
+    scores[:, 3] = torch.arange(len(scores)) % 2 * 1.5 - 0.5
+    verl = {name: batch[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
+    torch.save(verl | {"token_level_scores": scores}, tmp_path / "a.pt")
+    columns = {name: value.tolist() for name, value in verl.items()}
+    write_lines(tmp_path / "b.jsonl", [columns | {"token_level_scores": scores.tolist()}])
+    for name in ("a.pt", "b.jsonl"):
+        torch.testing.assert_close(read_evidence(tmp_path / name).sampled.rewards, scores.sum(dim=1))
+
+
+def test_metrics_pass_one_by_one(tmp_path):
+    """A row was 35 KB of memory: 10^6 rows would have been 35 GB."""
+    row = json.dumps({f"train/other_{number}": 0.5 for number in range(100)} | metrics_of(None))
+    with (tmp_path / "m.jsonl").open("w") as file:
+        for step in range(400):
+            file.write(f'{{"step": {step}, {row[1:]}\n')
+    tracemalloc.start()
+    evidence = read_evidence(tmp_path / "m.jsonl")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "400 steps" in evidence.what
+    assert peak < 2 << 20
+
+
 def test_rows_with_nan_are_left_out_and_told(tmp_path):
     row = metrics_of(None)
     write_lines(tmp_path / "m.jsonl", [row, row | {"rollout_corr/kl": float("nan")}, row])
@@ -204,7 +264,10 @@ BAD = {
     "words.jsonl": ('{"rollout_log_probs": ["a"]}', "something else than numbers"),
     "lacking.jsonl": ('{"rollout_log_probs": [-1.0]}\n{"reward": 1}\n', "response 1 has no rollout_log_probs"),
     "own.jsonl": ('{"schema_version": 1, "tokens": [1]}', "line 1: fields unknown or missing"),
-    "batch.pt": ("PK", "pickled ones can run code"),
+    "batch.pkl": ("PK", "pickled ones can run code"),
+    "batch.pt": ("PK", "is no dict of tensors"),
+    "batch.npz": ("PK", "is no .npz file of numbers"),
+    "wide.csv": (f'Step,note,rollout_corr/kl\n1,"{"x" * 140_000}",0\n', "line 2 is no CSV"),
     "cut.safetensors": ("xx", "cut.safetensors"),
 }
 

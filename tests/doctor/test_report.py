@@ -6,16 +6,20 @@ import json
 import math
 import runpy
 import sys
+from itertools import pairwise
 
 import pytest
+import yaml
 
-from megatron_rc import add_rollout_correction_args, rollout_correction_config_from_args
+from megatron_rc import RolloutCorrectionConfig, add_rollout_correction_args, rollout_correction_config_from_args
 from megatron_rc.doctor.__main__ import main
 from megatron_rc.doctor.advice import effect, geometric_bound, mean_log_ratios
 from megatron_rc.doctor.inputs import Evidence
 from megatron_rc.doctor.measure import facts_of_batch
+from megatron_rc.doctor.other_words import OWN, WORDS, settings_lines
 from megatron_rc.doctor.ranges import RANGES
 from megatron_rc.doctor.report import as_json, examine, in_words
+from megatron_rc.doctor.rules import RULES
 from megatron_rc.doctor.sampled import Sampled
 from tests.doctor.test_inputs import metrics_of, write_lines
 from tests.support.made_faults import made
@@ -132,3 +136,79 @@ def test_the_module_ends_with_the_code(tmp_path, monkeypatch, capsys, fault, cod
     said = capsys.readouterr()
     assert said.err == ""
     assert ("nothing wrong" in said.out) == (code == 0)
+
+
+SETTINGS_OF = {
+    "verl": 'algorithm:\n  rollout_correction:\n    rollout_is: "token"\n    rollout_is_threshold: 1.5',
+    "slime": "--use-tis --tis-clip 1.5",
+    "nemo-rl": "loss_fn:\n  use_importance_sampling_correction: true\n",
+    "megatron_rc": "--rollout-correction-preset decoupled_token_is --rollout-is-threshold 1.5",
+}
+
+
+def metrics_as(program):
+    """Metrics of a healthy batch under each program's names."""
+    metrics = metrics_of(None)
+    if program == "slime":
+        return {f"train/{name.replace('rollout_corr/', 'mismatch_')}": value for name, value in metrics.items()}
+    if program == "nemo-rl":
+        return {"train/gen_kl_error": 1e-4, "train/token_mult_prob_error": 1.01}
+    return metrics | ({"actor/grad_norm": 1.0} if program == "verl" else {"rollout/response_length": 9.0})
+
+
+@pytest.mark.parametrize("program", SETTINGS_OF)
+def test_advice_is_in_the_words_of_the_program_that_wrote_the_input(tmp_path, capsys, program):
+    path = write_lines(tmp_path / "m.jsonl", [{"step": 1, **metrics_as(program)}])
+    assert main([str(path), "--json"]) == 0
+    proposal = json.loads(capsys.readouterr().out)["proposal"]
+    assert proposal["dialect"] == program
+    wanted = SETTINGS_OF[program]
+    if program == "nemo-rl":  # which has no percentiles, so that the bound is another
+        assert proposal["settings"].startswith(wanted)
+    else:
+        assert proposal["settings"] == wanted
+    assert main([str(path)]) == 0
+    assert proposal["settings"].splitlines()[0] in capsys.readouterr().out
+    assert main([str(path), "--json", "--dialect", "verl"]) == 0
+    assert "rollout_correction:" in json.loads(capsys.readouterr().out)["proposal"]["settings"]
+
+
+def test_a_program_that_is_unknown_is_one_sentence(tmp_path, capsys):
+    path = write_lines(tmp_path / "m.jsonl", [{"step": 1, **metrics_of(None)}])
+    assert main([str(path), "--dialect", "verl2"]) == 2
+    assert capsys.readouterr().err.startswith("--dialect='verl2' is unknown")
+
+
+@pytest.mark.parametrize("dialect", sorted(set(WORDS) - {OWN}))
+@pytest.mark.parametrize("fault", [None, "tails", "int4", "temperature 0.7"])
+def test_proposed_settings_are_read_by_their_program(dialect, fault):
+    """As they are copied; what the program has no words for stands in comments."""
+    choice = report_of(fault).choice
+    lines = settings_lines(choice.config(), dialect)
+    if all(line.startswith("#") for line in lines):
+        assert choice.settings(dialect) == [choice.flags(), *lines]
+        return
+    if lines[0].startswith("--"):
+        words = lines[0].split()
+        fields = {word: True for word in words if word.startswith("--")}
+        fields |= {name: float(value) for name, value in pairwise(words) if not value.startswith("--")}
+    else:
+        fields = yaml.safe_load("\n".join(lines)) or {}
+    fields = {} if fields == "no --use-tis" else fields
+    found = RolloutCorrectionConfig.from_dict(fields, dialect)
+    lost = [line for line in lines if "cannot say" in line]
+    assert found.rollout_is == (choice.config().rollout_is if choice.config().rollout_is_apply else None)
+    assert bool(found.criteria) == bool(choice.config().criteria) or any("rollout_rs" in line for line in lost)
+    if fault is None:
+        assert not lost
+
+
+def test_advice_names_the_programs_own_settings(tmp_path, capsys):
+    batch = made("temperature 0.7", 5)
+    verl = {name: batch[name].tolist() for name in ("rollout_log_probs", "old_log_probs", "response_mask")}
+    assert main([str(write_lines(tmp_path / "b.jsonl", [verl]))]) == 1
+    printed = capsys.readouterr().out
+    assert "actor_rollout_ref.rollout.temperature" in printed
+    assert "--rl-default-temperature" not in printed
+    for rule in RULES:
+        assert all(rule.advice_in(dialect) for dialect in WORDS)

@@ -1,10 +1,13 @@
 """The doctor inside a run: one line when a verdict changes."""
 
+import re
+
 import pytest
 
-from megatron_rc.doctor.series import WINDOW
+from megatron_rc.doctor.series import OVER_THE_RUN, WINDOW
 from megatron_rc.doctor.watch import Watch
 from tests.doctor.test_inputs import metrics_of
+from tests.support.made_runs import drifting_run
 
 SETTINGS = {"policy-loss": "ppo_clip", "rollout-is": "token", "rollout-is-apply": "true"}
 
@@ -16,7 +19,7 @@ def lines(watch, rows):
 def test_one_line_when_the_verdict_changes():
     good, bad = metrics_of(None), metrics_of("int4")
     found = lines(Watch(5, SETTINGS, "rollout_corr/"), [good] * 10 + [bad] * 20 + [good] * 20)
-    assert list(found) == [15, 40], "the median of ten steps, every five"
+    assert (min(found), max(found)) == (15, 40), "the median of ten steps, every five"
     assert found[15].startswith("doctor after step 15: coarse rounding, or other weights (precision): ")
     assert "k3 0." in found[15]
     assert found[40] == "doctor after step 40: nothing is wrong any more (before: precision)"
@@ -51,4 +54,15 @@ def test_growth_is_seen_over_more_steps_than_are_kept():
     ]
     watch = Watch(50, SETTINGS, "rollout_corr/")
     assert "growing_length" in lines(watch, rows)[100]
-    assert all(len(row) <= 2 for row in watch._rows[:-WINDOW])
+    assert len(watch.history.last) == WINDOW
+    assert set(watch.history.tracks) == set(OVER_THE_RUN)
+
+
+def test_a_drift_is_told_with_its_step():
+    rows, begin = drifting_run(3)
+    found = lines(Watch(10, SETTINGS, "rollout_corr/"), rows)
+    step, since = next(
+        (step, int(match[1])) for step, words in found.items() if (match := re.search(r"since step (\d+)", words))
+    )
+    assert begin < step
+    assert abs(since - begin) < 0.3 * len(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import random
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -212,6 +214,18 @@ def _rollouts() -> bytes:
         return (Path(folder) / "r").read_bytes()
 
 
+def _of_verl(write: Callable[[io.BytesIO, dict[str, torch.Tensor]], object]) -> bytes:
+    """A file of tensors by verl's names."""
+    content = io.BytesIO()
+    rows = torch.full((3, 4), -0.5)
+    write(
+        content, {"rollout_log_probs": rows, "old_log_probs": rows, "response_mask": rows < 0, "rm_scores": rows.sum(1)}
+    )
+    return content.getvalue()
+
+
+_OF_TORCH = _of_verl(lambda file, tensors: torch.save(tensors, file))
+_OF_NUMPY = _of_verl(lambda file, tensors: np.savez(file, **{name: one.numpy() for name, one in tensors.items()}))
 _ROLLOUTS = _rollouts()
 _TENSORS = save({"a": torch.ones(2)})
 _INDEX = pickle.dumps(
@@ -258,6 +272,8 @@ TARGETS: dict[str, Target] = {
         lambda rng: spoilt_bytes(b"Step,rollout_corr/kl\n1,0.5\n2,\n", rng), file("m.csv", examined), share=0.3
     ),
     "doctor, responses": Target(text_of(RESPONSE), file("r.jsonl", examined), share=0.3),
+    "doctor, torch": Target(lambda rng: spoilt_bytes(_OF_TORCH, rng), file("r.pt", examined), share=0.3),
+    "doctor, numpy": Target(lambda rng: spoilt_bytes(_OF_NUMPY, rng), file("r.npz", examined), share=0.3),
     "slime": Target(slime_samples, lambda found, _: from_slime(found, sampling=SamplingParams(), policy_version=0)),
     "llama": Target(text_of(LLAMA), _CONFIG, (ConfigurationError,)),
     "qwen3_moe": Target(text_of(QWEN3_MOE), _CONFIG, (ConfigurationError,)),

@@ -227,7 +227,7 @@ def listed(path):
     """Let the manifest say what the file now is, as whoever wants to mislead would."""
     files = json.loads((path.parent / MANIFEST).read_text())["files"]
     files[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    (path.parent / MANIFEST).write_text(json.dumps({"files": files}))
+    (path.parent / MANIFEST).write_text(json.dumps({"files": files}) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,15 @@ def unsafe(source):
                 yield name
 
 
-# Only what this project's own processes send each other, and Megatron's format of checkpoints, which is read with an
-# unpickler that knows what belongs there.
+# Only what this project's own processes send each other, Megatron's format of checkpoints, which is read with an
+# unpickler that knows what belongs there, and tensors by name, which PyTorch's reads with weights_only=True.
 PICKLES = {
     "launch/rewards/pool.py",
     "launch/rewards/worker.py",
     "launch/training/checkpoints/background.py",
     "launch/training/checkpoints/megatron_writes.py",
     "launch/training/checkpoints/unpickling.py",
+    "megatron_rc/records/tensor_files.py",
 }
 
 
@@ -47,6 +48,11 @@ def test_no_other_source_reads_or_writes_pickles():
     assert len(files) > 60
     found = {path.relative_to(ROOT).as_posix() for path in files if list(unsafe(path.read_text(encoding="utf-8")))}
     assert found == PICKLES
+
+
+def test_tensors_by_name_are_read_safely():
+    source = (ROOT / "megatron_rc/records/tensor_files.py").read_text(encoding="utf-8")
+    assert source.count("torch.load(") == source.count("weights_only=True)") == 1
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,17 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megatron_rc.doctor.inputs import read_evidence
+from megatron_rc.doctor.report import examine
 from megatron_rc.records.formats.jsonl import write_jsonl
 from megatron_rc.records.rollout import SamplingParams, save_rollouts
 from megatron_rc.replay.__main__ import main
-from megatron_rc.replay.candidates import candidates
+from megatron_rc.replay.candidates import named
 from megatron_rc.replay.gradient import uncorrected
 from megatron_rc.replay.outcome import outcome
 from megatron_rc.replay.reading import NamedBatch, read_batches
@@ -329,8 +333,7 @@ def refused(words, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing to compare: give --preset NAME or --correction FILE"),
-        (["--preset=decoupled_tokn_is"], "preset='decoupled_tokn_is' is unknown: use one of"),
+        (["--preset=decoupled_tokn_is"], "did you mean 'decoupled_token_is'?"),
         (["--preset=disabled", "--grid=rollout_is_treshold=1,2"], "--grid='rollout_is_treshold' is unknown"),
         (["--preset=disabled", "--grid=rollout_is_threshold"], "expected field=value,value,... for example"),
         (["--preset=disabled", "--grid=rollout_is_threshold=1,,2"], "expected field=value,value,..."),
@@ -390,7 +393,7 @@ def test_records_that_cannot_serve_are_one_sentence(tmp_path, capsys, change, me
 
 def test_files_that_are_not_there_or_do_not_go_together(tmp_path, capsys):
     assert "nowhere is missing" in refused([tmp_path / "nowhere", "--preset=disabled"], capsys)
-    assert "no .safetensors and no .jsonl file" in refused([tmp_path, "--preset=disabled"], capsys)
+    assert "no .jsonl file" in refused([tmp_path, "--preset=disabled"], capsys)
     (tmp_path / "a.safetensors").write_bytes(b"no")
     assert "cut off, damaged" in refused([tmp_path, "--preset=disabled"], capsys)
     for content, message in (
@@ -423,6 +426,55 @@ def test_log_probs_that_are_shifted_are_refused(tmp_path, capsys):
 
 
 def test_candidates_keep_their_order_and_names():
-    found = candidates(["token_is", "disabled"])
+    found = named(["token_is", "disabled"])
     assert list(found) == ["token_is", "disabled"]
     assert found["token_is"] == preset("token_is")
+
+
+def test_without_presets_those_are_compared_that_the_doctor_would_try(folder, capsys):
+    assert main([str(folder), "--json"]) == 0
+    found = [one["name"] for one in json.loads(capsys.readouterr().out)["corrections"]]
+    report = examine(read_evidence(folder))
+    assert found[0].startswith(report.choice.preset)
+    assert [name.split()[0] for name in found] == [one.choice.preset for one in report.effects]
+    assert main([str(folder), "--json", "--grid=rejection_denominator=accepted,original"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["corrections"]) == 2 * len(found)
+
+
+def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
+    """Tensors of verl's names in three formats, and lines of slime's; without tokens, prompts and rewards too."""
+    batch = scored_batch()
+    verl = {
+        "rollout_log_probs": batch.rollout_log_probs.nan_to_num(),
+        "old_log_probs": batch.old_log_probs.nan_to_num(),
+        "response_mask": batch.response_mask.long(),
+        "responses": batch.tokens,
+        "token_level_scores": torch.nn.functional.pad(batch.rewards.unsqueeze(1), (19, 0)),
+    }
+    uid = np.array([f"prompt {group}" for group in batch.group_ids.tolist()])
+    torch.save({"batch": verl}, tmp_path / "a.pt")
+    np.savez(tmp_path / "b.npz", uid=uid, **{name: value.numpy() for name, value in verl.items()})
+    save_file(verl, tmp_path / "c.safetensors")
+    rows = [
+        {name: value[row].tolist() for name, value in verl.items()} | {"group_id": int(batch.group_ids[row])}
+        for row in range(len(uid))
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "e.json").write_text(json.dumps([{**row, "token_level_scores": None} for row in rows], indent=1))
+    save_rollouts(batch, tmp_path / "own.safetensors")
+    found = {}
+    for file in sorted(tmp_path.iterdir()):
+        assert read_evidence(file).facts["num_tokens"] == int(batch.response_mask.sum())
+        assert main([str(file), "--json", "--preset=decoupled_token_is"]) == 0
+        found[file.name] = json.loads(capsys.readouterr().out)
+    own = found.pop("own.safetensors")
+    (wanted,) = own["corrections"]
+    for name, other in found.items():
+        (got,) = other["corrections"]
+        assert other["tokens"] == own["tokens"]
+        assert got["weights"]["histogram"] == wanted["weights"]["histogram"]
+        assert (got["by_reward"] == wanted["by_reward"]) == (name != "e.json")
+        same = got["gradient"]["cosine"] == pytest.approx(wanted["gradient"]["cosine"], rel=1e-5)
+        assert same == (name in ("b.npz", "d.jsonl")), "where the record says which prompt a response is of"
+        shown = got["most_affected"][0]["tokens"]
+        assert any(token[0] for token in shown)

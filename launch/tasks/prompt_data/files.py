@@ -63,11 +63,12 @@ def open_rows(name: str, path: str, visit: Visit) -> Rows:
     Raises:
         ConfigurationError: it cannot be read, has no row, or one that is wrong.
     """
-    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+    # Unlike Path.exists(), no OSError for a name that is too long, which opening it says in words.
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise ConfigurationError(
             f"{name} {path} is no file that can be read again, as every rank does: write it to one"
         )
-    rows: Rows = SavedDataset(name, path, visit) if Path(path).is_dir() else JsonLines(name, path, visit)
+    rows: Rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
     return rows

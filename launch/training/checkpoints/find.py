@@ -39,6 +39,8 @@ def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checks
         ValueError: there is none, or it is damaged.
     """
     found = latest_iteration(load) if iteration is None else iteration
+    if iteration is None and found is not None:
+        _name_newer(load, found)
     if iteration is not None and iteration not in iterations(load):
         there = ", ".join(map(str, iterations(load))) or "none"
         raise ValueError(f"{load} holds no checkpoint {iteration}; there are {there}")
@@ -77,6 +79,8 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
         if damage is not None:
             damage = f"checkpoint {found} is damaged: {damage}"
     if damage is None:
+        if found is not None and dist.get_rank() == 0:
+            _name_newer(load, found, f"{name} ")
         return found
     # Later ones than the newest are another run's.
     others = [number for number in reversed(_agreed_iterations(load, config, name)) if found is None or number < found]
@@ -89,6 +93,23 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
     if dist.get_rank() == 0:
         _log.warning("%s %s: %s; the run goes on from checkpoint %d", name, load, damage, whole)
     return whole
+
+
+def _name_newer(load: str | Path, found: int, flag: str = "") -> None:
+    """Warn where the tracker names an older checkpoint than the newest whole one: nothing protects its digits.
+
+    Looks at sizes alone: reading a newer checkpoint that nobody asked for may take minutes.
+    """
+    with suppress(OSError):
+        newer = [number for number in reversed(iterations(load)) if number > found]
+        whole = (n for n in newer if manifest.damage(iteration_folder(load, n), checksums=False) is None)
+        newest = next(whole, None)
+        if newest is not None:
+            _log.warning(
+                "%s%s: %s names checkpoint %d, but checkpoint %d is there and complete: write %d into that file to "
+                "take it, or move it away",
+                *(flag, load, TRACKER, found, newest, newest),
+            )
 
 
 def _restore_own(load: str, config: RunConfig) -> None:

@@ -128,8 +128,14 @@ def _check_no_more(folder: Path, files: Collection[str]) -> None:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        good = isinstance(files, dict) and all(_is_entry(name, entry) for name, entry in files.items())
+        text = path.read_text(encoding="utf-8")
+        files = json.loads(text)["files"]
+        # JSON is whole without the last byte, the end of its last line.
+        good = (
+            text.endswith("\n")
+            and isinstance(files, dict)
+            and all(_is_entry(name, entry) for name, entry in files.items())
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:

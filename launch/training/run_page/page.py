@@ -16,7 +16,7 @@ from megatron_rc.launch.training.run_page.left import answers_of, notes_of
 from megatron_rc.launch.training.run_page.panels import WANTED, histograms_of, panels_of
 from megatron_rc.launch.training.run_page.series import collect
 from megatron_rc.launch.training.run_page.settings import as_data, settings_of
-from megatron_rc.launch.training.run_page.verdict import OVER_THE_RUN, doctor_of, tiles_of
+from megatron_rc.launch.training.run_page.verdict import FULL_NAMES, doctor_of, tiles_of
 from megatron_rc.launch.training.shown import usual_names
 from megatron_rc.replay.template import filled
 
@@ -47,7 +47,7 @@ def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
     """What the page shows; every number is finite, or null. The arguments are those of :func:`write_page`."""
     settings, last = settings_of(folder), _Last()  # rows pass one by one: those of a long run fill gigabytes
     prefix = settings.get("metric-prefix") or "rollout_corr/"
-    series = collect(last.of_steps(_rows(folder / METRICS_FILE, prefix)), (*WANTED, *OVER_THE_RUN.values()))
+    series = collect(last.of_steps(_rows(folder / METRICS_FILE, prefix)), (*WANTED, *FULL_NAMES.values()))
     row: Mapping[str, Any] = last.rows[-1] if last.rows else {}
     steps = row.get("step", 0)
     return {

@@ -76,7 +76,8 @@ def _values(text: str) -> dict[str, Any]:
 
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:
+    # A date that is none is a ValueError, and what is nested too deep a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron_rc.doctor.inputs import Evidence
+from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
-from megatron_rc.doctor.series import facts_of_series
+from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
 from megatron_rc.launch.training.run_page.series import Series
 from megatron_rc.launch.training.run_page.settings import Settings
 from megatron_rc.launch.training.shown import AVERAGED
 
 _RC = "rollout_corr/"
-# What the doctor compares with the first steps, and the metric that it is in.
-OVER_THE_RUN = {
+# The metrics whose change over the run the doctor looks at.
+FULL_NAMES = {
     "response_length": "rollout/response_length",
     "chi2_seq": f"{_RC}chi2_seq",
     "entropy": "policy/entropy",
+    "k3_kl": f"{_RC}k3_kl",
+    "rollout_is_eff_sample_size": f"{_RC}rollout_is_eff_sample_size",
+    "grad_norm": "grad_norm",
+    "reward": "reward/mean",
 }
 _LAST = f"mean of the last {AVERAGED} steps"
 # Metric, label, how it is written, and what stands below it.
@@ -77,14 +83,14 @@ def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], s
     """
     rows = [{name: value for name, value in own_row(row, _RC).items() if math.isfinite(value)} for row in last]
     begun = min(row["step"] for row in last)
-    old = [
-        {name: value}
-        for name, full in OVER_THE_RUN.items()
+    old = (
+        {"step": step, name: value}
+        for name, full in FULL_NAMES.items()
         if full in series
         for step, value in series[full].finite()
         if step < begun
-    ]
-    report = examine(Evidence("", facts_of_series([*old, *rows], settings.all)))
+    )
+    report = examine(Evidence("", facts_of_series(History(chain(old, rows)), settings.all)))
     facts = report.evidence.facts
     nothing = "nothing wrong" if report.code == HEALTHY else "too few numbers to judge"
     grade = next((f": {words}" for limit, words in GRADES if facts["k3_kl"] <= limit), "")
@@ -94,7 +100,7 @@ def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], s
         "is_wrong": report.code == WRONG,
         "numbers": [[label, form.format(facts[name])] for name, label, form in SHOWN if name in facts],
         "verdicts": [
-            {"title": one.rule.title, "words": one.words, "advice": one.rule.advice} for one in report.verdicts
+            {"title": one.rule.title, "words": one.words, "advice": one.rule.advice_in(OWN)} for one in report.verdicts
         ],
         "proposal": f"{report.choice.flags()} ({report.choice.why})" if report.verdicts and report.choice else "",
     }

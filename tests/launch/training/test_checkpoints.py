@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import io
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -116,6 +117,10 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
 def empty(path):
     path.write_bytes(b"")
 
@@ -131,7 +136,7 @@ def find_each(words, folders):
     return found
 
 
-@pytest.mark.parametrize("spoil", [flip, cut, empty, os.remove], ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("spoil", [flip, cut, shorten, empty, os.remove], ids=lambda spoil: spoil.__name__)
 def test_damage_in_any_file_is_found_and_named(ranks, saved, tmp_path, spoil):
     folder, words = saved
     names = [name for name in files_of(iteration_folder(folder, 2)) if spoil is not flip or name != MANIFEST]
@@ -233,7 +238,7 @@ def test_what_is_no_file_is_not_read(copy, name, checksums):
     folder = iteration_folder(copy, 2)
     listed = json.loads((folder / MANIFEST).read_text())
     listed["files"][name] = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
-    (folder / MANIFEST).write_text(json.dumps(listed))
+    (folder / MANIFEST).write_text(json.dumps(listed) + "\n")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(ValueError, match=f"checkpoint 2 is damaged: {name} is no file"):
@@ -246,7 +251,7 @@ def test_what_came_later_and_would_be_read_is_named(copy, name):
     folder = iteration_folder(copy, 2)
     listed = json.loads((folder / MANIFEST).read_text())
     listed["files"].pop(name, None)
-    (folder / MANIFEST).write_text(json.dumps(listed))
+    (folder / MANIFEST).write_text(json.dumps(listed) + "\n")
     for added in (name, "notes.txt"):
         (folder / added).touch()
     message = f"checkpoint 2 is damaged: {name} is not among the files that manifest.json lists: remove it, it came"
@@ -260,6 +265,36 @@ def test_a_later_checkpoint_than_the_newest_is_another_runs(ranks, saved, copy):
     cut(iteration_folder(copy, 2) / "__0_0.distcp")
     ((found,), _) = ranks.run(find_each, TWO, [*saved[1], f"--load={copy}", "--load-last-valid"], [copy])
     assert found == "1"
+
+
+def find_each_with_warnings(words, folders):
+    """What is said of each folder, and the warnings of this rank."""
+    logger, written, disabled = logging.getLogger("megatron_rc"), io.StringIO(), logging.root.manager.disable
+    handler = logging.StreamHandler(written)
+    logger.addHandler(handler)
+    logging.disable(logging.NOTSET)
+    try:
+        return find_each(words, folders), written.getvalue().splitlines()
+    finally:
+        logging.disable(disabled)
+        logger.removeHandler(handler)
+
+
+def test_a_newer_whole_checkpoint_than_the_tracker_names_is_named(ranks, saved, copy, caplog):
+    """The tracker has nothing but digits: spoilt ones may name an older checkpoint."""
+    (copy / TRACKER).write_text("1")
+    (first, warned), (second, others) = ranks.run(find_each_with_warnings, TWO, saved[1], [copy])
+    assert first == second == ["1"]
+    assert not others
+    (said,) = warned
+    assert f"--load {copy}: {TRACKER} names checkpoint 1, but checkpoint 2 is there and complete" in said
+    assert checked_checkpoint(copy)[0] == 1
+    assert "checkpoint 2 is there and complete" in caplog.text
+    caplog.clear()
+    cut(iteration_folder(copy, 2) / "__0_0.distcp")
+    assert checked_checkpoint(copy)[0] == 1
+    assert checked_checkpoint(copy, 1)[0] == 1
+    assert "complete" not in caplog.text
 
 
 def test_a_checkpoint_of_before_loads(ranks, saved, copy):

@@ -166,8 +166,21 @@ def test_steps_in_a_row_are_counted_over_a_resume_and_anew_after_the_guards_end(
 
 def test_rows_of_steps_that_are_made_again_do_not_count(tmp_path):
     guards = Guards(run_config(flags(tmp_path, "--stop-if", "lr > 0 for 3")))
-    guards.go_on([{"step": step, "lr": 0.1} for step in (1, 2, 3)], 1)
+    guards.go_on([{"step": step, "lr": 0.1} for step in (3, 2, 1)], 1)
     assert [guards.step(step, {"lr": 0.1}) is not None for step in (2, 3)] == [False, True]
+
+
+def test_rows_are_read_back_to_where_nothing_held(tmp_path):
+    guards, read = Guards(run_config(flags(tmp_path, "--stop-if", "lr > 0 for 3"))), []
+
+    def rows():
+        for step, rate in ((4, 0.1), (3, 0.1), (2, 0.0), (1, 0.1)):
+            read.append(step)
+            yield {"step": step, "lr": rate}
+
+    guards.go_on(rows(), 4)
+    assert read == [4, 3, 2]
+    assert guards.step(5, {"lr": 0.1}) is not None
 
 
 def test_a_metric_of_earlier_steps_alone_ends_the_run_at_its_first(tmp_path):

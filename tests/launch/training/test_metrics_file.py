@@ -2,17 +2,25 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
-from megatron_rc.launch.training import picture
-from megatron_rc.launch.training.metrics_file import MetricsFile, read_rows, summarize
+from megatron_rc.launch.training import metrics_file, picture
+from megatron_rc.launch.training.metrics_file import (
+    MetricsFile,
+    last_evaluation,
+    read_rows,
+    read_rows_backwards,
+    summarize,
+)
 from megatron_rc.launch.training.report import Reporter
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout
@@ -56,6 +64,53 @@ def test_steps_that_are_made_again_take_their_place_with_the_first_row(written):
     file.close()
     assert steps_in(written) == [1, 2, 3, 4, 5, 6, 7]
     assert os.listdir(written.parent) == ["metrics.jsonl"]
+
+
+def bytes_read():
+    """By this process, from files and caches alike."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def test_of_a_long_file_only_the_tail_is_read_and_written(tmp_path):
+    """Half a minute for 10^5 rows of 6 KB, if it were written anew."""
+    path, behind = tmp_path / "metrics.jsonl", 64 << 20
+    with path.open("wb") as file:
+        file.truncate(behind)
+        file.seek(behind)
+        file.write("".join(["\n", *(json.dumps(row) + "\n" for row in ROWS)]).encode())
+    inode, before = path.stat().st_ino, bytes_read()
+    write(path, 5, {"step": 6, "again": 1})
+    assert bytes_read() - before < behind / 4
+    assert last_evaluation(path, 5) == -1
+    assert path.stat().st_ino == inode
+    with path.open("rb") as file:
+        file.seek(behind + 1)
+        assert [json.loads(line) for line in file] == [*ROWS[:5], {"step": 6, "again": 1}]
+
+
+def test_a_run_that_is_killed_before_the_tail_is_cut_off_loses_nothing(written):
+    """The new row lies over the old one, of which a part is left, and the later ones are as they were."""
+    text = written.read_text()
+    begin = text.index('{"step": 6')
+    new = '{"step": 6}\n'
+    written.write_text(text[:begin] + new + text[begin + len(new) :])
+    assert [row["step"] for row in read_rows(written)] == [1, 2, 3, 4, 5, 6, 7]
+    write(written, 6, {"step": 7, "again": 1})
+    assert [json.loads(line) for line in written.read_text().splitlines()][5:] == [
+        {"step": 6},
+        {"step": 7, "again": 1},
+    ]
+
+
+def test_rows_backwards_are_the_rows(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, *({"step": step, "eval/reward" if step % 10 == 0 else "x": step} for step in range(1, 99)))
+    for block in (7, 64, 1 << 20):
+        monkeypatch.setattr(metrics_file, "_BLOCK", block)
+        assert list(read_rows_backwards(path)) == list(read_rows(path))[::-1]
+        assert last_evaluation(path, 98) == 90
+        assert last_evaluation(path, 89) == 80
+        assert last_evaluation(path, 9) == -1
 
 
 def test_what_is_no_number_is_left_out_of_a_row(written):

@@ -6,13 +6,14 @@ import math
 import pytest
 import yaml
 
-from megatron_rc.doctor.series import KEPT
+from megatron_rc.doctor.series import OVER_THE_RUN
 from megatron_rc.launch import report
 from megatron_rc.launch.training.run_page.page import page_data, write_page
 from megatron_rc.launch.training.run_page.series import MOST, STRETCHES
-from megatron_rc.launch.training.run_page.verdict import OVER_THE_RUN
+from megatron_rc.launch.training.run_page.verdict import FULL_NAMES
 from tests.launch.training.test_picture import run
 from tests.replay.test_page import Reader
+from tests.support.made_runs import drifting_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 @DATA@ @STYLE@ \ud800 ${x} `"
 SETTINGS = """# python 3.11 · megatron-rc 0.1.0
@@ -208,7 +209,11 @@ def test_a_page_of_the_same_steps_keeps_what_the_run_said_of_its_end(tmp_path, c
     assert shown(folder)["ending"] == ""
 
 
-@pytest.mark.parametrize("settings", [b"\xff\xfe", b"rollout-rs: python:os:system\n", b"a: [", b"- 1\n", b"x: y: z"])
+DEEP, NO_DATE = b"a: " + b"[" * 1000, b"x: 2026-99-99"
+ODD = [b"\xff\xfe", b"rollout-rs: python:os:system\n", b"a: [", b"- 1\n", b"x: y: z", DEEP, NO_DATE]
+
+
+@pytest.mark.parametrize("settings", ODD, ids=range(len(ODD)))
 def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
     folder = made(tmp_path, run(steps=2))
     (folder / "config.yaml").write_bytes(settings)
@@ -230,7 +235,13 @@ def test_the_doctor_speaks_of_it(tmp_path, k3, wrong):
 
 
 def test_the_doctor_gets_all_that_it_looks_at_over_a_run():
-    assert set(OVER_THE_RUN) == set(KEPT)
+    assert set(FULL_NAMES) == set(OVER_THE_RUN)
+
+
+def test_a_drift_is_on_the_page(tmp_path):
+    rows, _ = drifting_run(3)
+    verdicts = shown(made(tmp_path, rows))["doctor"]["verdicts"]
+    assert any("since step" in verdict["words"] for verdict in verdicts)
 
 
 def test_metrics_under_another_prefix_are_found(tmp_path):

@@ -1,6 +1,8 @@
 """Hugging Face directories in and out of sharded models: the same logits, and every bit back again."""
 
 import itertools
+import json
+import os
 from operator import itemgetter
 
 import pytest
@@ -291,3 +293,11 @@ def test_of_one_file_and_several_those_are_read_that_transformers_reads(tmp_path
     wanted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name]
     with open_weights(tmp_path) as files:
         torch.testing.assert_close(files.read(name), wanted, rtol=0, atol=0)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    """A pipe that the index names: safetensors would open it with the interpreter's lock held."""
+    os.mkfifo(tmp_path / "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "part.safetensors"}}))
+    with pytest.raises(ValueError, match=r"part\.safetensors is no regular file"), open_weights(tmp_path):
+        pass

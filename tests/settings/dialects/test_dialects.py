@@ -4,8 +4,10 @@ import math
 
 import pytest
 
-from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.dialects import DIALECTS, probable_dialects
+from megatron_rc.settings.dialects.writer import written
+from megatron_rc.settings.presets import PRESETS
 from tests.golden.load import cases
 from tests.settings.dialects.test_nemo_rl import ERROR, ICEPOP, RATIO, RATIO_MIN, SEQ_MASK, TIS
 
@@ -282,3 +284,64 @@ def test_settings_are_probably_of(settings, dialects):
 def test_an_error_names_the_probable_dialect(settings, dialect, message):
     with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig.from_dict(settings, dialect=dialect)
+
+
+def test_a_config_is_said_in_other_words():
+    token, icepop = RolloutCorrectionConfig.decoupled_token_is(1.5), RolloutCorrectionConfig.decoupled_token_icepop()
+    assert token.to_dict() == token.to_dict("megatron_rc")
+    assert token.to_dict("verl") == {"rollout_is": "token", "rollout_is_threshold": 1.5}
+    assert token.to_dict("slime") == {"use_tis": True, "tis_clip": 1.5}
+    assert icepop.to_dict("verl") == {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+    assert icepop.to_dict("nemo-rl") == {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "icepop",
+        "truncated_importance_sampling_ratio_min": 0.5,
+        "truncated_importance_sampling_ratio": 5.0,
+    }
+    rejecting = RolloutCorrectionConfig.decoupled_geo_rs_token_tis(2.0, "0.8_1.6")
+    assert rejecting.to_dict("verl") == {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.625_1.25",
+    }
+    assert RolloutCorrectionConfig.disabled().to_dict("verl") == {"rollout_is": None}
+
+
+@pytest.mark.parametrize(
+    ("make", "dialect", "message"),
+    [
+        (RolloutCorrectionConfig.decoupled_geo_rs_token_tis, "nemo-rl", "nemo-rl cannot say rollout_rs=seq_mean_k1"),
+        (RolloutCorrectionConfig.decoupled_geo_rs_token_tis, "slime", "cannot say rejection_denominator='accepted'"),
+        (lambda: RolloutCorrectionConfig(rollout_is="geometric"), "verl", "rollout_is='geometric' is unknown"),
+        (lambda: RolloutCorrectionConfig(bad_log_probs="reject_token"), "verl", "cannot say bad_log_probs="),
+        (RolloutCorrectionConfig.decoupled_token_is, "verl-2026", "dialect='verl-2026' is unknown"),
+    ],
+)
+def test_what_a_program_cannot_say_is_an_error(make, dialect, message):
+    with pytest.raises(ValueError, match=message):
+        make().to_dict(dialect)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_is_said_is_read_back(dialect):
+    """All presets, and what the programs' own configurations become."""
+    generations = {"verl-2025-10": "gen1", "verl-2025-11": "gen2", "verl": "gen3", "slime": "slime"}
+    configs = [preset(name) for name in PRESETS]
+    own = [
+        RolloutCorrectionConfig.from_dict({k: v for k, v in case["config"].items() if v is not None}, dialect)
+        for case in cases("rollout_correction", generation=generations.get(dialect))
+        if dialect in generations
+    ]
+    said = 0
+    for config in (*configs, *own):
+        fields, lost = written(config, dialect)
+        assert not lost or config not in own, (config, lost)
+        if not lost:
+            again = RolloutCorrectionConfig.from_dict(config.to_dict(dialect), dialect)
+            assert written(again, dialect) == (fields, [])
+            assert again.criteria == config.criteria or pytest.approx(
+                [bound for one in config.criteria for bound in (one.lower, one.upper)], abs=1e-9
+            ) == [bound for one in again.criteria for bound in (one.lower, one.upper)]
+            said += 1
+    assert said >= len(own) + 4

@@ -78,6 +78,11 @@ def test_no_such_file(tmp_path):
         open_rows("--prompt-data", str(tmp_path / "none.jsonl"), ignore)
 
 
+def test_a_name_that_is_too_long(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"x cannot be read: File name too long"):
+        open_rows("--prompt-data", str(tmp_path / ("x" * 5000)), ignore)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 def test_what_can_be_read_once_is_refused(tmp_path, kind):
     """Reading it would wait for ever, or take what the next rank wants to read."""

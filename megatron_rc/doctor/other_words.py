@@ -1,0 +1,83 @@
+"""What a user of another program is told: settings of corrections and of runs in that program's own words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.dialects import BY_NAME
+from megatron_rc.settings.dialects.writer import written
+
+OWN = "megatron_rc"
+_VERL = {
+    "temperature": "actor_rollout_ref.rollout.temperature",
+    "staleness": "async_training.staleness_threshold",
+    "scale": "",
+    "veto": "rollout_token_veto_threshold",
+    "record": "old_log_probs beside rollout_log_probs",
+}
+# How each dialect calls what advice speaks of.
+WORDS: Mapping[str, Mapping[str, str]] = {
+    OWN: {
+        "temperature": "--rl-default-temperature",
+        "staleness": "--rollout-staleness",
+        "scale": ", or widen the bounds by staleness with --rollout-staleness-scale",
+        "veto": "--rollout-token-veto-threshold",
+        "record": "--save-rollouts DIR --save-log-probs",
+    },
+    "verl": _VERL,
+    "verl-2025-11": _VERL,
+    "verl-2025-10": {**_VERL, "veto": "rollout_is_veto_threshold"},
+    "slime": {
+        "temperature": "--rollout-temperature",
+        "staleness": "--update-weights-interval",
+        "scale": "",
+        "veto": "rs_veto_threshold",
+        "record": "log_probs beside rollout_log_probs",
+    },
+    "nemo-rl": {
+        "temperature": "policy.generation.temperature",
+        "staleness": "grpo.async_grpo.max_trajectory_age_steps",
+        "scale": "",
+        "veto": "seq_logprob_error_threshold",
+        "record": "prev_logprobs beside generation_logprobs",
+    },
+}
+_OF_FLAGS = ("use_tis", "tis_clip", "tis_clip_low", "use_opsm", "opsm_delta", "use_rollout_logprobs")
+
+
+def settings_lines(config: RolloutCorrectionConfig, dialect: str) -> list[str]:
+    """A correction in another program's settings, as lines to copy (YAML, or flags), and what these cannot say."""
+    fields, lost = written(config, dialect)
+    if dialect == "slime" and fields.keys() <= set(_OF_FLAGS):
+        lines = [" ".join(_flag(name, value) for name, value in fields.items() if value is not False) or "no --use-tis"]
+    elif dialect == "slime":
+        path = "--use-tis --custom-tis-function-path megatron_rc.adaptors.slime.correct"
+        lines = [f"# the file of --custom-config-path, beside {path}", *_yaml(fields)]
+    else:
+        lines = _in_sections(fields, dialect)
+    return lines + [f"# {dialect} cannot say {one}" for one in lost]
+
+
+def _in_sections(fields: Mapping[str, Any], dialect: str) -> list[str]:
+    program, lines = BY_NAME[dialect], []
+    for section, names in program.elsewhere.items():
+        there = {name: fields[name] for name in names if name in fields}
+        if there:
+            lines += [f"{section}:", *(f"  {line}" for line in _yaml(there))]
+            fields = {name: value for name, value in fields.items() if name not in there}
+    for depth, section in enumerate(program.sections if fields else ()):
+        lines.append(f"{'  ' * depth}{section}:")
+    return lines + [f"{'  ' * len(program.sections)}{line}" for line in _yaml(fields)]
+
+
+def _yaml(fields: Mapping[str, Any]) -> list[str]:
+    """JSON's scalars are YAML's; texts in quotation marks, since 0.5_2.0 would be a number."""
+    return [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"

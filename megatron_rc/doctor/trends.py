@@ -1,0 +1,75 @@
+"""What has changed over a run: the present against the best level of before, and since when."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+LEAST_K3 = 1e-6  # nats: what is below is 0, whose growth says nothing
+BEGUN = 2.0  # times the lowest k3: a drift has begun once it stays above
+_STRETCHES = 10
+_DEVIATION = 1.048  # standard deviation of normal noise over the median distance of two values: 1 / (0.6745 √2)
+
+
+@dataclass
+class Track:
+    """One number over a run: the steps at which it was measured, in their order, and its values."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+def trends(tracks: Mapping[str, Track], window: int) -> dict[str, float]:
+    """Changes of k3, reward, effective sample size and gradient norm; of each that has three windows of steps.
+
+    Levels are medians: of the last ``window`` steps, and of up to ten equal stretches of the steps before them.
+
+    Args:
+        tracks: the numbers over the run, by name.
+        window: steps that speak for the present.
+
+    Returns:
+        ``k3_growth`` over the lowest level, ``k3_low``, and ``drift_since``, the step from which k3 stays above twice
+        that; ``reward_fall`` from the best level in standard deviations of the reward's noise, and ``reward_best``;
+        ``ess_fall`` and ``ess_best``; ``grad_norm_growth`` over the lowest level.
+    """
+    known = {name: track.values for name, track in tracks.items() if len(track.values) >= 3 * window}
+    now = {name: median(values[-window:]) for name, values in known.items()}
+    levels = {name: _levels(values[:-window], window) for name, values in known.items()}
+    found: dict[str, float] = {}
+    if "k3_kl" in known:
+        low = max(min(levels["k3_kl"]), LEAST_K3)
+        since = _since(tracks["k3_kl"], BEGUN * low, window)
+        found |= {"k3_growth": now["k3_kl"] / low, "k3_low": low, "drift_since": since}
+    if "reward" in known:
+        best = max(levels["reward"])
+        found |= {"reward_fall": (best - now["reward"]) / _noise(known["reward"]), "reward_best": best}
+    if "rollout_is_eff_sample_size" in known:
+        best = max(levels["rollout_is_eff_sample_size"])
+        found |= {"ess_fall": best - now["rollout_is_eff_sample_size"], "ess_best": best}
+    if "grad_norm" in known and min(levels["grad_norm"]) > 0:
+        found["grad_norm_growth"] = now["grad_norm"] / min(levels["grad_norm"])
+    return found
+
+
+def _levels(values: Sequence[float], window: int) -> list[float]:
+    number = min(_STRETCHES, len(values) // window)
+    cuts = [len(values) * index // number for index in range(number + 1)]
+    return [median(values[begin:end]) for begin, end in pairwise(cuts)]
+
+
+def _since(track: Track, level: float, window: int) -> float:
+    """The first step behind the last ``window`` steps whose median is not above the level."""
+    for end in range(len(track.values), window - 1, -1):
+        if median(track.values[end - window : end]) <= level:
+            return track.steps[min(end, len(track.steps) - 1)]
+    return track.steps[0]
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Standard deviation from step to step; at least a thousandth of the range, as of a curve without any noise."""
+    distances = median(abs(after - before) for before, after in pairwise(values))
+    return max(_DEVIATION * distances, 1e-3 * (max(values) - min(values)), 1e-12)

@@ -1,0 +1,94 @@
+"""Files of tensors by name that other programs wrote: safetensors, PyTorch's and numpy's. Nothing in them can run."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
+MOST_BYTES = 1 << 34  # of what a compressed file unpacks to
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, on the host; texts, such as verl's ``uid``, as numbers that are equal where these are.
+
+    Args:
+        path: safetensors, ``.pt`` or ``.pth`` (a dict of tensors, alone or below ``batch``), or ``.npz``.
+
+    Raises:
+        ImportError: the library that reads it is not installed.
+        ValueError: it is damaged, holds anything else than data, or unpacks to more than ``MOST_BYTES``.
+    """
+    _check_size(path)
+    if path.suffix == ".npz":
+        return _of_numpy(path)
+    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pytorch(path)
+
+
+def _check_size(path: Path) -> None:
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
+        raise ValueError(f"{path} is cut off or damaged ({problem}): write it again") from None
+    if size > MOST_BYTES:
+        raise ValueError(f"{path} unpacks to {size} bytes, {MOST_BYTES} can be read: write it in several files")
+
+
+def _of_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as problem:
+        raise ImportError(f"{path} needs {problem.name}, which is not installed: pip install safetensors") from None
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as problem:
+        raise ValueError(f"{path} is cut off, damaged or no safetensors file ({problem}): write it again") from None
+    return tensors
+
+
+def _of_pytorch(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as problem:  # whatever its unpickler raises, for code and for damage alike
+        why = str(problem).strip().partition("\n")[0][:200]
+        raise ValueError(
+            f"{path} is no dict of tensors ({why}): objects could run code and are not read, write it as "
+            'torch.save({"rollout_log_probs": tensor, …}, path)'
+        ) from None
+    if isinstance(found, Mapping) and isinstance(found.get("batch"), Mapping):
+        found = {**found, **found["batch"]}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path} holds a {type(found).__name__}: expected a dict of tensors by name")
+    return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _of_numpy(path: Path) -> dict[str, Tensor]:
+    try:
+        import numpy as np
+    except ModuleNotFoundError:
+        raise ImportError(f"{path} needs numpy, which is not installed: pip install numpy") from None
+
+    def tensor(array: Any) -> Tensor:
+        return torch.from_numpy(np.unique(array, return_inverse=True)[1] if array.dtype.kind in "US" else array)
+
+    try:
+        # Opened here, since numpy leaves a damaged file open.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return {name: tensor(file[name]) for name in file.files}
+    except OSError:
+        raise
+    except Exception as problem:  # whatever zipfile, zlib and numpy raise for damage, and numpy for objects
+        raise ValueError(
+            f"{path} is no .npz file of numbers ({problem}): objects could run code and are not read, write arrays"
+        ) from None

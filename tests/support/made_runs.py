@@ -1,0 +1,59 @@
+"""Metrics of runs that are made: healthy ones, whose numbers wander, ones that drift apart, and those of the study."""
+
+import math
+import random
+
+
+def healthy_run(seed):
+    """Rows of 40 to 600 steps: levels, trends and noise as sound runs have them, drawn at random.
+
+    k3 wanders within a factor of some 4, as the policy grows surer or less sure of its tokens; the gradient norm falls
+    or rises up to 2-fold, lengths up to 4-fold, and the reward rises, stays, or loses a little at the end.
+    """
+    dice = random.Random(seed)
+    steps, walk = dice.choice([40, 100, 300, 600]), 0.0
+    level, slope = 10 ** dice.uniform(-5.5, -3.3), dice.uniform(-math.log(3), math.log(3))
+    noise, grad_slope = dice.uniform(0.05, 0.4), dice.uniform(-1.0, math.log(2))
+    longer, start, gain = dice.uniform(-0.5, math.log(4)), dice.random() * 0.5, dice.random() * 0.5
+    loss, reward_noise = dice.random() * 0.02, dice.uniform(0, 0.1)
+    for step in range(1, steps + 1):
+        part = step / steps
+        walk = 0.98 * walk + 0.05 * dice.gauss(0, 1)
+        k3 = level * math.exp(slope * part + walk + noise * dice.gauss(0, 1))
+        late = max(0.0, part - 0.8) / 0.2
+        yield {
+            "step": step,
+            "rollout_corr/k3_kl": k3,
+            "rollout_corr/rollout_is_eff_sample_size": 1 / (1 + 2 * k3),
+            "grad_norm": math.exp(grad_slope * part + 0.3 * dice.gauss(0, 1)),
+            "rollout/response_length": 100 * math.exp(longer * part + 0.1 * dice.gauss(0, 1)),
+            "reward/mean": start + gain * (1 - math.exp(-5 * part)) - loss * late + reward_noise * dice.gauss(0, 1),
+        }
+
+
+def drifting_run(seed, growth=150.0):
+    """A healthy run in which, from a step on, k3 grows by this factor and the reward falls; and that step."""
+    dice, rows = random.Random(seed), list(healthy_run(seed))
+    begin = int(len(rows) * dice.uniform(0.3, 0.7))
+    for index, row in enumerate(rows[begin:]):
+        part = (index + 1) / (len(rows) - begin)
+        row["rollout_corr/k3_kl"] *= growth**part
+        row["rollout_corr/rollout_is_eff_sample_size"] = 1 / (1 + 2 * row["rollout_corr/k3_kl"])
+        row["reward/mean"] -= 0.5 * part
+        row["grad_norm"] *= 4**part
+    return rows, begin + 1
+
+
+_MEASURES = {
+    "sampled": "reward/mean",
+    "kl": "rollout_corr/k3_kl",
+    "ess": "rollout_corr/rollout_is_eff_sample_size",
+    "grad_norm": "grad_norm",
+}
+
+
+def study_rows(run):
+    """A run of the study, whose curves are means of ten steps: ten rows for each."""
+    for step in range(1, 10 * len(run.curves["kl"]) + 1):
+        values = {name: run.curves[measure][(step - 1) // 10] for measure, name in _MEASURES.items()}
+        yield {"step": step, **{name: value for name, value in values.items() if value is not None}}
