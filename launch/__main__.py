@@ -39,13 +39,12 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     given = sys.argv[1:] if argv is None else argv
     try:
-        words = torchrun_arguments(given, module)
+        outcome = run_ranks(torchrun_arguments(given, module))
     except ConfigurationError as error:
         if "--json" in given:
             sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
         sys.stderr.write(f"error: {error}\n")
         sys.exit(USAGE_ERROR)
-    outcome = run_ranks(words)
     if outcome.words:
         sys.stderr.write(f"{outcome.words}\n")
     sys.exit(outcome.code)
@@ -66,7 +65,9 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         from megatron_rc.launch.dry_run.command import dry_run
 
         most = machines.world_sizes()[-1]
-        dry_run(flags, most, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
+        dry_run(
+            flags, most, machines=machines.most, as_json=mine.json, device_memory_gib=mine.device_memory_gib
+        )
         sys.exit(0)
     # Each number of machines that a run may begin with has checks of its own; ranks check the number that came.
     for size in machines.world_sizes():
