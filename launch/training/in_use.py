@@ -42,7 +42,9 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         if is_new:
             stack.callback(_remove_if_empty, folder)
         path = folder / IN_USE_FILE
-        file = stack.enter_context(path.open("a+", encoding="utf-8"))
+        if path.is_symlink():
+            return f"{name}: {path} is a link, and what it leads to would be written over: remove it"
+        file = stack.enter_context(open(path, "a+", encoding="utf-8", opener=_open_no_link))
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -55,6 +57,11 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
     return None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """As ``open`` does, but a link that was put there a moment ago is an error."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _remove_if_empty(folder: Path) -> None:
