@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megatron_rc.launch.ending import FOLDER, Ending, read_endings
+from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
 from megatron_rc.launch.machine_names import check_resolves
 from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.stopping import STOPPING
@@ -93,6 +93,7 @@ def run_ranks(words: Sequence[str]) -> Outcome:
             reason = " ".join(str(error).split())
             return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
         finally:
+            end_what_scores(mark_of_scores())
             del os.environ[FOLDER]
 
 

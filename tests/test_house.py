@@ -19,7 +19,17 @@ LIBRARY = (
 )
 # What stands in one row does not know of each other.
 LAUNCH = (
-    {"errors", "ending", "resolved_file", "environment", "loopback", "own_folders", "phases", "set_aside", "standard_error"},
+    {
+        "errors",
+        "ending",
+        "resolved_file",
+        "environment",
+        "loopback",
+        "own_folders",
+        "phases",
+        "set_aside",
+        "standard_error",
+    },
     {"python_specs", "heartbeats", "machine_names", "stopping"},
     {"ranks"},
     {"run_config"},

@@ -9,7 +9,19 @@ import pytest
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.run_page.page import page_data
 from tests.support.forked import launch_forked
-from tests.support.runs import LOOPBACK, SMALL, TWO, children, finish, launch, listening, read, start, torchrun, wait_for
+from tests.support.runs import (
+    LOOPBACK,
+    SMALL,
+    TWO,
+    children,
+    finish,
+    launch,
+    listening,
+    read,
+    start,
+    torchrun,
+    wait_for,
+)
 
 
 @pytest.mark.processes

@@ -126,7 +126,9 @@ def test_no_start_and_no_end_leaves_a_folder(told, temporary):
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", ["--node-rank=0 --master-addr=nowhere.invalid", "--rdzv-endpoint=nowhere.invalid:29500"])
+@pytest.mark.parametrize(
+    "flags", ["--node-rank=0 --master-addr=nowhere.invalid", "--rdzv-endpoint=nowhere.invalid:29500"]
+)
 def test_a_name_without_an_address_is_one_sentence(monkeypatch, flags):
     monkeypatch.setattr(machine_names, "LOOKUP_SECONDS", 0.1)
     last = flags.split()[-1].replace("=", " ")
