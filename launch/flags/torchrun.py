@@ -211,7 +211,7 @@ def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argpars
     for word in mine.handed_on:
         if word.startswith(_OF_MEETINGS) and not many:
             raise ConfigurationError(
-                f"{' '.join(word.split('=', 1))} does nothing without --nnodes above 1: one machine's ranks meet on its "
+                f"{word.replace('=', ' ', 1)} does nothing without --nnodes above 1: one machine's ranks meet on its "
                 "loopback"
             )
     if elastic and not theirs.rdzv_endpoint:

@@ -44,7 +44,9 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         path = folder / IN_USE_FILE
         if path.is_symlink():
             return f"{name}: {path} is a link, and what it leads to would be written over: remove it"
-        file = stack.enter_context(open(path, "a+", encoding="utf-8", opener=_open_no_link))
+        # A link that was put there a moment ago is an error.
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        file = stack.enter_context(os.fdopen(opened, "a+", encoding="utf-8"))
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -57,11 +59,6 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
     return None
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """As ``open`` does, but a link that was put there a moment ago is an error."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _remove_if_empty(folder: Path) -> None:

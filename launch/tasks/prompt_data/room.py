@@ -43,8 +43,9 @@ class Room:
         if length <= self.tokens:
             return None
         if not self.drops:
+            about = "at least " if least == length else ""
             raise ValueError(
-                f"has a prompt of {'at least ' * (least == length)}{length} {self.words}: shorten it, or leave such prompts out with "
+                f"has a prompt of {about}{length} {self.words}: shorten it, or leave such prompts out with "
                 "--overlong-prompts drop"
             )
         return length
