@@ -9,7 +9,8 @@ import argparse
 import socket
 import uuid
 
-from torch.distributed import PrefixStore, TCPStore
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -36,7 +37,10 @@ class _Meeting(RendezvousHandler):
         self._run_id, self._meetings = params.run_id, 0
         listener = socket.create_server((ADDRESS, 0))
         self._port = int(listener.getsockname()[1])
-        self._store = TCPStore(ADDRESS, self._port, is_master=True, master_listen_fd=listener.detach())
+        opened = listener.detach()
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            ADDRESS, self._port, is_master=True, master_listen_fd=opened
+        )
 
     @property
     def use_agent_store(self) -> bool:
