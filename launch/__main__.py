@@ -26,7 +26,7 @@ from megatron_rc.launch.flags.help import short_help, whole_help
 from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
-from megatron_rc.launch.standard_error import outlast_reader
+from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
 from megatron_rc.launch.training.settings_file import settings_text
 
 USAGE_ERROR = 2
@@ -39,15 +39,14 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     given = sys.argv[1:] if argv is None else argv
     try:
-        words = torchrun_arguments(given, module)
+        outcome = run_ranks(torchrun_arguments(given, module))
     except ConfigurationError as error:
         if "--json" in given:
             sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
-        sys.stderr.write(f"error: {error}\n")
+        say_error(str(error))
         sys.exit(USAGE_ERROR)
-    outcome = run_ranks(words)
     if outcome.words:
-        sys.stderr.write(f"{outcome.words}\n")
+        sys.stderr.write(f"{visible(outcome.words)}\n")
     sys.exit(outcome.code)
 
 
@@ -66,7 +65,7 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
         from megatron_rc.launch.dry_run.command import dry_run
 
         most = machines.world_sizes()[-1]
-        dry_run(flags, most, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
+        dry_run(flags, most, machines=machines.most, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
         sys.exit(0)
     # Each number of machines that a run may begin with has checks of its own; ranks check the number that came.
     for size in machines.world_sizes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,7 @@ _MESSAGE_BYTES = 2048
 _LEFT_OUT = b" ... "
 # A process ends with one of so many codes.
 _CODES = 256
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Fields of Megatron's configs that its groups are made by too.
 _OF_GROUPS = (
     "expert_tensor_parallel_size",
@@ -55,6 +57,7 @@ def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(minutes=config.launch.distributed_timeout_minutes)
     if not dist.is_initialized():
+        choose_interfaces()
         store, rank, world = _store_of_this_start(timeout)
         if heartbeats is not None:
             heartbeats.start()
@@ -101,12 +104,24 @@ def _make_user_buffers(config: RunConfig) -> None:
 def alone(config: RunConfig) -> Iterator[None]:
     """Megatron's groups of this one process, inside the block; without torchrun."""
     store = dist.HashStore()  # type: ignore[attr-defined]
+    choose_interfaces()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         initialize(config)
         yield
     finally:
         shut_down()
+
+
+def choose_interfaces() -> None:
+    """Let gloo and NCCL connect the ranks of one machine over its loopback, unless the environment names interfaces.
+
+    They would listen on a network's address, which gloo looks up by the machine's name for every group.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        # Without "=" NCCL takes the name for the beginning of one.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
 
 
 def _store_of_this_start(timeout: timedelta) -> tuple[Store, int, int]:

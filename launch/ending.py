@@ -5,6 +5,7 @@ Ranks that plain torchrun started have no such folder, and tell nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "MEGATRON_RC_ENDINGS"
+# What each process that scores, and all that it starts, has in its environment: the folder and the trainer's number.
+SCORES_FOR = "MEGATRON_RC_SCORES_FOR"
 _PR_SET_PDEATHSIG = 1
 # torchrun's number of this start of the ranks, from 0.
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
@@ -87,6 +90,24 @@ def end_forks_with_this_process() -> None:
                 os._exit(1)
 
         os.register_at_fork(before=note_parent, after_in_child=follow_parent)
+
+
+def mark_of_scores(trainer: int | None = None) -> str:
+    """The value of :data:`SCORES_FOR` for a trainer; without one, the beginning of all values of this run."""
+    return f"{os.environ.get(FOLDER, '')}:{'' if trainer is None else f'{trainer}:'}"
+
+
+def end_what_scores(mark: str) -> None:
+    """Kill processes that rewards started and left, in sessions of their own too, where the system lists processes.
+
+    Args:
+        mark: the value of :data:`SCORES_FOR` in their environment, or how it begins.
+    """
+    wanted = f"{SCORES_FOR}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # of another user, or just ended
+            if any(entry.startswith(wanted) for entry in path.read_bytes().split(b"\0")):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def read_endings(folder: Path) -> list[Ending]:

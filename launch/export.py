@@ -19,6 +19,7 @@ from megatron_rc.launch.flags.export_flags import ExportRequest, parse_export
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.tasks import Text, make_task
 from megatron_rc.launch.tasks.text import HUGGING_FACE, HuggingFaceText, printable_text
 from megatron_rc.launch.train_ppo import FAILURE, USAGE_ERROR, cpu_backend, ignore_megatron_warnings
@@ -42,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with cpu_backend():
             size = export(request)
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(str(error))
         sys.exit(USAGE_ERROR)
     except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(str(error))
         sys.exit(FAILURE)
     finally:
         log.setLevel(level)

@@ -2,7 +2,8 @@
 
 Beyond 4096 ranks they tell it less often, since one store hears them all. No collective is made and no step waits for
 it. Rank 0 watches all others, rank 1 watches rank 0. How long a rank is silent is counted in looks of the one who
-watches, so that a job that was suspended as a whole goes on.
+watches, so that a job that was suspended as a whole goes on. Of a machine's own ranks each rank sees at once that a
+process is gone, and ends, whatever it waits for: torchrun's signal alone would let it wait until it is killed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Beat:
     Attributes:
         count: how often it has told.
         host: its machine.
+        process: its number there.
         phase: what it is doing.
         since: when it began to, in seconds since 1970.
         engine: what it waits for, if that is an engine.
@@ -52,6 +54,7 @@ class Beat:
 
     count: int
     host: str
+    process: int
     phase: str
     since: float
     engine: str
@@ -103,6 +106,16 @@ class _Heard:
         """For one that looks for the culprit."""
         return self.missed >= _MISSED - 1
 
+    @property
+    def dead(self) -> Missed:
+        """As a rank whose process is gone."""
+        return self.blamed(f"{self.where} is gone, {self.beat.doing}: its process {self.beat.process} has ended")
+
+    @property
+    def failed(self) -> Missed:
+        """As a rank that met an error alone."""
+        return self.blamed(f"{self.where} failed {self.beat.doing}: see what it said")
+
     def blamed(self, words: str) -> Missed:
         """As the rank that others wait for."""
         return Missed(self.rank, f"on {self.beat.host}, {self.beat.doing}", words)
@@ -127,6 +140,10 @@ class Heartbeats:
         self._store: Any = None
         self._count, self._over = 0, threading.Event()
         self._lines: dict[int, float] = {}
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._neighbours = [rank for rank in here if rank != self.rank]
+        self._processes: dict[int, int] = {}
         self._thread = threading.Thread(target=self._work, name="heartbeats", daemon=True)
 
     def start(self) -> None:
@@ -179,7 +196,7 @@ class Heartbeats:
         others = [heard for _, heard in sorted(self.heard.items()) if heard.beat.end != "ended"]
         for heard in others:
             if heard.beat.end == "failed":
-                return heard.blamed(f"{heard.where} failed {heard.beat.doing}: see what it said")
+                return heard.failed
         for heard in others:
             if heard.is_silent:
                 return heard.blamed(f"{heard.silence}: {_GONE}")
@@ -198,6 +215,7 @@ class Heartbeats:
         try:
             while not self._over.wait(self.every):
                 self._tell()
+                self._watch_processes()
                 if self.rank < 2:
                     self._look()
                     self._watch()
@@ -208,8 +226,23 @@ class Heartbeats:
         self._count += 1
         phase = phases.current()
         waits = phase.waits or _is_in_collective()
-        beat = Beat(self._count, socket.gethostname(), phase.name, phase.since, phase.engine, waits, end)
+        doing = phase.name, phase.since, phase.engine, waits
+        beat = Beat(self._count, socket.gethostname(), os.getpid(), *doing, end)
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
+
+    def _watch_processes(self) -> None:
+        """End this rank if the process of another one of its machine is gone before its work was done."""
+        for rank in self._neighbours:
+            if rank not in self._processes and self._store.check([str(rank)]):
+                self._processes[rank] = self._told_by(rank).process
+            if rank in self._processes and not _is_there(self._processes[rank]):
+                # It may have said its last word after the look before.
+                heard = _Heard(rank, self._told_by(rank), time.time())
+                if heard.beat.end != "ended":
+                    self._end(heard.failed if heard.beat.end else heard.dead)
+
+    def _told_by(self, rank: int) -> Beat:
+        return Beat(**json.loads(self._store.get(str(rank))))
 
     def _look(self) -> None:
         # Only what was never heard is asked for one by one: with thousands of ranks the number of requests decides.
@@ -250,6 +283,15 @@ def say(text: str) -> None:
     """A line on standard error that does not break a progress bar."""
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
+
+
+def _is_there(process: int) -> bool:
+    """Whether this machine has the process, or torchrun has not yet heard of its end."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _is_in_collective() -> bool:

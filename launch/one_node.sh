@@ -7,4 +7,4 @@ config=${1:?"usage: $0 CONFIG [flags]"}
 shift
 # Megatron's tensor parallelism counts on one queue of work a GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-exec torchrun --standalone --nproc-per-node "${GPUS:-8}" -m megatron_rc.launch.train_ppo --config "$config" "$@"
+exec python -m megatron_rc.launch --nproc-per-node "${GPUS:-8}" --config "$config" "$@"

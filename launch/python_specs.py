@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.standard_error import visible
 
 PREFIX = "python:"
 # Frames of what imports and calls, in front of the user's own.
@@ -61,7 +62,7 @@ def own_traceback(error: BaseException, ours: tuple[str, ...] = _OURS) -> str:
 def in_words(error: BaseException) -> str:
     """``ValueError: what it says``, on one line of moderate length."""
     last = traceback.format_exception_only(type(error), error)[-1]
-    words = " ".join(last.split())
+    words = visible(" ".join(last.split()))
     return words if len(words) <= 300 else words[:300] + "..."
 
 

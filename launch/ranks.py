@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rc.launch.ending import FOLDER, Ending, read_endings
+from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
+from megatron_rc.launch.machine_names import check_resolves
 from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.stopping import STOPPING
 
@@ -45,19 +48,33 @@ def run_ranks(words: Sequence[str]) -> Outcome:
 
     Args:
         words: torchrun's own, the module, and the module's.
+
+    Raises:
+        ConfigurationError: several machines cannot find each other by these names.
     """
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.agent.server import api as agent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from megatron_rc.launch.loopback import meet_on_loopback
+
+    # The agent looks this machine's name up for each rank's start and end, for a log that nobody reads.
+    agent._get_fq_hostname = socket.gethostname
     # What torchrun has to say of an end is said here, in fewer words.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
     elastic.addHandler(logging.NullHandler())
     args = torchrun.parse_args(list(words))
+    if args.standalone:
+        meet_on_loopback(args)
+    else:
+        _check_names(args)
     with own_folder(tempfile.gettempdir(), "megatron-rc-endings-") as folder:
         os.environ[FOLDER] = str(folder)
+        # Without one torchrun leaves a folder behind at every start.
+        args.log_dir = args.log_dir or str(folder / "logs")
         # Torchrun would take up each signal, also while the ranks save.
         args.signals_to_handle = "SIGQUIT"
         try:
@@ -72,7 +89,28 @@ def run_ranks(words: Sequence[str]) -> Outcome:
             reason = " ".join(str(error).split())
             return Outcome(FAILURE, f"error: the machines of this run did not come together ({reason})")
         finally:
+            end_what_scores(mark_of_scores())
             del os.environ[FOLDER]
+
+
+def _check_names(args: argparse.Namespace) -> None:
+    """Look up the names by which several machines find each other.
+
+    Raises:
+        ConfigurationError: one has no address.
+    """
+    import torch
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    remedy = "give its address, or enter the name in DNS or /etc/hosts"
+    if args.rdzv_endpoint:
+        host, _ = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)
+        check_resolves(host, f"--rdzv-endpoint {args.rdzv_endpoint}", remedy)
+    else:
+        check_resolves(args.master_addr, f"--master-addr {args.master_addr}", remedy)
+    by_name = not torch.cuda.is_available() and "GLOO_SOCKET_IFNAME" not in os.environ
+    if by_name or args.rdzv_backend != "static":
+        check_resolves(socket.gethostname(), "this machine", "enter the name in DNS or /etc/hosts")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.advantages import AdvantageSection
 from megatron_rc.launch.run_config.options import options_of
+from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.train_ppo import USAGE_ERROR, cpu_backend, ignore_megatron_warnings
 from megatron_rc.parallel import vocab_parallel_log_probs
 from megatron_rc.replay.__main__ import main as replay
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with cpu_backend():
             code = replay(request.rest, lambda *found: with_model(request, *found))
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(str(error))
         code = USAGE_ERROR
     finally:
         log.setLevel(level)

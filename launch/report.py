@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.report_flags import parse_report
+from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.train_ppo import FAILURE, USAGE_ERROR
 from megatron_rc.launch.training.run_page.page import PAGE, write_page
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         folder = parse_report(sys.argv[1:] if argv is None else argv)
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(str(error))
         sys.exit(USAGE_ERROR)
     try:
         path = write_page(folder)

@@ -1,13 +1,15 @@
-"""Standard error that outlasts its reader: a run whose words nobody reads any more goes on."""
+"""Standard error that outlasts its reader, and obeys nobody: a run whose words nobody reads any more goes on."""
 
 from __future__ import annotations
 
 import errno
 import io
+import logging
 import sys
 from typing import Any
 
 _DESCRIPTOR = 2
+_LAID_OUT = "\n\t"
 
 
 class _Unread(io.FileIO):
@@ -29,3 +31,26 @@ def outlast_reader() -> None:
     """
     raw = io.BufferedWriter(_Unread(_DESCRIPTOR, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+
+
+def visible(text: str) -> str:
+    """The text with control characters as escapes: what others wrote must not move or clear a terminal."""
+    return "".join(char if char.isprintable() or char in _LAID_OUT else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def say_error(words: str) -> None:
+    """A line for the user, ``error: …``; whatever it repeats is visible."""
+    sys.stderr.write(f"error: {visible(words)}\n")
+    sys.stderr.flush()
+
+
+class VisibleFormatter(logging.Formatter):
+    """Log lines whose control characters are escapes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        return visible(super().format(record))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,12 +22,12 @@ if __package__ in (None, ""):
     # Started as a file: the folder that holds the packages takes the place of launch/ itself.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megatron_rc.launch.ending import ATTEMPT, GUARD, end_forks_with_this_process, tell_ending, tell_start
+from megatron_rc.launch.ending import ATTEMPT, FOLDER, GUARD, end_forks_with_this_process, tell_ending, tell_start
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.heartbeats import Heartbeats, Missed
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.standard_error import outlast_reader
+from megatron_rc.launch.standard_error import VisibleFormatter, outlast_reader, say_error
 from megatron_rc.launch.stopping import leaves_by_sigterm
 from megatron_rc.launch.tasks import Task
 
@@ -41,8 +43,9 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
     Ends the process with 2 for flags that cannot work, 1 for a failed run, 3 for one that a guard ended.
     """
     rank = int(os.environ.get("RANK", "0"))
-    logging.basicConfig(format="%(message)s", level=logging.WARNING if rank == 0 else logging.ERROR)
+    logging.basicConfig(level=logging.WARNING if rank == 0 else logging.ERROR, handlers=[_visible_lines()])
     tell_start()
+    _import_wandb()
     try:
         if "RANK" not in os.environ:
             raise ConfigurationError(
@@ -75,6 +78,27 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
             heartbeats.close(failed=True)
             tell_ending(error=f"rank {rank}: {type(error).__name__}: {error}", code=FAILURE)
             raise
+
+
+def _import_wandb() -> None:
+    """Import Weights & Biases, as Megatron-Core does, with its temporary folders in the launcher's.
+
+    They would stay behind wherever a rank is killed.
+    """
+    folder = os.environ.get(FOLDER)
+    if folder and importlib.util.find_spec("wandb") is not None:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("wandb")
+        finally:
+            tempfile.tempdir = before
+
+
+def _visible_lines() -> logging.Handler:
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleFormatter("%(message)s"))
+    return handler
 
 
 def ignore_megatron_warnings() -> None:
@@ -124,16 +148,14 @@ def end_together(message: str, code: int, *, missed: Missed | None = None, is_fi
     if not (is_first or leaves_by_sigterm()):
         time.sleep(WAIT_SECONDS)
     if not is_told and (is_first or code != USAGE_ERROR):
-        sys.stderr.write(f"error: {message}\n")
-        sys.stderr.flush()
+        say_error(message)
     sys.exit(code)
 
 
 def _end_at_once(missed: Missed) -> NoReturn:
     """From a thread, while the main one waits for a rank that does not answer."""
     if not tell_ending(error=missed.words, code=FAILURE, lost=missed.rank, lost_in=missed.last_seen):
-        sys.stderr.write(f"error: {missed.words}\n")
-        sys.stderr.flush()
+        say_error(missed.words)
     os._exit(FAILURE)
 
 

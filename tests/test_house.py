@@ -19,8 +19,18 @@ LIBRARY = (
 )
 # What stands in one row does not know of each other.
 LAUNCH = (
-    {"errors", "ending", "resolved_file", "environment", "own_folders", "phases", "set_aside", "standard_error"},
-    {"python_specs", "heartbeats", "stopping"},
+    {
+        "errors",
+        "ending",
+        "resolved_file",
+        "environment",
+        "loopback",
+        "own_folders",
+        "phases",
+        "set_aside",
+        "standard_error",
+    },
+    {"python_specs", "heartbeats", "machine_names", "stopping"},
     {"ranks"},
     {"run_config"},
     {"distributed"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_rc.launch.dry_run.batches import batch_numbers, numbers_in_words, vocabulary_numbers
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from megatron_rc.launch.dry_run.theoretical import Theory
     from megatron_rc.launch.dry_run.tracing import Call
 
+_OPEN = (
+    "torchrun's store and the ranks obey whoever connects to them: the network between the machines must be trusted; a "
+    "firewall keeps others out, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the ranks' interface"
+)
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -33,6 +38,7 @@ class DryRun:
         engine: bytes of the engine on the first rank of each replica; None: not known.
         theory: the memory by Megatron-LM's formulas; None: the installed Megatron-Core does not bring them.
         calls: collectives of the correction.
+        machines: that the ranks are spread over.
     """
 
     config: RunConfig
@@ -41,6 +47,7 @@ class DryRun:
     engine: int | None
     theory: Theory | None
     calls: Sequence[Call]
+    machines: int = 1
 
     def as_mapping(self) -> dict[str, Any]:
         """Plain values."""
@@ -88,24 +95,31 @@ class DryRun:
         names = ", ".join(flag(name) for name in of_gpus(self.config))
         modules = modules_of_gpus(self.config)
         names += ", " * bool(names and modules) + " ".join(["--recompute-modules", *modules] * bool(modules))
-        return [*notes, *[f"the memory is that without {names}"] * bool(names)]
+        notes += [f"the memory is that without {names}"] * bool(names)
+        return [*notes, *[f"{self.machines} machines: {_OPEN}"] * (self.machines > 1)]
 
 
 def dry_run(
-    flags: Sequence[str], world_size: int, *, as_json: bool = False, device_memory_gib: float | None = None
+    flags: Sequence[str],
+    world_size: int,
+    *,
+    machines: int = 1,
+    as_json: bool = False,
+    device_memory_gib: float | None = None,
 ) -> None:
     """Say what this run would be, on standard output.
 
     Args:
         flags: of the run.
         world_size: number of its processes.
+        machines: that they are spread over.
         as_json: one JSON object instead of words.
         device_memory_gib: what a rank has; None: whatever it needs.
 
     Raises:
         ConfigurationError: the run would not start, or would not fit.
     """
-    found = examine(flags, world_size, device_memory_gib)
+    found = replace(examine(flags, world_size, device_memory_gib), machines=machines)
     text = json.dumps(found.as_mapping(), indent=2) if as_json else "\n".join(found.in_words())
     sys.stdout.write(text + "\n")
 

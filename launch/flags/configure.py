@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.flags.checks import check
 from megatron_rc.launch.flags.checks.files import check_folders
+from megatron_rc.launch.flags.checks.machine import check_machine
 from megatron_rc.launch.flags.checks.weights import choose_bridge
 from megatron_rc.launch.flags.hints import unknown
 from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
@@ -29,7 +30,7 @@ def configure(
         argv: flags; ``--config FILE`` is their base, and under that what ``--load-hf DIR`` says of the model.
         world_size: number of processes.
         engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
-        folders: check that those that are written to can be.
+        folders: check that those that are written to can be, and what this machine lets a run have.
         elsewhere: the run is for other machines, which have GPUs unless ``--cpu`` says otherwise.
 
     Raises:
@@ -44,6 +45,7 @@ def configure(
     check(config, task, engine=engine)
     if folders:
         check_folders(config)
+        check_machine(config)
     return dataclasses.replace(config, flags=tuple(resolved_flags(args, config))), task
 
 

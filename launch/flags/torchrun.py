@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ _HANDED_ON = (
     *("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "role", "monitor_interval"),
     *("log_dir", "redirects", "tee", "local_ranks_filter", "numa_binding", "shutdown_timeout"),
 )
+_OF_MEETINGS = ("--rdzv-", "--local-addr")
 _STATIC = "static"
 # More than any cluster has, and what a table of ranks is made of in seconds.
 _MOST_PROCESSES = 2**18
@@ -95,9 +97,8 @@ def words_for_torchrun(mine: argparse.Namespace, machines: Machines) -> list[str
     if mine.max_restarts:
         words += ["--max-restarts", str(mine.max_restarts)]
     names = [word.partition("=")[0] for word in mine.handed_on]
-    meets = any(name.startswith("--rdzv") for name in names)
     if machines.most == 1:
-        return [*words, *["--standalone"] * (not meets and "--standalone" not in names), *mine.handed_on]
+        return [*words, *["--standalone"] * ("--standalone" not in names), *mine.handed_on]
     words += ["--nnodes", mine.nnodes]
     if not _is_elastic(mine.handed_on):
         words += ["--node-rank", str(mine.node_rank or 0)]
@@ -185,12 +186,14 @@ def _check_handed_on(words: Sequence[str]) -> argparse.Namespace:
     parser = _torchruns_own()
     parser.error = refuse  # type: ignore[method-assign]
     theirs = parser.parse_args([*words, "module"])
-    # Read apart from the folder, which only a run makes.
-    checked = argparse.Namespace(**{**vars(theirs), "log_dir": None})
+    # Read apart from the folder, which only a run makes; without a name torchrun would make one.
+    checked = argparse.Namespace(**{**vars(theirs), "log_dir": os.devnull})
     try:
         config_from_args(checked)
     except (ValueError, AssertionError) as error:
         refuse(f"arguments {' '.join(words)}: {error}")
+    if theirs.redirects != "0" and not theirs.log_dir:
+        raise ConfigurationError(f"--redirects {theirs.redirects} needs --log-dir DIR, which keeps what the ranks say")
     return theirs
 
 
@@ -203,10 +206,14 @@ def _is_elastic(words: Sequence[str]) -> bool:
 def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argparse.Namespace) -> None:
     """Raise ConfigurationError unless the flags say in one way how the machines find each other."""
     elastic, many = _is_elastic(mine.handed_on), machines.most > 1
-    if theirs.standalone and (many or elastic or theirs.rdzv_endpoint):
-        raise ConfigurationError(
-            "--standalone is for one machine that meets no other: leave it, --nnodes or --rdzv-* out"
-        )
+    if theirs.standalone and many:
+        raise ConfigurationError("--standalone is for one machine that meets no other: leave it or --nnodes out")
+    for word in mine.handed_on:
+        if word.startswith(_OF_MEETINGS) and not many:
+            raise ConfigurationError(
+                f"{word.replace('=', ' ', 1)} does nothing without --nnodes above 1: one machine's ranks meet on its "
+                "loopback"
+            )
     if elastic and not theirs.rdzv_endpoint:
         raise ConfigurationError(
             f"--rdzv-backend {theirs.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the same on all machines"

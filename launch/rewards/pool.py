@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Pipe
 from typing import Any
 
+from megatron_rc.launch.ending import SCORES_FOR, end_what_scores, mark_of_scores
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.python_specs import in_words
 from megatron_rc.launch.rewards.messages import Setup, read_outcome
@@ -64,10 +65,11 @@ class RewardPool:
         return list(self._threads.map(self._score, requests))
 
     def close(self) -> None:
-        """End all workers now, whatever they do."""
+        """End all workers now, whatever they do, and what their rules started."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
+        end_what_scores(mark_of_scores(os.getpid()))
         self._threads.shutdown()
 
     def _score(self, request: Mapping[str, Any]) -> Outcome:
@@ -203,4 +205,4 @@ def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
 def _environment() -> dict[str, str]:
     """Modules are found where the trainer finds them, and what a rule prints is not lost when its process is killed."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}

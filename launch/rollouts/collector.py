@@ -14,6 +14,7 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
 from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
@@ -301,6 +302,8 @@ class RolloutCollector:
                     result = work()
             except Interrupted:
                 pass  # the request says so
+            except ConfigurationError as problem:  # names its flag: it is no failure of an engine
+                error = str(problem)
             # Whatever an engine, a task or a reward raises, sys.exit() included, the other ranks must hear of it.
             except (Exception, SystemExit) as problem:
                 error = f"{what} failed: {type(problem).__name__}: {problem}"

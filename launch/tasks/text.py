@@ -56,6 +56,10 @@ class Text(Protocol):
     size: int
     chat: bool
 
+    def shown(self, problem: Problem) -> str:
+        """All that the model is shown."""
+        ...
+
     def encode(self, problem: Problem) -> list[int]:
         """Token ids of all that the model is shown."""
         ...
@@ -98,9 +102,13 @@ class CharacterText:
         self.pad, self.eos, self.size = vocabulary[PAD], vocabulary[EOS], len(vocabulary)
         self.pad_token: int | None = self.pad
 
+    def shown(self, problem: Problem) -> str:
+        """See :class:`Text`."""
+        return as_plain_text(problem)
+
     def encode(self, problem: Problem) -> list[int]:
         """See :class:`Text`."""
-        return self.tokens_of(as_plain_text(problem))
+        return self.tokens_of(self.shown(problem))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See :class:`Text`."""
@@ -167,12 +175,14 @@ class HuggingFaceText:
         self.pad_token = None if pad is None else int(pad)
         self.pad = self.eos if self.pad_token is None else self.pad_token
 
+    def shown(self, problem: Problem) -> str:
+        """See :class:`Text`."""
+        return self._as_turns(problem) if self.chat else as_plain_text(problem)
+
     def encode(self, problem: Problem) -> list[int]:
         """See :class:`Text`."""
-        if not self.chat:
-            ids: list[int] = self.tokenizer.encode(as_plain_text(problem))
-            return ids
-        return self.tokens_of(self._as_turns(problem))
+        ids: list[int] = self.tokenizer.encode(self.shown(problem), add_special_tokens=not self.chat)
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """See :class:`Text`."""

@@ -23,17 +23,25 @@ def check_data(config: RunConfig) -> None:
 
 
 def compare_with_checkpoint(config: RunConfig, iteration: int) -> None:
-    """Say that training prompts come in another order than in the run that wrote the checkpoint.
+    """Say that training prompts are others than in the run that wrote the checkpoint, or in another order.
 
     Args:
         config: the settings.
         iteration: of the checkpoint; 0: there is none.
     """
     load, digest = config.checkpoints.load, config.data.order_digest
-    if not load or not iteration or digest is None:
+    if not load or not iteration:
         return
-    kept = (settings_beside(iteration_folder(load, iteration)).get("data") or {}).get("order_digest")
-    if kept not in (None, digest):
+    settings = settings_beside(iteration_folder(load, iteration))
+    seed = (settings.get("training") or {}).get("seed")
+    if digest is None and seed not in (None, config.training.seed):
+        _log.warning(
+            "--seed %d is not that of checkpoint %d, %d: from here on prompts and samples are others than they would "
+            "have been",
+            *(config.training.seed, iteration, seed),
+        )
+    kept = (settings.get("data") or {}).get("order_digest")
+    if digest is not None and kept not in (None, digest):
         _log.warning(
             "--prompt-data (its rows, its weights, or which of them fit) or --seed is not that of checkpoint %d: from "
             "here on prompts come in another order than they would have",

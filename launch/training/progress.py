@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
+from megatron_rc.launch.standard_error import visible
 from megatron_rc.launch.training.shown import header, line
 
 # Steps that are faster than this are not all shown.
@@ -55,7 +56,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of text that does not break the bar."""
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(visible(text), file=sys.stderr)
         sys.stderr.flush()
 
     def close(self) -> None:

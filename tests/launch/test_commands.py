@@ -9,7 +9,19 @@ import pytest
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.training.run_page.page import page_data
 from tests.support.forked import launch_forked
-from tests.support.runs import SMALL, TWO, children, finish, launch, read, start, torchrun, wait_for
+from tests.support.runs import (
+    LOOPBACK,
+    SMALL,
+    TWO,
+    children,
+    finish,
+    launch,
+    listening,
+    read,
+    start,
+    torchrun,
+    wait_for,
+)
 
 
 @pytest.mark.processes
@@ -44,10 +56,12 @@ def test_ranks_that_are_started_again_go_on_and_a_signal_saves_and_ends_them(tmp
     process = launch_forked(tmp_path, [*words, *files, f"--runs-dir={tmp_path}"])
     folder = tmp_path / "count_up"
     wait_for(lambda: (folder / "metrics.jsonl").is_file() and len(read(folder)) >= 3, process)
+    assert listening(process.pid) == {LOOPBACK}, "no other machine can connect"
     os.kill(children(process.pid)[1], signal.SIGKILL)
     before = read(folder)
     wait_for(lambda: len(read(folder)) > len(before) + 1, process)
     ranks = children(process.pid)
+    assert listening(process.pid) == {LOOPBACK}
     process.send_signal(signal.SIGINT)
     code, _, errors = finish(process)
     assert code == 0, errors

@@ -1,19 +1,21 @@
 """One verdict of all ranks; process groups in a process that lives on."""
 
 import gc
+import os
 import re
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron_rc.launch.distributed import AgreedError, agree, alone
+from megatron_rc.launch.distributed import AgreedError, agree, alone, choose_interfaces
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.train_ppo import cpu_backend
 from megatron_rc.parallel import ParallelGroups
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, run_config
 
+NAMED = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
 WORDS = ["--config=count_up", "--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"]
 
 
@@ -39,6 +41,19 @@ def test_every_rank_hears_of_an_error_whatever_its_words_are(ranks, tmp_path, te
     first, second = ranks.run(agree_on, Layout(tp=2), flags(tmp_path), text)
     assert first == second
     assert re.fullmatch(heard, first)
+
+
+@pytest.mark.parametrize(
+    ("here", "given", "found"), [("2", {}, ["lo", "=lo"]), ("2", NAMED, ["eth7", "eth7"]), ("1", {}, [None, None])]
+)
+def test_ranks_of_one_machine_listen_on_its_loopback(monkeypatch, here, given, found):
+    for name in NAMED:
+        monkeypatch.setenv(name, "so that it is taken back")
+        monkeypatch.delenv(name)
+    for name, value in {"LOCAL_WORLD_SIZE": here, "WORLD_SIZE": "2", **given}.items():
+        monkeypatch.setenv(name, value)
+    choose_interfaces()
+    assert [os.environ.get(name) for name in NAMED] == found
 
 
 def number_of_threads():

@@ -5,8 +5,10 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from unittest import mock
 
@@ -16,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rc.launch import heartbeats, phases
-from megatron_rc.launch.heartbeats import Heartbeats
+from megatron_rc.launch.heartbeats import Beat, Heartbeats
 from tests.support.forked import launch_forked
 from tests.support.runs import SMALL, TWO, finish, read, wait_for
 
 HOST = socket.gethostname()
 SINCE = r"since \d\d:\d\d:\d\d"
 BEAT = 0.02
+ONE = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1", "--no-sequence-parallel"]
 
 
 @pytest.fixture
@@ -134,6 +137,52 @@ def test_a_silent_rank_is_named_soon_and_ends_the_run_at_the_limit(make, capsys)
     assert re.fullmatch(sentence + ": its process is dead, stopped or cut off", missed.words)
     assert missed.rank == 2
     assert re.fullmatch(rf"on {HOST}, in the training of step 3 {SINCE}", missed.last_seen)
+
+
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        ("", rf"rank 1 on {HOST} is gone, in the rollout of step 3 {SINCE}: its process \d+ has ended"),
+        ("failed", rf"rank 1 on {HOST} failed in the rollout of step 3 {SINCE}: see what it said"),
+        ("ended", None),
+    ],
+)
+def test_a_process_that_is_gone_ends_the_other_ranks_of_its_machine_at_once(make, monkeypatch, last, sentence):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    rank, process = make(0), subprocess.Popen(["sleep", "600"])
+
+    def tell(end):
+        beat = Beat(1, HOST, process.pid, "the rollout of step 3", time.time(), "", False, end)
+        rank._store.set("1", json.dumps(asdict(beat)))
+
+    tell("")
+    until(lambda: rank._processes == {1: process.pid})
+    assert make.ended == []
+    tell(last)
+    process.kill()
+    process.wait()
+    told = rank._count
+    until(lambda: make.ended or (sentence is None and rank._count > told + 10))
+    assert [missed.rank for missed in make.ended[:1]] == [1] * bool(sentence)
+    assert sentence is None or re.fullmatch(sentence, make.ended[0].words)
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_takes_those_with_it_that_wait_for_its_engine(tmp_path):
+    """Rank 1 is killed in its rollout, for which rank 0 waits; torchrun would kill rank 0 after half a minute."""
+    words = ["--nproc-per-node=2", *SMALL, *ONE, "--train-iters=3", f"--runs-dir={tmp_path}"]
+    process = launch_forked(tmp_path, words, "tests.support.slow_engine")
+    started = tmp_path / "count_up" / "rollout"
+    wait_for(started.is_file, process)
+    rank_0, rank_1 = (child.pid for child in psutil.Process(process.pid).children())
+    begun = time.monotonic()
+    os.kill(rank_1, signal.SIGKILL)
+    code, _, errors = finish(process)
+    assert time.monotonic() - begun < 15, "seen: 2 s"
+    assert code == 1
+    last = rf"error: rank 1 \(process {rank_1}\) was ended by SIGKILL: .*; it was on {HOST}, in .*"
+    assert re.fullmatch(last, errors.splitlines()[-1])
+    assert not psutil.pid_exists(rank_0)
 
 
 def test_rank_1_watches_rank_0(make):

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
-from megatron_rc.launch import own_folders
+from megatron_rc.launch import own_folders, train_ppo
+from megatron_rc.launch.ending import FOLDER
 from megatron_rc.launch.own_folders import own_folder, remove_left_behind
 from tests.support.paths import ROOT
 
@@ -100,3 +103,17 @@ def test_nobody_takes_a_new_folder_for_one_left_behind(tmp_path):
         done.set()
         sweeper.join()
     assert not names(tmp_path)
+
+
+def test_temporary_folders_of_wandb_lie_in_the_launchers(tmp_path, monkeypatch):
+    """A stand-in that makes one when it is imported, as wandb does; a rank that is killed would leave it behind."""
+    (tmp_path / "wandb.py").write_text("import tempfile\nmade = tempfile.mkdtemp()\n")
+    folder = tmp_path / "launcher"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv(FOLDER, str(folder))
+    before = tempfile.gettempdir()
+    train_ppo._import_wandb()
+    assert Path(sys.modules.pop("wandb").made).parent == folder
+    assert tempfile.gettempdir() == before

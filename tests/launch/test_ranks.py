@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from megatron_rc.launch import machine_names, ranks
+from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.ranks import _first_signal
 from megatron_rc.launch.train_ppo import _outcome_of
 from tests.support.paths import ROOT
@@ -42,14 +44,20 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def told():
+def temporary(tmp_path_factory):
+    """The folder of temporary files of these runs."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def told(temporary):
     done = subprocess.run(
         [sys.executable, "-c", RUN, *CASES],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
         timeout=600,
     )
     return done
@@ -86,6 +94,30 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
 def test_a_run_that_is_left_on_the_way_is_not_done():
     with pytest.raises(RuntimeError, match=r"^sys\.exit\(0\) was called within the run: raise an error instead$"):
         _outcome_of(lambda config, task: sys.exit(0), None, None)
+
+
+@pytest.mark.processes
+def test_no_start_and_no_end_leaves_a_folder(told, temporary):
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags", ["--node-rank=0 --master-addr=nowhere.invalid", "--rdzv-endpoint=nowhere.invalid:29500"]
+)
+def test_a_name_without_an_address_is_one_sentence(monkeypatch, flags):
+    monkeypatch.setattr(machine_names, "LOOKUP_SECONDS", 0.1)
+    last = flags.split()[-1].replace("=", " ")
+    with pytest.raises(ConfigurationError, match=f"^{last}: the name nowhere.invalid has no address"):
+        ranks.run_ranks(["--nnodes=2", *flags.split(), "--module", "unused"])
+
+
+@pytest.mark.parametrize("words", [["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:1"], ["--master-addr=127.0.0.1"]])
+def test_a_machine_that_others_reach_by_its_name_needs_an_address(monkeypatch, words):
+    monkeypatch.setattr(machine_names, "LOOKUP_SECONDS", 0.1)
+    monkeypatch.setattr(ranks.socket, "gethostname", lambda: "nowhere.invalid")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ConfigurationError, match=r"^this machine: the name nowhere\.invalid has no address"):
+        ranks.run_ranks(["--nnodes=2", *words, "--module", "unused"])
 
 
 @pytest.mark.processes

@@ -1,11 +1,13 @@
 """The launcher's commands as processes: how tests start, watch and end them, and read what they leave."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -14,6 +16,9 @@ from tests.support.paths import ROOT
 SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --global-batch-size 16 --micro-batch-size 4
 --grpo-iterations 1 --lr-decay-iters 6""".split()
 TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
+
+# The state of a socket in /proc/net/tcp, and 127.0.0.1 there.
+_LISTEN, LOOPBACK = "0A", "0100007F"
 
 
 def start(command, **options):
@@ -69,3 +74,19 @@ def wait_for(condition, process, seconds=250):
 
 def children(pid):
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def listening(pid):
+    """Addresses that a process and those below it accept connections on, without ports."""
+    inodes = set()
+    for process in (pid, *children(pid)):
+        for opened in Path(f"/proc/{process}/fd").glob("*"):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                inodes.add(os.readlink(opened))
+    found = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path("/proc/net", family).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == _LISTEN and f"socket:[{words[9]}]" in inodes:
+                found.add(words[1].partition(":")[0])
+    return found

@@ -76,6 +76,8 @@ def misbehave(prompt, response, label, record):
     elif what == "start":  # leaves another process behind, and hangs
         subprocess.Popen(["sleep", rest])
         time.sleep(float(rest))
+    elif what == "detach":  # leaves one behind in a session of its own
+        subprocess.Popen(["sleep", rest], start_new_session=True)
     elif what == "fork":  # both processes come back
         os.fork()
     elif what == "heavy":

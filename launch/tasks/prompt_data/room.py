@@ -8,6 +8,9 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.text import Problem, Text
 
 _MOST_TOKENS = 4  # of one character: its bytes in UTF-8
+# The longest tokens of published vocabularies: runs of spaces or dashes. A tokenizer takes minutes and gigabytes for
+# texts far beyond --seq-length.
+_MOST_CHARACTERS = 128
 
 
 class Room:
@@ -34,24 +37,30 @@ class Room:
         try:
             if self._surely_fits(problem):
                 return None
-            length = len(self.text.encode(problem))
+            least, length = self._lengths(problem)
         except ConfigurationError as error:
             raise ValueError(f"cannot be shown to the model: {error}") from error
         if length <= self.tokens:
             return None
         if not self.drops:
+            about = "at least " if least == length else ""
             raise ValueError(
-                f"has a prompt of {length} {self.words}: shorten it, or leave such prompts out with "
+                f"has a prompt of {about}{length} {self.words}: shorten it, or leave such prompts out with "
                 "--overlong-prompts drop"
             )
         return length
+
+    def _lengths(self, problem: Problem) -> tuple[int, int]:
+        """The least tokens that a prompt of its characters can have, and its tokens if those are not too many yet."""
+        least = len(self.text.shown(problem)) // _MOST_CHARACTERS
+        return least, least if least > self.tokens else len(self.text.encode(problem))
 
     def _surely_fits(self, problem: Problem) -> bool:
         """Spares the tokenizer most prompts of a large file; what it lets through is counted again when it is used."""
         roles = tuple(message["role"] for message in problem.messages)
         if roles not in self._frames:
             short = replace(problem, prompt="a", messages=tuple({**said, "content": "a"} for said in problem.messages))
-            self._frames[roles] = len(self.text.encode(short))
+            _, self._frames[roles] = self._lengths(short)
         # Templates may show other keys of a message than its content.
         said = sum(len(str(message)) for message in problem.messages) or len(problem.prompt)
         return self._frames[roles] + _MOST_TOKENS * said <= self.tokens

@@ -34,6 +34,7 @@ def test_json(capsys):
     assert found["layout"] == {"tp": 2, "cp": 1, "pp": 2, "dp": 4, "ep": 1}
     assert found["batch"]["sequences_of_a_replica"] == 64
     assert len(found["ranks"]) == found["world_size"] == 16
+    assert found["notes"][-1].startswith("2 machines: "), "who can connect to them"
 
 
 # What a run refuses, a dry run refuses in the same words; each names the flag that mends it.

@@ -131,7 +131,7 @@ def test_a_broken_variant_is_refused(name, word):
 
 def run_script(tmp_path, name, *words, **environment):
     """(exit code, the command that was started, one word a line, standard error)."""
-    for program in ("torchrun", "srun"):
+    for program in ("python", "torchrun", "srun"):
         path = tmp_path / program
         path.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$@"\n')
         path.chmod(0o755)
@@ -151,7 +151,7 @@ def run_script(tmp_path, name, *words, **environment):
 
 
 SCRIPTS = {
-    "one_node.sh": ({}, "torchrun --standalone --nproc-per-node 8"),
+    "one_node.sh": ({}, "python -m megatron_rc.launch --nproc-per-node 8"),
     "several_nodes.sh": (
         {"NODES": "4", "NODE_RANK": "2", "MASTER": "node-4", "GPUS": "4"},
         "torchrun --nnodes 4 --node-rank 2 --nproc-per-node 4 --master-addr node-4 --master-port 29500",
@@ -165,12 +165,15 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_starts_torchrun(name, tmp_path):
+def test_a_script_starts_the_ranks(name, tmp_path):
     environment, command = SCRIPTS[name]
     code, words, errors = run_script(tmp_path, name, "my run.yaml", "--lr", "1e-6", **environment)
     assert (code, errors) == (0, "")
-    trainer = ["-m", "megatron_rc.launch.train_ppo", "--config", "my run.yaml", "--lr", "1e-6"]
-    assert words == [*command.split(), *trainer]
+    flags = ["--config", "my run.yaml", "--lr", "1e-6"]
+    if name == "one_node.sh":
+        assert words == [*command.split(), *flags]
+        return
+    assert words == [*command.split(), "-m", "megatron_rc.launch.train_ppo", *flags]
     torchrun_takes(words[words.index("torchrun") + 1 :])
 
 
@@ -226,7 +229,8 @@ def test_a_command_of_the_documents_works_as_it_is_written(line, tmp_path, monke
         assert made(flags[1], ranks=machines_of(mine).world_sizes()[-1]).launch.world_size == 64
         return
     words = done.stdout.splitlines()
-    torchrun_takes(words)
+    if "one_node.sh" not in line:
+        torchrun_takes(words)
     machines = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
     name, *flags = words[words.index("--config") + 1 :]
     monkeypatch.chdir(tmp_path)

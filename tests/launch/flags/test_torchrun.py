@@ -42,7 +42,6 @@ def test_torchruns_own_flags_reach_it_in_either_spelling(tmp_path):
     assert handed_on(tmp_path, "--rdzv_endpoint=a:1", "--nnodes=2") == [
         *("--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint=a:1"),
     ]
-    assert handed_on(tmp_path, *MEETING.split()) == ["--nproc-per-node", "1", *MEETING.split()]
     assert handed_on(tmp_path, "--standalone", "--log_dir=logs") == [
         *("--nproc-per-node", "1", "--standalone", "--log-dir=logs")
     ]
@@ -119,7 +118,19 @@ def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):
             "--nnodes 1:4 needs --save DIR, --load DIR with the same folder, and --save-interval: ranks that are "
             "started again go on from the newest checkpoint",
         ),
-        ("--rdzv-backend=c10d", "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all machines"),
+        (
+            "--nnodes=2 --rdzv-backend=c10d",
+            "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on all machines",
+        ),
+        (
+            MEETING,
+            "--rdzv-backend c10d does nothing without --nnodes above 1: one machine's ranks meet on its loopback",
+        ),
+        (
+            "--local_addr=10.0.0.1",
+            "--local-addr 10.0.0.1 does nothing without --nnodes above 1: one machine's ranks meet on its loopback",
+        ),
+        ("--redirects=3", "--redirects 3 needs --log-dir DIR, which keeps what the ranks say"),
         (
             f"--nnodes=2 --node-rank=1 {MEETING}",
             "--node-rank 1 does nothing with --rdzv-backend c10d, which numbers the machines that meet at "
@@ -131,7 +142,7 @@ def test_the_launcher_hands_the_flags_to_torchrun(tmp_path):
         ),
         (
             "--standalone --nnodes=2",
-            "--standalone is for one machine that meets no other: leave it, --nnodes or --rdzv-* out",
+            "--standalone is for one machine that meets no other: leave it or --nnodes out",
         ),
         (
             "--monitor-interval=x",

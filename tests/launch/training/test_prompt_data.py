@@ -2,14 +2,19 @@
 
 import json
 import logging
+import os
+from unittest import mock
 
 import pytest
 
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.rollouts.recorded import find_rollouts
+from megatron_rc.launch.training.checkpoints.settings import SETTINGS
+from megatron_rc.launch.training.data_check import compare_with_checkpoint
 from megatron_rc.records.rollout import load_rollouts
 from tests.support.ranks import Layout
-from tests.support.recorded_training import COMMON, LLAMA
+from tests.support.recorded_training import COMMON, LLAMA, flags, run_config
 from tests.support.training_runs import LIVE, rows, run_training
 
 LAYOUT = Layout(dp=2)
@@ -94,6 +99,37 @@ def test_files_that_changed_since_the_checkpoint_are_said(ranks, tmp_path, files
         said.append(ranks.run(run_aloud, LAYOUT, words(tmp_path, files, *save, f"--train-iters={iterations}"))[0])
     line = "--prompt-data (its rows, its weights, or which of them fit) or --seed is not that of checkpoint 2: from"
     assert said == [[], [], [f"{line} here on prompts come in another order than they would have"]]
+
+
+def run_with_a_file_that_changes(flags, path):
+    """It does when the engine has its weights for the first time."""
+    probe = RolloutCollector.probe
+
+    def change(collector, *args):
+        os.utime(path, ns=(1, 1))
+        return probe(collector, *args)
+
+    with mock.patch.object(RolloutCollector, "probe", change):
+        return run_training(flags)
+
+
+def test_a_file_that_changes_under_way_is_named_without_the_engine(ranks, tmp_path, files):
+    path = tmp_path / "train.jsonl"
+    found = ranks.run(run_with_a_file_that_changes, LAYOUT, words(tmp_path, files, "--train-iters=1"), path)
+    sentence = f"AgreedError: --prompt-data {path} has changed since the run began: start the run again"
+    assert found == [sentence, sentence]
+
+
+@pytest.mark.parametrize(("seed", "lines"), [(1, 0), (2, 1)])
+def test_another_seed_of_a_task_is_said(tmp_path, caplog, seed, lines):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    (folder / SETTINGS).write_text(json.dumps({"training": {"seed": 1}}))
+    config = run_config([*flags(tmp_path, f"--load={tmp_path}", f"--seed={seed}", "--train-iters=5")])
+    compare_with_checkpoint(config, 3)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == lines
+    assert not lines or said[0].startswith("--seed 2 is not that of checkpoint 3, 1")
 
 
 def run_with_own_file(paths, folder):

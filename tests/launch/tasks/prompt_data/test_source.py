@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,27 @@ def test_files_have_their_weights(letters, digits):
     assert {drawn.count(digit) for digit in LETTERS[26:36]} == {30}
     without = prompts(source(letters, digits), 0, 36)
     assert sorted(without) == sorted(LETTERS[:36])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template"), [("a" * 1_280_000, None), ("a", "{{ messages[0]['content'] * 1280000 }}")]
+)
+def test_a_prompt_of_far_too_many_characters_is_no_work_for_the_tokenizer(tmp_path, monkeypatch, prompt, template):
+    """It would take half a minute and gigabytes for them."""
+    text = HuggingFaceText(tokenizer_folder(tmp_path / "tokenizer", template=template or TEMPLATE), chat=bool(template))
+    encode = HuggingFaceText.encode
+
+    def encode_short(text, problem):
+        assert len(text.shown(problem)) < 100
+        return encode(text, problem)
+
+    monkeypatch.setattr(HuggingFaceText, "encode", encode_short)
+    row_format = replace(PLAIN, chat=text.chat)
+    file = write(tmp_path / "long.jsonl", [prompt])
+    with pytest.raises(ConfigurationError, match="has a prompt of at least 10000 tokens, and --seq-length 15"):
+        source(file, drops=False, row_format=row_format, text=text)
+    with pytest.raises(ConfigurationError, match="the shortest has 10000 tokens"):
+        source(file, row_format=row_format, text=text)
 
 
 def test_held_out_prompts_come_in_the_order_of_their_files(letters, digits):

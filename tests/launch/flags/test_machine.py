@@ -1,0 +1,56 @@
+"""Limits of the machine are found at the start."""
+
+import os
+import re
+import resource
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.checks import machine
+from tests.support.recorded_training import flags, run_config
+
+
+@pytest.mark.parametrize(("more", "is_refused"), [(["--save={}/save"], True), ([], False)])
+def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path, monkeypatch, more, is_refused):
+    """Only where something needs it."""
+    shared = tmp_path / "shm"
+    shared.write_text("no folder")
+    monkeypatch.setattr(machine, "SHARED_MEMORY", shared)
+    words = flags(tmp_path, "--train-iters=1", *(word.format(tmp_path) for word in more))
+    if not is_refused:
+        run_config(words)
+        return
+    with pytest.raises(
+        ConfigurationError, match=rf"^{re.escape(str(shared))} cannot be written to \(Not a directory\)"
+    ):
+        run_config(words)
+
+
+def limited(soft, hard):
+    """What a process with these limits ends with: its new limit, or the sentence."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            machine.raise_open_files()
+            said = str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        except ConfigurationError as error:
+            said = str(error)
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        return file.read()
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    assert limited(64, 1000) == "1000"
+    assert limited(300, 20_000) == "4096"
+    assert limited(5000, 20_000) == "5000"
+
+
+def test_too_few_open_files_are_named():
+    assert limited(64, 128).startswith("ulimit -n 128: a process may open 128 files and sockets, and a rank needs 256")

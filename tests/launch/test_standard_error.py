@@ -1,0 +1,29 @@
+"""Lines on standard error: control characters that others wrote do nothing to the terminal."""
+
+import logging
+
+from megatron_rc.launch.python_specs import in_words
+from megatron_rc.launch.rewards.outcome import outcome_of
+from megatron_rc.launch.standard_error import VisibleFormatter, say_error
+
+# Clears the screen; the same by one byte; turns the rest of the line around; moves to its beginning.
+HOSTILE = "no \x1b[2J and \x9b2J and \u202e and \r, but 坏 · × \t\nanother line"
+SEEN = "no \\x1b[2J and \\x9b2J and \\u202e and \\r, but 坏 · × \t\nanother line"
+
+
+def raise_hostile():
+    raise ValueError(HOSTILE)
+
+
+def test_what_others_wrote_is_escaped(capsys):
+    say_error(HOSTILE)
+    assert capsys.readouterr().err == f"error: {SEEN}\n"
+    record = logging.LogRecord("", logging.WARNING, "", 0, "%s", (HOSTILE,), None)
+    assert VisibleFormatter("%(message)s").format(record) == SEEN
+
+
+def test_what_a_reward_raises_is_escaped():
+    assert in_words(ValueError("\x1b]0;title\x07")) == "ValueError: \\x1b]0;title\\x07"
+    failure = outcome_of(raise_hostile).failure
+    assert failure.startswith("raised ValueError: no \\x1b[2J and \\x9b2J and \\u202e and")
+    assert failure.isprintable()
