@@ -1,4 +1,4 @@
-"""``megatron-rc COMMAND``: what ``python -m`` starts, by one word; for environments that the package is installed into."""
+"""``megatron-rc COMMAND``: the modules that ``python -m`` starts, each by one word."""
 
 from __future__ import annotations
 

@@ -108,7 +108,9 @@ def test_every_folder_of_modules_is_a_package():
 @pytest.mark.processes
 def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", ".html", ".md", "py.typed"))}
+        held = {
+            name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", ".html", ".md", "py.typed"))
+        }
     wanted = set()
     for top in ("megatron_rc", *LINKED):
         for path in (copy / top).rglob("*"):

@@ -26,8 +26,8 @@ class Misuse(IntEnum):
         "masked_loss() in a schedule that is not forward-only, or call in_loss()"
     )
     OTHER_DIVISOR = (
-        "plan.loss_scale() was told another calculate_per_token_loss than Megatron's config has, or a total_tokens that "
-        "is not the sum of num_tokens over all micro-batches and ranks: pass calculate_per_token_loss= as the model's "
+        "plan.loss_scale() was told another calculate_per_token_loss than Megatron's config has, or a total_tokens "
+        "that is not the sum of num_tokens over all micro-batches and ranks: pass calculate_per_token_loss= as the model's "
         f"config has it, with local_tokens= and total_tokens=; {_ZERO}"
     )
     SCALED_BEFORE = (

@@ -88,8 +88,9 @@ def _check_tokens(micro_batch: MicroBatch, scale: LossScale) -> None:
     number = micro_batch.response_mask.numel()
     if scale.calculate_per_token_loss and number != scale.local_tokens:
         raise ValueError(
-            f"local_tokens={scale.local_tokens} and a micro-batch of {number} tokens: with calculate_per_token_loss all "
-            "micro-batches of a rank must have as many; pad them alike, or turn that off, which gives the same gradients"
+            f"local_tokens={scale.local_tokens} and a micro-batch of {number} tokens: with calculate_per_token_loss "
+            "all micro-batches of a rank must have as many; pad them alike, or turn that off in Megatron's config and "
+            "here, which gives the same gradients"
         )
 
 

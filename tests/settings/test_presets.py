@@ -255,7 +255,7 @@ def test_the_presets_of_verl_are_ours():
 
 
 def healthy_batch(k3=0.006, sequences=256):
-    """Responses of 200 to 2,000 tokens whose log-ratios scatter as those of a k3 so large do: by √(2·k3), around -k3."""
+    """Responses of 200 to 2,000 tokens whose log-ratios scatter as this k3 makes them: by √(2·k3), around -k3."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(2000) < torch.randint(200, 2001, (sequences, 1), generator=generator)
     rollout = -1 - torch.rand(mask.shape, generator=generator)

@@ -23,7 +23,9 @@ def test_words(capsys, tmp_path, monkeypatch):
     assert (code, errors) == (0, "")
     assert "8 ranks = TP 2 × CP 1 × PP 2 × DP 2\n" in output
     assert "32 prompts × 8 responses = 256 sequences, 128 on each data-parallel rank" in output
-    assert "--grpo-iterations 2 makes 2 optimizer steps of each rollout batch; --train-iters 200: 100 rollout b" in output
+    assert (
+        "--grpo-iterations 2 makes 2 optimizer steps of each rollout batch; --train-iters 200: 100 rollout b" in output
+    )
     assert "2 optimizer steps of 256 sequences: each 1 micro-batches a data-parallel rank, of 128 × 16 tokens" in output
     assert "13 tokens, padded to 16 rows, 8 on each tensor-parallel rank" in output
     assert not list(tmp_path.iterdir())
@@ -42,7 +44,11 @@ def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
     """A number that is typed counts more."""
     named = tmp_path / "mine.yaml"
     named.write_text((CONFIGS / "launch" / "count_up.yaml").read_text().replace("world-size: 4", "world-size: 8"))
-    for words, ranks in (["--config=count_up"], 4), ([f"--config={named}"], 8), ([f"--config={named}", "--nnodes=4"], 4):
+    for words, ranks in (
+        (["--config=count_up"], 4),
+        ([f"--config={named}"], 8),
+        ([f"--config={named}", "--nnodes=4"], 4),
+    ):
         with pytest.raises(SystemExit) as end:
             main([*words, "--dry-run", "--pipeline-model-parallel-size=3"])
         assert end.value.code == 2
