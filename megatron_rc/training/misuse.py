@@ -27,8 +27,8 @@ class Misuse(IntEnum):
     )
     OTHER_DIVISOR = (
         "plan.loss_scale() was told another calculate_per_token_loss than Megatron's config has, or a total_tokens "
-        "that is not the sum of num_tokens over all micro-batches and ranks: pass calculate_per_token_loss= as the model's "
-        f"config has it, with local_tokens= and total_tokens=; {_ZERO}"
+        "that is not the sum of num_tokens over all micro-batches and ranks: pass calculate_per_token_loss= as the "
+        f"model's config has it, with local_tokens= and total_tokens=; {_ZERO}"
     )
     SCALED_BEFORE = (
         "two schedules without an optimizer step and zeroed gradients in between: those of the one before were scaled "
