@@ -50,9 +50,9 @@ def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
         ([f"--config={named}", "--nnodes=4"], 4),
     ):
         with pytest.raises(SystemExit) as end:
-            main([*words, "--dry-run", "--pipeline-model-parallel-size=3"])
+            main([*words, "--dry-run", "--pipeline-model-parallel-size=8"])
         assert end.value.code == 2
-        assert f"needs 6 processes, got {ranks}:" in capsys.readouterr().err
+        assert f"needs 16 processes, got {ranks}:" in capsys.readouterr().err
     named.write_text("world-size: many\n")
     with pytest.raises(SystemExit) as end:
         main([f"--config={named}", "--dry-run"])
