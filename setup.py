@@ -3,12 +3,14 @@
 The relative links in ``megatron_rc/`` say the same thing; the map below serves where links are lost (an archive
 unpacked on a file system without them). Either alone fails for some way of installing. ``find_packages`` follows links,
 so they are left out of what it finds in ``megatron_rc/`` and listed once, under the names that they are imported by.
+A fourth link brings the pages of ``docs/`` into the wheel, since messages name them.
 """
 
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 # What --reward math-verify needs; the parser comes in several versions.
 MATH = ["math-verify[antlr4-13-2]>=0.9"]
@@ -30,6 +32,16 @@ def version() -> str:
     return re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)[0]
 
 
+class SourceArchive(sdist):
+    """The source archive, with the links that its tests import by."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Copy the files, and make the links anew."""
+        super().make_release_tree(base_dir, files)
+        for folder in (*MOVED, "docs"):
+            Path(base_dir, "megatron_rc", folder).symlink_to(Path("..", folder))
+
+
 setup(
     name="megatron-rc",
     version=version(),
@@ -37,11 +49,22 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *[f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)],
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    entry_points={"console_scripts": ["megatron-rc=megatron_rc.launch.command:main"]},
+    cmdclass={"sdist": SourceArchive},
     python_requires=">=3.10,<3.14",
     packages=packages(),
     package_dir={"megatron_rc": "megatron_rc", **{f"megatron_rc.{folder}": folder for folder in MOVED}},
     package_data={
-        "megatron_rc": ["py.typed"],
+        "megatron_rc": ["py.typed", "docs/*.md"],
         "megatron_rc.configs": ["**/*.yaml"],
         "megatron_rc.launch": ["*.sh"],
         "megatron_rc.launch.training.run_page": ["page.html"],

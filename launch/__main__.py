@@ -21,9 +21,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.configure import configure, processes_meant
 from megatron_rc.launch.flags.help import short_help, whole_help
-from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, words_for_torchrun
+from megatron_rc.launch.flags.torchrun import Machines, machines_of, torchrun_parser, typed_of, words_for_torchrun
 from megatron_rc.launch.ranks import run_ranks
 from megatron_rc.launch.run_config.training import CheckpointSection
 from megatron_rc.launch.standard_error import outlast_reader, say_error, visible
@@ -64,8 +64,11 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
     if mine.dry_run:
         from megatron_rc.launch.dry_run.command import dry_run
 
-        most = machines.world_sizes()[-1]
-        dry_run(flags, most, machines=machines.most, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
+        meant = None if {"nproc_per_node", "nnodes"} & typed_of(words) else processes_meant(flags)
+        most = meant or machines.world_sizes()[-1]
+        # Machines of eight GPUs, where the launch file alone says how many processes there are.
+        spread = -(-meant // 8) if meant else machines.most
+        dry_run(flags, most, machines=spread, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
         sys.exit(0)
     # Each number of machines that a run may begin with has checks of its own; ranks check the number that came.
     for size in machines.world_sizes():

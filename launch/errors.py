@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import metadata
+from pathlib import Path
 
 # Packages that the settings alone can be checked without.
 _OF_TRAINING_MACHINES = ("transformer_engine", "vllm", "wandb", "mbridge", "math_verify", "deep_ep")
@@ -48,7 +51,22 @@ def require(module: str, user: str, extra: str) -> None:
         found = False
     if found:
         return
-    refuse_or_note(module, f"{user} needs {module}, which is not installed: pip install 'megatron-rc[{extra}]'")
+    refuse_or_note(module, f"{user} needs {module}, which is not installed: {pip_install(extra)}")
+
+
+def pip_install(extra: str) -> str:
+    """The command that brings an extra: from the checkout, or from wherever this package was installed from."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "setup.py").is_file():
+        return f"pip install -e '{checkout}[{extra}]'"
+    try:
+        source = json.loads(metadata.distribution("megatron-rc").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        source = {}
+    address = source.get("url", "")
+    if "vcs_info" in source:
+        address = f"git+{address}@{source['vcs_info']['commit_id']}"
+    return f"pip install 'megatron-rc[{extra}]{f' @ {address}' * bool(address)}'"
 
 
 def refuse_or_note(module: str, words: str) -> None:

@@ -21,8 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tqdm import tqdm
-
 from megatron_rc.launch import phases
 from megatron_rc.launch.ending import ATTEMPT
 from megatron_rc.launch.phases import clock
@@ -281,6 +279,8 @@ class Heartbeats:
 
 def say(text: str) -> None:
     """A line on standard error that does not break a progress bar."""
+    from tqdm import tqdm  # not in a base install, whose commands import this module
+
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
 

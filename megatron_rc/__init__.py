@@ -7,12 +7,16 @@ and is loaded when the first of them is used.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_rc.public import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+# Nothing here needs it, and torch says so at the top of every command's output.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 
 def __getattr__(name: str) -> Any:

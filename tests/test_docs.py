@@ -396,6 +396,23 @@ def packed_on_this_rank():
 CONFIG = RolloutCorrectionConfig.decoupled_seq_is_rs()
 
 
+def test_the_library_page_packs_whole_micro_batches():
+    """Two micro-batches, one for each optimizer step: the metrics of the padded batch."""
+    batch, _ = clear_batch("nothing")
+    config = RolloutCorrectionConfig.decoupled_token_is()
+    rows = [
+        (batch.train[row], batch.rollout[row], batch.mask[row], float(row)) for row in range(len(batch.mask) // 2 * 2)
+    ]
+    half = len(rows) // 2
+    inputs = run("docs/library.md", 4)["packed_inputs"]([rows[:half], rows[half:]], per_step=1)
+    plan = RolloutCorrection(config, ParallelGroups(), loss=PolicyLossConfig()).plan(inputs, num_mini_batches=2)
+    plan.check()
+    whole = correct_rollouts(*(torch.stack(column) for column in list(zip(*rows, strict=True))[:3]), config)
+    assert plan.metrics()["rollout_corr/k3_kl"] == pytest.approx(whole.metrics()["rollout_corr/k3_kl"])
+    counted = [sum(bool(mask.any()) for *_, mask, _ in part) for part in (rows[:half], rows[half:])]
+    assert plan.counted[:, 1].tolist() == counted
+
+
 def test_the_library_page_cuts_sequences_of_any_length(ranks):
     ((whole, weights, layout),) = ranks.run(packed_on_this_rank, Layout())
     assert layout.num_sequences == len(SHORT)

@@ -43,7 +43,7 @@ LAUNCH = (
     {"train_ppo"},
     {"dry_run"},
     {"__main__"},
-    {"check_engine", "export", "replay", "report"},
+    {"check_engine", "command", "export", "replay", "report"},
 )
 
 

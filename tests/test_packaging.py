@@ -1,17 +1,22 @@
 """The package as it is installed: what a wheel holds, what it needs, what an import brings along."""
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import megatron_rc
+from megatron_rc.records.formats.jsonl import to_json_lines
+from tests.replay.batches import scored_batch
 from tests.support.paths import LINKED, ROOT, SOURCES
 
 HEAVY = ("megatron.core", "transformers", "numpy.testing", "yaml", "tokenizers", "matplotlib", "tensorboard", "tqdm")
@@ -45,10 +50,12 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", *LINKED * (name == "megatron_rc"))
+            ignored = shutil.ignore_patterns("__pycache__", *(*LINKED, "docs") * (name == "megatron_rc"))
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / name)
+    pages = shutil.ignore_patterns("*.py", "*.png", "*.json", "__pycache__")
+    shutil.copytree(ROOT / "docs", folder / "megatron_rc" / "docs", ignore=pages)
     return folder
 
 
@@ -103,11 +110,13 @@ def test_every_folder_of_modules_is_a_package():
 @pytest.mark.processes
 def test_a_wheel_holds_every_module_and_every_launch_file(copy, wheel):
     with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", ".html", "py.typed"))}
+        held = {
+            name for name in archive.namelist() if name.endswith((".py", ".yaml", ".sh", ".html", ".md", "py.typed"))
+        }
     wanted = set()
     for top in ("megatron_rc", *LINKED):
         for path in (copy / top).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".sh", ".html") or path.name == "py.typed":
+            if path.suffix in (".py", ".yaml", ".sh", ".html", ".md") or path.name == "py.typed":
                 inside = path.relative_to(copy).as_posix()
                 wanted.add(inside if top == "megatron_rc" else f"megatron_rc/{inside}")
     assert held == wanted
@@ -151,8 +160,94 @@ def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
-    needs = "training needs megatron.core, which is not installed: pip install 'megatron-rc[launch]'"
+    needs = f"training needs megatron.core, which is not installed: pip install -e '{ROOT}[launch]'"
     assert done.stderr == f"error: {needs}\n"
+
+
+@pytest.fixture(scope="module")
+def base(wheel, tmp_path_factory):
+    """Python with the wheel and torch's own requirements alone, lent by this environment."""
+    folder = tmp_path_factory.mktemp("base")
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    python = folder / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+    for name in needed_by("torch"):
+        for file in metadata.files(name):
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(metadata.distribution(name).locate_file(top))
+    return python
+
+
+def needed_by(name):
+    """The distribution, and those that it needs on this machine."""
+    found, left = set(), [name]
+    while left:
+        one = left.pop()
+        if one not in found and any(True for _ in metadata.distributions(name=one)):
+            found.add(one)
+            lines = [line for line in metadata.requires(one) or [] if "extra" not in line]
+            left += [re.split(r"[^\w.-]", line)[0] for line in lines]
+    return found
+
+
+# (words, exit code, what the output begins with)
+BASE_COMMANDS = {
+    "launch": (["--config", "count_up", "--dry-run"], 2, "error: --config needs yaml, which is not installed: pip "),
+    "doctor": (["record.jsonl"], 1, "record.jsonl: "),
+    "replay": (["record.jsonl", "--preset", "decoupled_token_is"], 0, ""),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", BASE_COMMANDS)
+def test_a_base_install_works_or_names_the_extra(base, wheel, tmp_path, name):
+    """By the console script; without numpy, of whose absence torch would speak first."""
+    words, code, begin = BASE_COMMANDS[name]
+    (tmp_path / "record.jsonl").write_text("\n".join(to_json_lines(scored_batch())))
+    command = [str(base.with_name("megatron-rc")), name, *words]
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=own, check=False)
+    said = done.stdout + done.stderr
+    assert (done.returncode, said[: len(begin)]) == (code, begin)
+    assert "Traceback" not in said
+    assert "NumPy" not in said
+    if "pip install" in said:
+        assert said.endswith(f"pip install 'megatron-rc[launch] @ {wheel.as_uri()}'\n")
+
+
+@pytest.mark.processes
+def test_the_console_script_names_its_commands_and_the_pages(base):
+    script = str(base.with_name("megatron-rc"))
+    assert all(name in run(script, "--help").stdout for name in ("launch", "dry-run", "doctor", "replay", "export"))
+    assert Path(run(script, "docs").stdout.strip(), "metrics.md").is_file()
+    done = subprocess.run([script, "train"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.split()[:2]) == (2, ["error:", "train"])
+
+
+@pytest.mark.processes
+def test_a_source_archive_holds_its_tests_and_their_links(tmp_path):
+    """In a copy, since setuptools writes beside what it reads."""
+    names = [name for name in os.listdir(ROOT) if name not in (".git", "runs", "build") and ".venv" not in name]
+    for name in names:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, tmp_path / name)
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--formats=tar", cwd=tmp_path)
+    (archive,) = (tmp_path / "dist").glob("*.tar")
+    with tarfile.open(archive) as found:
+        held = {member.name.partition("/")[2]: member for member in found.getmembers()}
+    for name in ("tests/test_packaging.py", "docs/index.md", "Makefile", "constraints.txt", "launch/one_node.sh"):
+        assert name in held
+    assert {name: held[f"megatron_rc/{name}"].linkname for name in (*LINKED, "docs")} == {
+        name: f"../{name}" for name in (*LINKED, "docs")
+    }
+    tracked = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.*") if path.suffix != ".pyc"}
+    assert tracked <= held.keys()
 
 
 @pytest.mark.processes
@@ -167,5 +262,5 @@ def test_torch_is_the_only_hard_dependency(wheel):
 
 
 def test_links_are_relative_and_committed():
-    for name in LINKED:
+    for name in (*LINKED, "docs"):
         assert (ROOT / "megatron_rc" / name).readlink() == Path("..") / name

@@ -158,8 +158,8 @@ def test_a_wrapped_finalize_passes_everything_on_and_ends_the_step_once(mode):
         correction.plan(PlanInputs(None, values[2], mask))
         correction.in_loss(values[0], values[2], mask)
     wrapped = wrap_finalize(correction, lambda *args, **kwargs: seen.append((args, kwargs)))
-    assert wrapped(chunks, 5, pg_collection="groups", force_all_reduce=True) is None
-    assert seen == [((chunks, 5), {"pg_collection": "groups", "force_all_reduce": True})]
+    assert wrapped(chunks, None, pg_collection="groups", force_all_reduce=True) is None
+    assert seen == [((chunks, None), {"pg_collection": "groups", "force_all_reduce": True})]
     expected = [float(correction.step.factor)] if bypass else []
     assert [chunk.factors for chunk in chunks] == [expected, expected]
 
@@ -278,3 +278,41 @@ def test_a_cap_that_the_objective_does_not_have_is_refused(algorithm, config):
             ALONE,
             loss=PolicyLossConfig(dual_clip=3.0) if algorithm is None else PolicyLossConfig(algorithm, dual_clip=3.0),
         )
+
+
+TOLD = {"calculate_per_token_loss": True, "local_tokens": ROWS * WIDTH, "total_tokens": ROWS * WIDTH}
+
+
+def one_step(mode, num_tokens, **told):
+    """A step that Megatron ends by dividing by these tokens."""
+    correction = make_correction(mode, "reinforce")
+    theta, old, rollout, _, _, mask = tensors()
+    layout = SequenceLayout.padded(*mask.shape)
+    bypass = mode == "bypass"
+    inputs = PlanInputs(None if bypass else [old], [rollout], [mask], [layout], advantages=[torch.ones(ROWS)])
+    end = wrap_finalize(correction, lambda *_, **__: None)
+    plan = correction.plan(inputs)
+    plan.check()
+    (batch,) = plan.micro_batches(inputs)
+    scale = plan.loss_scale(num_microbatches=1, **told)
+    masked_loss(correction, batch, theta.requires_grad_(), None, scale)[0].backward()
+    end([Chunk()], num_tokens, pg_collection=None)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_what_the_scale_was_told_is_compared_with_what_megatron_divides_by(mode):
+    """The gradient of the loss would be right where the setting is forgotten, that of auxiliary losses not."""
+    one_step(mode, None)
+    one_step(mode, torch.tensor(ROWS * WIDTH), **TOLD)
+    for num_tokens, told in (
+        (torch.tensor(1), {}),
+        (None, TOLD),
+        (torch.tensor(ROWS * WIDTH + 2), TOLD),
+    ):
+        with pytest.raises(StepError, match=r"calculate_per_token_loss.* total_tokens"):
+            one_step(mode, num_tokens, **told)
+
+
+def test_micro_batches_of_other_lengths_than_local_tokens_are_refused():
+    with pytest.raises(ValueError, match=rf"local_tokens=10 .* of {ROWS * WIDTH} tokens"):
+        one_step("decoupled", None, **TOLD | {"local_tokens": 10})

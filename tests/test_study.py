@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 
 RUNS = list(settings.all_runs())
 # What the study's launch file says otherwise than the default task's, and each run for itself.
-LAYOUT = {"tensor-model-parallel-size", "pipeline-model-parallel-size", "sequence-parallel"}
+LAYOUT = {"world-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "sequence-parallel"}
 CORRECTION = {"rollout-correction-preset", "rollout-rs", "rollout-rs-threshold", "rollout-dtype", "task"}
 OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval-answers", "rollout-dtype", "task"}
 

@@ -1,7 +1,7 @@
 """What each pipeline stage's ranks hold, by kind, and the most that they hold at once.
 
-The model of a stage is built as a run builds it and one micro-batch goes through it, forward and back, while the bytes
-that live are counted. How many micro-batches are under way at once follows from Megatron's schedule.
+The model of a stage is built as a run builds it, and two micro-batches go forward through it and one of them back,
+while the bytes that live are counted. How many micro-batches are under way at once follows from Megatron's schedule.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class _Chunk:
         dense: parameters that all data-parallel ranks hold.
         experts: those that ranks of other experts have not.
         of_critic: in the place of ``dense`` where a value head takes that of the output layer.
-        kept: bytes of buffers that stay: Megatron's for what it gathers, rotary angles.
+        shared: bytes of Megatron's buffers for what it gathers, which all chunks of a rank use.
+        kept: bytes that stay from one micro-batch to the next: rotary angles, the routing that experts keep of the
+            newest one.
         held: bytes that a micro-batch keeps until its backward.
         peak: the most that one micro-batch needs, forward and back.
         logits: of ``peak``.
@@ -110,6 +112,7 @@ class _Chunk:
     dense: int
     experts: int
     of_critic: int
+    shared: int
     kept: int
     held: int
     peak: int
@@ -182,17 +185,16 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
     _lower(chunk, config.dtype)
     for parameter in chunk.parameters():
         parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    buffers = _bytes_of_buffers()
     with LiveBytes() as live:
-        output = _forward(config, chunk)
-        logits = 0
-        if chunk.post_process:
-            logits = 2 * output.numel() * output.element_size()
-            output = _loss(config, chunk, output)
-        held = live.live
-        output.backward(torch.empty_like(output) if not chunk.post_process else None)
-        del output
+        first, logits = _under_way(config, chunk)
+        one = live.live
+        second, _ = _under_way(config, chunk)
+        held = live.live - one
+        first.backward(torch.empty_like(first) if not chunk.post_process else None)
+        del first, second
         chunk.set_input_tensor(None)
-        kept = live.live
+    shared = _bytes_of_buffers() - buffers
     if config.training.fused_linear_log_probs and chunk.post_process:
         logits = _fused_bytes(chunk)
     sizes = [(number_of(parameter), getattr(parameter, "allreduce", True)) for parameter in chunk.parameters()]
@@ -200,11 +202,32 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
         dense=sum(size for size, is_dense in sizes if is_dense),
         experts=sum(size for size, is_dense in sizes if not is_dense),
         of_critic=sum(size for size, is_dense in sizes if is_dense) + _more_of_critic(chunk),
-        kept=kept,
-        held=held - kept,
-        peak=live.peak - kept,
+        shared=shared,
+        kept=one - held - shared,
+        held=held,
+        # Without the second micro-batch, which waits.
+        peak=live.peak - one,
         logits=logits,
     )
+
+
+def _under_way(config: RunConfig, chunk: GPTModel) -> tuple[Tensor, int]:
+    """The output of a micro-batch on its way forward, on the last stage its loss; bytes of logits with their gradient.
+
+    Layers of experts keep tensors of the micro-batch that they saw last. So a micro-batch in flight costs the
+    difference that a second one makes, not the difference to none.
+    """
+    output = _forward(config, chunk)
+    if not chunk.post_process:
+        return output, 0
+    logits = 2 * output.numel() * output.element_size()
+    return _loss(config, chunk, output), logits
+
+
+def _bytes_of_buffers() -> int:
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    return sum(buffer.nbytes for buffer in get_global_memory_buffer().buffer.values())
 
 
 def _lower(chunk: GPTModel, dtype: torch.dtype) -> None:
@@ -290,9 +313,8 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
     parameters = sum(chunk.dense + chunk.experts for chunk in chunks)
     weights = parameters * config.dtype.itemsize
     order = _in_flight(config, stage, len(chunks))
-    working = max(chunks, key=lambda chunk: chunk.peak)
-    dynamic = sum(chunks[index].held for index in order[:-1]) + working.peak + max(chunk.kept for chunk in chunks)
-    logits = min(working.logits, dynamic)
+    dynamic = dynamic_bytes(chunks, order)
+    logits = min(_at_work(chunks).logits, dynamic)
     numbers = batch_numbers(config)
     tokens = numbers["sequences_of_a_replica"] * config.training.seq_length
     return StageMemory(
@@ -309,6 +331,22 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         logits=logits,
         in_flight=len(order),
     )
+
+
+def dynamic_bytes(chunks: Sequence[_Chunk], order: Sequence[int]) -> int:
+    """Activations and logits where most live: one micro-batch at work, the others waiting.
+
+    Args:
+        chunks: of a rank.
+        order: the chunk of each micro-batch in flight, in the order of their forward passes.
+    """
+    waiting = sum(chunks[index].held for index in order[:-1])
+    staying = sum(chunk.kept for chunk in chunks) + max(chunk.shared for chunk in chunks)
+    return waiting + _at_work(chunks).peak + staying
+
+
+def _at_work(chunks: Sequence[_Chunk]) -> _Chunk:
+    return max(chunks, key=lambda chunk: chunk.peak)
 
 
 def _gradient_bytes(config: RunConfig) -> int:

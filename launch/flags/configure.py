@@ -12,7 +12,12 @@ from megatron_rc.launch.flags.checks.files import check_folders
 from megatron_rc.launch.flags.checks.machine import check_machine
 from megatron_rc.launch.flags.checks.weights import choose_bridge
 from megatron_rc.launch.flags.hints import unknown
-from megatron_rc.launch.flags.launch_file import check_architecture_words, words_of_architecture, words_of_file
+from megatron_rc.launch.flags.launch_file import (
+    check_architecture_words,
+    processes_of_file,
+    words_of_architecture,
+    words_of_file,
+)
 from megatron_rc.launch.flags.own_objects import define_own_objects
 from megatron_rc.launch.flags.parser import Parser, build_parser, long_options
 from megatron_rc.launch.flags.resolve import resolve
@@ -77,6 +82,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         args.own_objects.update(define_own_objects(namespace))
     check_architecture_words(parser, args, architecture)
     return args
+
+
+def processes_meant(argv: Sequence[str]) -> int | None:
+    """The number of processes that the launch file among these words is for; None: there is none, or it does not say.
+
+    Raises:
+        ConfigurationError: the launch file cannot be read.
+    """
+    known, _ = _sources().parse_known_args(argv)
+    return processes_of_file(known.config) if known.config else None
 
 
 def _check_repeated(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:

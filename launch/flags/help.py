@@ -12,7 +12,7 @@ _ABOUT = (
     "PPO with Rollout Correction on Megatron-Core. Flags are Megatron-LM's where it has them. A first run, on 4 "
     "processes of any machine: python -m megatron_rc.launch --nproc-per-node 4 --config count_up"
 )
-_MORE = "All flags, by group: --help-all. What they do together: docs/launching.md."
+_MORE = "All flags, by group: --help-all. What they do together: docs/launching.md (megatron-rc docs: its folder)."
 # Flags by title; text that stands in the place of a flag's own, where that is long.
 _NEEDED: dict[str, dict[str, str | None]] = {
     "processes": {

@@ -18,6 +18,8 @@ from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.settings.flags import is_correction_flag
 
 _CORRECTION = "rollout_correction"
+# No flag: the processes that a file is for, which a dry run takes where nothing else says how many.
+_PROCESSES = "world-size"
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
@@ -46,6 +48,7 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
     options = long_options(parser)
     words: list[str] = []
     content = _read_mapping(path)
+    content.pop(_PROCESSES, None)
     nested = _correction(path, content, options, parser)
     for key, value in content.items():
         if key not in options or key in ("config", "help"):
@@ -54,6 +57,21 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
             raise ConfigurationError(f"{path}: {key} is given twice, below {_CORRECTION} too: keep one")
         words += _as_flag(path, key, value, options[key])
     return [*words, *(word for found in nested.values() for word in found)]
+
+
+def processes_of_file(name: str) -> int | None:
+    """The number of processes that a launch file is for; None: it does not say.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or the number is none.
+    """
+    path = find_config(name)
+    given = _read_mapping(path).get(_PROCESSES)
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.isdecimal() or not int(given):
+        raise ConfigurationError(f"{path}: {_PROCESSES}: {given!r} must be a positive number of processes")
+    return int(given)
 
 
 # What a directory has not that says nothing of it.

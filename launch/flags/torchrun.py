@@ -72,6 +72,11 @@ def torchrun_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def typed_of(words: Sequence[str]) -> set[str]:
+    """The flags among these words, with underscores."""
+    return {word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")}
+
+
 def machines_of(mine: argparse.Namespace) -> Machines:
     """How many processes these flags ask for, and on how many machines.
 

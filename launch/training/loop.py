@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.rollouts.collector import RolloutCollector
 from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config.passes import passes_in_words
 from megatron_rc.launch.stopping import Stopped, StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.training.advantages import summarize
@@ -106,7 +107,8 @@ class _Run:
         return self.trainer.iteration >= self.config.training.train_iters
 
     def begin(self) -> None:
-        """Sample again what was under way when the checkpoint was written."""
+        """Say what lies ahead; sample again what was under way when the checkpoint was written."""
+        self._say(passes_in_words(self.config))
         if self.trainer.iteration:
             self._say(f"goes on from checkpoint {self.trainer.iteration} of {self.config.checkpoints.load}")
         with suppress(Stopped):  # the first batch hears of it too

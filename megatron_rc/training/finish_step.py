@@ -120,6 +120,15 @@ class Steps:
         """Add the measures of the loss of a micro-batch. Collectives: none."""
         self._open.record(statistics)
 
+    def compare_divisor(self, num_tokens: int | None) -> None:
+        """Note a step whose losses expect another divisor of their gradients. Collectives: none.
+
+        Args:
+            num_tokens: Megatron divided the gradients by so many tokens; None: by none.
+        """
+        if self._open.step is not None and self._open.step.total_tokens != num_tokens:
+            self._open.note(Misuse.OTHER_DIVISOR)
+
     def refuse(self, message: str) -> None:
         """Note that a loss could not be made, for ``finish`` to raise on every rank alike. Collectives: none."""
         self._open.note(Misuse.REFUSED_LOSS)

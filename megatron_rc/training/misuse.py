@@ -25,6 +25,11 @@ class Misuse(IntEnum):
         "finish_step() without a micro-batch: no loss of this step was run backward on some rank: make it with "
         "masked_loss() in a schedule that is not forward-only, or call in_loss()"
     )
+    OTHER_DIVISOR = (
+        "plan.loss_scale() was told another calculate_per_token_loss than Megatron's config has, or a total_tokens "
+        "that is not the sum of num_tokens over all micro-batches and ranks: pass calculate_per_token_loss= as the "
+        f"model's config has it, with local_tokens= and total_tokens=; {_ZERO}"
+    )
     SCALED_BEFORE = (
         "two schedules without an optimizer step and zeroed gradients in between: those of the one before were scaled "
         f"already; {_ZERO}"

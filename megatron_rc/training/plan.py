@@ -38,12 +38,14 @@ class PlannedStep:
             denominator of the loss; if that is known only after the step, the one under the response mask. NaN on
             pipeline stages that cannot know it and compute no loss.
         num_microbatches: of this step, on each data-parallel rank; None if it is not known.
+        total_tokens: by which Megatron divides the gradients with ``calculate_per_token_loss``; None without it.
     """
 
     plan: Plan
     mini_batch: int
     denominator: Tensor
     num_microbatches: int | None = None
+    total_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +183,8 @@ class Plan(ABC):
                 f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
                 "of a micro-batch on this rank and of the whole step, padding included, below 2³¹"
             )
-        step = dataclasses.replace(self.step(mini_batch), num_microbatches=num_microbatches)
+        divisor = total_tokens if calculate_per_token_loss else None
+        step = dataclasses.replace(self.step(mini_batch), num_microbatches=num_microbatches, total_tokens=divisor)
         return LossScale(
             denominator=step.denominator,
             num_microbatches=num_microbatches,

@@ -61,6 +61,7 @@ def masked_loss(
     """
     try:
         step = _step_of(scale)
+        _check_tokens(micro_batch, scale)
         found = correction.corrected(micro_batch, log_probs, step)
         per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
         total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.sequence_lengths, micro_batch.layout)
@@ -81,6 +82,16 @@ def masked_loss(
     if returned[0].requires_grad:
         returned[0].register_hook(count)
     return returned
+
+
+def _check_tokens(micro_batch: MicroBatch, scale: LossScale) -> None:
+    number = micro_batch.response_mask.numel()
+    if scale.calculate_per_token_loss and number != scale.local_tokens:
+        raise ValueError(
+            f"local_tokens={scale.local_tokens} and a micro-batch of {number} tokens: with calculate_per_token_loss "
+            "all micro-batches of a rank must have as many; pad them alike, or turn that off in Megatron's config and "
+            "here, which gives the same gradients"
+        )
 
 
 def _step_of(scale: LossScale) -> PlannedStep:
@@ -141,7 +152,9 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
 
     Megatron's schedule calls it on every pipeline stage when all micro-batches are done. ``finish_step`` runs once, and
     if the loss's denominator is known only then, the gradients of all chunks, reduced by then, are multiplied by the
-    D₀/G that it returns. Forward-only passes do not come here.
+    D₀/G that it returns. Forward-only passes do not come here. Megatron passes the tokens that it divides by, with
+    ``calculate_per_token_loss`` in the model's config: a step whose scale was told otherwise is a StepError on every
+    rank.
 
     Args:
         correction: whose step ends. It does not keep the function: if nobody else does, no step begins.
@@ -157,6 +170,9 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     def finalize_and_scale(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         with correction.steps.ending():
             finish(model, *args, **kwargs)
+            if args or "num_tokens" in kwargs:
+                num_tokens = args[0] if args else kwargs["num_tokens"]
+                correction.steps.compare_divisor(None if num_tokens is None else int(num_tokens))
             factor = correction.finish_step(next(model[0].parameters()).device)
             if correction.scales_gradients:
                 for chunk in model:

@@ -34,6 +34,7 @@ def test_a_run_from_flags_to_picture(tmp_path):
     assert "Traceback" not in errors
     assert errors.count("Megatron-Core runs on the CPU") == 1
     assert "finished at step 4" in errors
+    assert "--grpo-iterations 1 makes 1 optimizer steps of each rollout batch; --train-iters 4: 4 rollout b" in errors
     rows = read(tmp_path / "count_up")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:

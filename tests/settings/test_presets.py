@@ -6,11 +6,14 @@ import math
 import re
 
 import pytest
+import torch
 
+from megatron_rc import correct_rollouts
 from megatron_rc.settings import preset_tables
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES, Presets
 from tests.golden.load import cases
+from tests.support.paths import ROOT
 
 TOKEN = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 SEQUENCE = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
@@ -249,3 +252,33 @@ def test_the_presets_of_verl_are_ours():
                     assert (their.lower, their.upper) == pytest.approx((our.lower, our.upper), rel=2e-3)
                 found.add((release, name))
     assert len(found) >= 18
+
+
+def healthy_batch(k3=0.006, sequences=256):
+    """Responses of 200 to 2,000 tokens whose log-ratios scatter as this k3 makes them: by √(2·k3), around -k3."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(2000) < torch.randint(200, 2001, (sequences, 1), generator=generator)
+    rollout = -1 - torch.rand(mask.shape, generator=generator)
+    return rollout - k3 + (2 * k3) ** 0.5 * torch.randn(mask.shape, generator=generator), rollout, mask
+
+
+def bounds_in_examples():
+    """The geometric bounds of the launch file and of the block for verl, as they are written."""
+    launch_file = (ROOT / "configs" / "launch" / "llama3_70b_64gpus.yaml").read_text()
+    (block,) = re.findall(r"decoupled_geo_rs_token_tis\((.*?)\)", (ROOT / "docs" / "adaptors.md").read_text())
+    assert "rollout-correction-preset: decoupled_geo_rs_token_tis\n" in launch_file
+    return {*re.findall(r"^rollout-rs-threshold: (\S+)$", launch_file, re.MULTILINE), *re.findall(r'"(.*)"', block)}
+
+
+def rejected(bounds, batch):
+    """The share of the tokens that is rejected."""
+    config = RolloutCorrectionConfig.decoupled_geo_rs_token_tis(rs_threshold=bounds)
+    return correct_rollouts(*batch, config).metrics()["rollout_corr/rollout_rs_masked_fraction"]
+
+
+def test_bounds_in_examples_keep_a_healthy_batch_and_reject_a_broken_one():
+    (bounds,) = bounds_in_examples()
+    healthy, broken = healthy_batch(), healthy_batch(k3=0.06)
+    assert rejected(bounds, healthy) < 0.01
+    assert rejected(bounds, broken) > 0.9
+    assert rejected("0.999_1.001", healthy) > 0.95

@@ -75,6 +75,11 @@ def peak_bytes(words: list[str]) -> int:
         trainer = Trainer(config, ParallelGroups.from_megatron())
         prepared = trainer.prepare(random_rollouts(config))
         trainer.update(prepared, 0)
+    return most_at_once(profiler)
+
+
+def most_at_once(profiler: profile) -> int:
+    """The most bytes that were allocated at once, by a profiler's events."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from megatron_rc.launch.errors import ConfigurationError, require
+from megatron_rc.launch.errors import ConfigurationError, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.bridge import MBRIDGE
@@ -85,7 +85,7 @@ def check_bridge(config: RunConfig, samples: bool) -> None:
     if config.model.transformer_impl != "transformer_engine":
         raise ConfigurationError(
             f"{user} knows the layers of --transformer-impl transformer_engine alone, got "
-            f"{config.model.transformer_impl}: use them (pip install 'megatron-rc[gpu]'), or drop it"
+            f"{config.model.transformer_impl}: use them ({pip_install('gpu')}), or drop it"
         )
     require("mbridge", user, "bridge")
     if not _converts(config, samples):

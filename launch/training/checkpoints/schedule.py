@@ -52,8 +52,13 @@ def check_schedule(
     for name, own, before in _differences(scheduler, optimizer, loaded):
         default = " (by default --train-iters)" if name == "lr_decay_iters" else ""
         words = flag(flags.get(name, name))
+        remedy = "give the same"
+        if name == "lr_decay_iters" and own == config.training.train_iters:
+            remedy = f"add {words} {before}, and the schedule keeps its shape"
+        elif name == "lr_warmup_iters" and config.schedule.lr_warmup_fraction is not None:
+            remedy = f"give {words} {before} in the place of --lr-warmup-fraction"
         raise AgreedError(
-            f"{where} was written with {words} {before}, this run has {own}{default}: give the same, or "
+            f"{where} was written with {words} {before}, this run has {own}{default}: {remedy}, or "
             "--override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to keep "
             "the checkpoint's"
         )

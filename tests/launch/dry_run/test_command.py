@@ -7,6 +7,7 @@ import pytest
 from megatron_rc.launch.__main__ import main
 from megatron_rc.launch.dry_run.places import Place, places, places_in_words
 from megatron_rc.launch.flags.configure import configure
+from megatron_rc.launch.flags.launch_file import CONFIGS
 
 
 def dry_run(capsys, words, ranks=8, nodes=1):
@@ -22,6 +23,9 @@ def test_words(capsys, tmp_path, monkeypatch):
     assert (code, errors) == (0, "")
     assert "8 ranks = TP 2 × CP 1 × PP 2 × DP 2\n" in output
     assert "32 prompts × 8 responses = 256 sequences, 128 on each data-parallel rank" in output
+    assert (
+        "--grpo-iterations 2 makes 2 optimizer steps of each rollout batch; --train-iters 200: 100 rollout b" in output
+    )
     assert "2 optimizer steps of 256 sequences: each 1 micro-batches a data-parallel rank, of 128 × 16 tokens" in output
     assert "13 tokens, padded to 16 rows, 8 on each tensor-parallel rank" in output
     assert not list(tmp_path.iterdir())
@@ -35,6 +39,26 @@ def test_json(capsys):
     assert found["batch"]["sequences_of_a_replica"] == 64
     assert len(found["ranks"]) == found["world_size"] == 16
     assert found["notes"][-1].startswith("2 machines: "), "who can connect to them"
+
+
+def test_a_launch_file_says_for_how_many_processes_it_is(capsys, tmp_path):
+    """A number that is typed counts more."""
+    named = tmp_path / "mine.yaml"
+    named.write_text((CONFIGS / "launch" / "count_up.yaml").read_text().replace("world-size: 4", "world-size: 8"))
+    for words, ranks in (
+        (["--config=count_up"], 4),
+        ([f"--config={named}"], 8),
+        ([f"--config={named}", "--nnodes=4"], 4),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--dry-run", "--pipeline-model-parallel-size=8"])
+        assert end.value.code == 2
+        assert f"needs 16 processes, got {ranks}:" in capsys.readouterr().err
+    named.write_text("world-size: many\n")
+    with pytest.raises(SystemExit) as end:
+        main([f"--config={named}", "--dry-run"])
+    assert end.value.code == 2
+    assert "world-size: 'many'" in capsys.readouterr().err
 
 
 # What a run refuses, a dry run refuses in the same words; each names the flag that mends it.

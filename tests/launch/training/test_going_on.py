@@ -68,7 +68,22 @@ def test_the_default_of_the_decay_is_the_run(ranks, tmp_path):
     words = flags(tmp_path, *SMALL, "--lr-decay-style=linear", "--train-iters=4")
     ranks.run(steps, Layout(), [*words, f"--save={tmp_path}/save"])
     (said,) = ranks.run(steps, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=8"])
-    assert "was written with --lr-decay-iters 4, this run has 8 (by default --train-iters): give the same" in said
+    assert "with --lr-decay-iters 4, this run has 8 (by default --train-iters): add --lr-decay-iters 4," in said
+    ((reached, _),) = ranks.run(
+        steps, Layout(), [*words, f"--load={tmp_path}/save", "--train-iters=8", "--lr-decay-iters=4"], 1, False
+    )
+    assert reached == 2
+
+
+def test_a_warm_up_that_is_a_share_of_the_run_is_named(ranks, written):
+    """The rate is constant behind it."""
+    more = ["--lr-decay-style=constant", "--lr-warmup-fraction=0.5"]
+    folder, words = written(*more)
+    (said,) = ranks.run(steps, Layout(), [*words, *more, f"--load={folder}", "--train-iters=200"])
+    assert "was written with --lr-warmup-iters 50.0, this run has 100.0: give --lr-warmup-iters 50.0 in" in said
+    longer = [*words, f"--load={folder}", "--train-iters=200", "--lr-warmup-iters=50"]
+    ((reached, _),) = ranks.run(steps, Layout(), longer, 1, False)
+    assert reached == 2
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,42 @@
+"""``megatron-rc COMMAND``: the modules that ``python -m`` starts, each by one word."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import megatron_rc
+
+_COMMANDS = {
+    "launch": ("megatron_rc.launch", "train: checks the flags, then starts the ranks"),
+    "dry-run": ("megatron_rc.launch", "what a run would need on its ranks; starts nothing"),
+    "doctor": ("megatron_rc.doctor", "what is wrong with a run's log-probs, and which correction fits"),
+    "replay": ("megatron_rc.replay", "what each correction would have done to a recorded batch"),
+    "export": ("megatron_rc.launch.export", "write a checkpoint as a Hugging Face directory"),
+    "docs": (None, "the folder that the pages are in: docs/NAME.md of a message is NAME.md there"),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command; ends the process with its code, and with 2 for a word that is none."""
+    name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return
+    if name not in _COMMANDS:
+        sys.stderr.write(f"error: {name} is none of the commands {', '.join(_COMMANDS)}\n")
+        sys.exit(2)
+    module, _ = _COMMANDS[name]
+    if module is None:
+        sys.stdout.write(f"{Path(megatron_rc.__file__).parent / 'docs'}\n")
+        return
+    sys.argv[1:] = [*["--dry-run"] * (name == "dry-run"), *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _usage() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(["usage: megatron-rc COMMAND [flags]; megatron-rc COMMAND --help has its flags", "", *lines, ""])
