@@ -7,7 +7,9 @@ unless its field says :func:`largest` or :func:`smallest`. No collective is made
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,13 +42,16 @@ def map_record(record: R, function: Callable[[Tensor, int], Any], sign: int = 0)
         found = tuple(map_record(value, function, sign) for value in record)
     elif isinstance(record, Mapping):
         found = {name: map_record(value, function, sign) for name, value in record.items()}
-    elif dataclasses.is_dataclass(record) and not isinstance(record, type):
-        values = {
-            one.name: map_record(getattr(record, one.name), function, one.metadata.get("sign", 0))
-            for one in dataclasses.fields(record)
-        }
-        found = dataclasses.replace(record, **values)
+    elif dataclasses.is_dataclass(record):
+        kind: Any = type(record)
+        found = kind(*(map_record(getattr(record, name), function, sign) for name, sign in _signs(kind)))
     return cast(R, found)
+
+
+@functools.cache
+def _signs(record: type) -> list[tuple[str, int]]:
+    """The names of a record's fields, each with its sign."""
+    return [(field.name, field.metadata.get("sign", 0)) for field in dataclasses.fields(record)]
 
 
 def flatten(record: object) -> Kinds:
@@ -108,7 +113,9 @@ def on_host(record: object) -> Any:
 
 def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
     """The next numbers, in lists of this shape."""
-    return [_listed(numbers, shape[1:]) for _ in range(shape[0])] if shape else next(numbers)
+    if len(shape) > 1:
+        return [_listed(numbers, shape[1:]) for _ in range(shape[0])]
+    return list(islice(numbers, shape[0])) if shape else next(numbers)
 
 
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:

@@ -161,7 +161,7 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     if part.mask.device.type != "cpu":
         return part.layout.blocks(GPU_BLOCK)
     # A compiled block has less scratch, and more to do for each call.
-    wider = 2 if compile else 1
+    wider = 3 if compile else 1
     return part.layout.blocks(min(max(part.mask.numel() * wider // 12, MIN_BLOCK), MAX_BLOCK * wider))
 
 

@@ -64,8 +64,8 @@ def even_bins(
 
 
 def codes_of(values: Tensor) -> Tensor:
-    """The code of each value, of any shape: the leading bits of it as a float32; int32."""
-    return (values.float().view(torch.int32) >> _DROPPED_BITS).bitwise_and_(NUM_CODES - 1)
+    """The code of each value, of any shape: the leading bits of it as a float32; int64."""
+    return ((values.float().view(torch.int32) >> _DROPPED_BITS) & (NUM_CODES - 1)).long()
 
 
 class CodeCounter:
@@ -86,7 +86,7 @@ class CodeCounter:
 
     def add(self, codes: Tensor) -> None:
         """Count codes, of any shape."""
-        codes = codes.reshape(-1).long()
+        codes = codes.reshape(-1)
         rest = codes.numel() % len(self.counts)
         self._add(self.counts, codes[rest:])
         if rest:
@@ -131,7 +131,7 @@ def bins_of(values: Tensor, counts: Tensor) -> Tensor:
         counts: [k, n] float64.
     """
     bins = torch.zeros(len(counts), NUM_BINS, dtype=torch.float64, device=values.device)
-    return bins.index_add_(1, _bin_of_code(values.device)[codes_of(values).long()], counts)
+    return bins.index_add_(1, _bin_of_code(values.device)[codes_of(values)], counts)
 
 
 class Histogram:

@@ -123,7 +123,7 @@ def _distances(train: Tensor, rollout: Tensor, mask: Tensor, followed: Tensor) -
 
 def _cells(pairs: Tensor) -> Tensor:
     """[t] int64: the cell of each of [2, t] pairs, by bits from the middle of products with odd numbers."""
-    first, second = codes_of(pairs).long() * _FACTOR
+    first, second = codes_of(pairs) * _FACTOR
     return torch.add(second, first, alpha=NUM_CODES).bitwise_right_shift_(24).bitwise_and_(CELLS - 1)
 
 
