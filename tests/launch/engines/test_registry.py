@@ -109,7 +109,7 @@ def test_weights_in_memory_of_killed_runs_go_at_the_next_start(tmp_path, monkeyp
 def test_vllm_is_named_where_it_is_missing(tmp_path, monkeypatch):
     right = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else right(name, *a))
-    with pytest.raises(ConfigurationError, match=r"--rollout-engine vllm needs vllm, .* 'megatron-rc\[vllm\]'"):
+    with pytest.raises(ConfigurationError, match=r"--rollout-engine vllm needs vllm, .*pip install .*\[vllm\]'"):
         parse(tmp_path, "--rollout-engine=vllm")
 
 

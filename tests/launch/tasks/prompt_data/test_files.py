@@ -175,5 +175,5 @@ def test_a_folder_without_the_library_names_the_extra(tmp_path, monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"a folder, needs datasets.*pip install 'megatron-rc\[data\]'"):
+    with pytest.raises(ConfigurationError, match=r"a folder, needs datasets.*pip install .*\[data\]'"):
         open_rows("--prompt-data", str(tmp_path), ignore)
