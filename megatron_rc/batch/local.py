@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.inputs import Shards, check_needs
 from megatron_rc.correction.sequences import SequenceSums, sum_tokens
 from megatron_rc.correction.tokens import BlockSequences, Tokens, decide_tokens, token_blocks
-from megatron_rc.correction.verdicts import check_needs
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
 from megatron_rc.measures.sequence_measures import add_sequences
 from megatron_rc.measures.token_measures import SequenceMeasures, TokenSums, measure_sequences, measure_tokens
@@ -61,7 +60,8 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         ValueError: a criterion needs advantages or group ids that are not there, or ``config`` is no config.
     """
     check_config(config)
-    check_needs(shards, config)
+    has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
+    check_needs(config, shards.counts, has_advantages=has_advantages)
     find = _Compiled(config) if compile else functools.partial(_find, config=config)
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
     weights = _room(shards, shards.dtype) if config.rollout_is == "token" else None

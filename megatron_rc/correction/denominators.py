@@ -18,50 +18,33 @@ N = TypeVar("N")  # Tensor on the device, float on the host
 
 @dataclass(frozen=True)
 class Denominators(Generic[N]):
-    """Sums over the whole batch from which the loss's denominators follow; on the host lists of floats.
+    """Sums over the whole batch from which the loss's denominators follow."""
 
-    Attributes:
-        counts: [num_mini_batches, 4] tokens and sequences under m, then under m'.
-        weights: [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights.
-        total_weight: the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences.
-        weight_count: the number of these weights.
-    """
-
-    counts: Any
-    weights: Any
-    total_weight: N
-    weight_count: N
+    counts: Any  # [num_mini_batches, 4] tokens and sequences under m, then under m'; lists on the host, like the next
+    weights: Any  # [num_mini_batches] Σ w over accepted tokens, bounded and not normalised; 0 without weights
+    total_weight: N  # the sum of weights that w̄ is the mean of: of valid or accepted tokens, or of such sequences
+    weight_count: N  # the number of these weights
 
 
 def count_batch(
     sums: SequenceSums, verdicts: Verdicts, shards: Shards, config: RolloutCorrectionConfig
 ) -> Denominators[Tensor]:
     """The part of this rank, 0 on all but the first CP rank, since each rank of ``cp`` knows whole sequences."""
-    tokens, accepted = verdicts.tokens, verdicts.accepted
+    tokens, accepted, first = verdicts.tokens, verdicts.accepted, shards.is_first_cp_rank
     shared = sequence_weights(sums, config)
     of_accepted = accepted_weight(sums, verdicts) if shared is None else shared * accepted
-    total, count = _normalized(sums, verdicts, of_accepted, shared, config)
-    columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0, of_accepted], dim=1) * shards.is_first_cp_rank
+    columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0, of_accepted], dim=1) * first
     counts = into_buckets(shards.mini_batch_ids, shards.counts.num_mini_batches, columns)
-    return Denominators(
-        counts=counts[:, :4],
-        weights=counts[:, 4],
-        total_weight=total.sum() * shards.is_first_cp_rank,
-        weight_count=count.double().sum() * shards.is_first_cp_rank,
-    )
-
-
-def _normalized(
-    sums: SequenceSums, verdicts: Verdicts, of_accepted: Tensor, shared: Tensor | None, config: RolloutCorrectionConfig
-) -> tuple[Tensor, Tensor]:
-    """([n], [n]): the weights that batch normalisation averages, and how many each sequence has."""
+    # The weights that batch normalisation averages, and how many each sequence has.
     only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
     if shared is not None:
-        counted = verdicts.accepted > 0 if only_accepted else sums.valid > 0
-        return torch.where(counted, shared, 0), counted
-    if only_accepted or sums.weight is None:
-        return of_accepted, verdicts.accepted
-    return sums.weight, sums.valid
+        count = (accepted if only_accepted else sums.valid) > 0
+        total = torch.where(count, shared, 0)
+    elif only_accepted or sums.weight is None:
+        total, count = of_accepted, accepted
+    else:
+        total, count = sums.weight, sums.valid
+    return Denominators(counts[:, :4], counts[:, 4], total.sum() * first, count.double().sum() * first)
 
 
 def into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:

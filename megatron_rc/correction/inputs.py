@@ -15,6 +15,7 @@ from megatron_rc.numerics import NUM_SEQUENCE_IDS, check_mask
 from megatron_rc.parallel.arguments import check_integer, check_kind
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.parallel.layout import LAYOUT_REMEDY, SequenceLayout
+from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Tensors = Tensor | Sequence[Tensor]
 Layouts = SequenceLayout | Sequence[SequenceLayout]
@@ -67,6 +68,9 @@ class AgreedCounts:
         num_groups: prompts of the whole batch; None if no criterion looks at prompts.
         current_version: of the weights that train; None if versions are not used.
         max_staleness: the last bucket of staleness holds everything from here on.
+
+    Raises:
+        ValueError: impossible counts.
     """
 
     num_mini_batches: int = 1
@@ -74,19 +78,40 @@ class AgreedCounts:
     current_version: int | None = None
     max_staleness: int = 0
 
+    def __post_init__(self) -> None:
+        check_integer("num_mini_batches", self.num_mini_batches, least=1)
+        if self.num_groups is not None:
+            check_integer("num_groups", self.num_groups, least=1)
+        if self.current_version is not None:
+            check_integer("current_version", self.current_version)
+        check_integer("max_staleness", self.max_staleness, least=0)
+        if self.max_staleness and self.current_version is None:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} does nothing without policy_versions and current_version"
+            )
 
-def check_counts(counts: AgreedCounts) -> None:
-    """Raise ValueError for impossible counts."""
-    check_integer("num_mini_batches", counts.num_mini_batches, least=1)
-    if counts.num_groups is not None:
-        check_integer("num_groups", counts.num_groups, least=1)
-    if counts.current_version is not None:
-        check_integer("current_version", counts.current_version)
-    check_integer("max_staleness", counts.max_staleness, least=0)
-    if counts.max_staleness and counts.current_version is None:
-        raise ValueError(
-            f"max_staleness={counts.max_staleness} does nothing without policy_versions and current_version"
-        )
+    def staleness(self, versions: Tensor) -> Tensor:
+        """current_version - version, int64."""
+        return (self.current_version or 0) - versions
+
+
+def check_needs(config: RolloutCorrectionConfig, counts: AgreedCounts, *, has_advantages: bool = True) -> None:
+    """Raise ValueError if the config needs advantages, prompts or versions that are not given."""
+    for criterion in config.criteria:
+        if criterion.only_negative and not has_advantages:
+            raise ValueError(
+                f"rollout_rs={criterion.name} needs advantages: pass advantages=, one a sequence or one a token"
+            )
+        if criterion.unit == "prompt" and counts.num_groups is None:
+            raise ValueError(
+                f"rollout_rs={criterion.name} needs the prompt of each sequence: pass group_ids= and num_groups="
+            )
+    for name in ("rollout_staleness_scale", "proximal_interpolation"):
+        if counts.current_version is None and getattr(config, name):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} needs the versions of the weights: pass policy_versions= and "
+                "current_version="
+            )
 
 
 @dataclass(frozen=True)
@@ -108,22 +133,17 @@ class Shards:
 
     parts: tuple[Part, ...]  # the micro-batches
     is_list: bool  # the caller gave lists, and gets lists back
-    counts: AgreedCounts  # the counts that all ranks agree on
+    counts: AgreedCounts
     dtype: torch.dtype  # of the arithmetic and of the weights
     sequence_ids: Tensor  # int64
     mini_batch_ids: Tensor  # int64
-    group_ids: Tensor | None  # int64, the prompt of each sequence; None if they are not given
+    group_ids: Tensor | None  # int64, the prompt of each sequence
     advantages: Tensor | None  # one a sequence; None if they are one a token or not given
-    rewards: Tensor | None  # one a sequence; None if they are not given
+    rewards: Tensor | None
     versions: Tensor | None  # int64, one a sequence; None if they are one a token or not given
     rank: int  # of this process among the data-parallel ranks
     has_default_ids: bool  # the caller gave no sequence ids
     out_of_range: Tensor  # [6, n] bool, by PER_SEQUENCE: the value was not finite, or was moved into its range
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of local sequences, over all micro-batches."""
-        return len(self.sequence_ids)
 
     @property
     def is_first_cp_rank(self) -> bool:
@@ -147,12 +167,12 @@ class Shards:
 def collect_shards(
     inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups | None = None, *, first_sequence: int = 0
 ) -> Shards:
-    """Check shapes, dtypes and counts, and fill in the defaults.
+    """Check shapes and dtypes, and fill in the defaults.
 
     Args:
         inputs: this rank's part.
         counts: the counts that all ranks agree on.
-        groups: the groups that carry the sums; None if another transport does: the layouts alone say which shard
+        groups: the groups that carry the sums. None if another transport does: the layouts alone say which shard
             this is.
         first_sequence: the first sequence id if none are given.
 
@@ -160,29 +180,28 @@ def collect_shards(
         ValueError: names the argument, its value and the expected one; alike on all ranks, since it looks at shapes
             only.
     """
-    check_counts(counts)
     _check_pairs(inputs, counts)
     if groups is not None:
         groups.check_sums()
     batches = split_inputs(inputs, groups)
-    parts, device = _parts(batches), batches[0].response_mask.device
-    number = parts[-1].sequences.stop
+    parts = _parts(batches)
+    device, number = parts[0].mask.device, parts[-1].sequences.stop
     found: dict[str, Tensor] = {}
     wrong = torch.zeros(len(PER_SEQUENCE), number, dtype=torch.bool, device=device)
     for row, name in enumerate(PER_SEQUENCE):
         if getattr(inputs, name) is not None and not is_per_token(name, batches):
-            # A copy to the host would not be there yet.
-            given = torch.cat([getattr(one, name).detach() for one in batches])
-            given = given.to(device, non_blocking=device.type != "cpu")
+            given = on_device(torch.cat([getattr(one, name).detach() for one in batches]), device)
             found[name] = _into_range(name, given, counts)
             wrong[row] = found[name] != given
+    dtypes = (values.dtype for part in parts for values in (part.train, part.rollout))
+    every = torch.arange(number, device=device)
     return Shards(
-        parts=parts,
-        is_list=not isinstance(inputs.response_mask, Tensor),
-        counts=counts,
-        dtype=functools.reduce(torch.promote_types, (x.dtype for part in parts for x in (part.train, part.rollout))),
-        sequence_ids=found.get("sequence_ids", torch.arange(first_sequence, first_sequence + number, device=device)),
-        mini_batch_ids=found.get("mini_batch_ids", torch.zeros(number, dtype=torch.int64, device=device)),
+        parts,
+        not isinstance(inputs.response_mask, Tensor),
+        counts,
+        functools.reduce(torch.promote_types, dtypes),
+        sequence_ids=found.get("sequence_ids", every + first_sequence),
+        mini_batch_ids=found.get("mini_batch_ids", torch.zeros_like(every)),
         group_ids=found.get("group_ids"),
         advantages=found.get("advantages"),
         rewards=found.get("rewards"),
@@ -194,11 +213,7 @@ def collect_shards(
 
 
 def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMicroBatch]:
-    """The checked inputs of each micro-batch; without a layout, padded rows cut as ``groups.cp`` says.
-
-    Raises:
-        ValueError: as :func:`collect_shards`.
-    """
+    """The checked inputs of each micro-batch; without a layout, padded rows cut as ``groups.cp`` says."""
     is_list = not isinstance(inputs.response_mask, Tensor)
     masks = _listed("response_mask", inputs.response_mask, is_list)
     if not masks:
@@ -226,6 +241,11 @@ def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMi
 def is_per_token(name: str, batches: Sequence[OneMicroBatch]) -> bool:
     """Whether an input that is given has one value a token; of two equal shapes it has one a sequence."""
     return any(getattr(one, name).shape != (one.layout.num_sequences,) for one in batches)  # type: ignore[union-attr]
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """The values on a device; only a copy to a GPU may still be under way, since the host reads its own at once."""
+    return values.to(device, non_blocking=device.type != "cpu")
 
 
 def _parts(batches: Sequence[OneMicroBatch]) -> tuple[Part, ...]:

@@ -56,11 +56,13 @@ def sum_tokens(
     tokens: Tokens, decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
 ) -> SequenceSums:
     """The sums over the sequences of a block."""
-    kept, weights, negative, level = decisions.kept, decisions.weights, tokens.negative, tokens.level
-    if not any(criterion.only_negative for criterion in config.criteria):
-        negative = None
+    valid, kept, weights, level = decisions.valid, decisions.kept, decisions.weights, tokens.level
+    negative = tokens.negative if any(criterion.only_negative for criterion in config.criteria) else None
     kept_negative = None if negative is None else kept & negative
     veto, steps = config.rollout_token_veto_threshold, config.staleness_scale.steps if config.staleness_scale else ()
+
+    def count(flags: Tensor | None) -> Tensor | None:
+        return None if flags is None else sequences.count(flags)
 
     def weight_of(chosen: Tensor | None) -> Tensor | None:
         return None if weights is None or chosen is None else sequences.sum(weights * numbers(chosen))
@@ -72,17 +74,17 @@ def sum_tokens(
 
     return SequenceSums(
         response=sequences.count(tokens.mask),
-        valid=sequences.count(decisions.valid),
+        valid=sequences.count(valid),
         train=sequences.exact_sum(decisions.train),
         rollout=sequences.exact_sum(decisions.rollout),
         weight=None if weights is None else sequences.sum(weights),
         kept=sequences.count(kept),
         kept_weight=weight_of(kept),
-        negative=None if negative is None else sequences.count(decisions.valid & negative),
-        kept_negative=None if kept_negative is None else sequences.count(kept_negative),
+        negative=count(None if negative is None else valid & negative),
+        kept_negative=count(kept_negative),
         kept_negative_weight=weight_of(kept_negative),
-        vetoed=None if veto is None else sequences.count(decisions.valid & (decisions.log_ratio < math.log(veto))),
-        older=tuple(sequences.count(decisions.valid & (level > i)) for i in range(len(steps)) if level is not None),
+        vetoed=count(None if veto is None else valid & (decisions.log_ratio < math.log(veto))),
+        older=tuple(sequences.count(valid & (level > i)) for i in range(len(steps)) if level is not None),
         needs={name: sequences.exact_sum(x) for name, x in x_of("sum").items()},
         maxima={name: sequences.largest(x, decisions.absent) for name, x in x_of("max").items()},
         minima={name: sequences.smallest(x, decisions.absent) for name, x in x_of("min").items()},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, Shards
+from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import SequenceSums, Statistics, statistics_of, threshold_scale
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
@@ -16,35 +16,21 @@ from megatron_rc.settings.criterion import Criterion
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdicts on whole sequences, [n] each, equal on all ranks of a CP group.
+    """The verdicts on whole sequences, [n] each, equal on all ranks of a CP group."""
 
-    Attributes:
-        tokens: tokens under m, float64.
-        accept: bool: no criterion rejects the whole sequence.
-        accept_negative: bool: False if criteria reject the tokens with A < 0 alone; None unless advantages are one a
-            token.
-        accepted: tokens under m', float64.
-        by_criterion: for each criterion on sequences or prompts, by name, the sequences that it accepts, bool.
-    """
-
-    tokens: Tensor
-    accept: Tensor
-    accept_negative: Tensor | None
-    accepted: Tensor
-    by_criterion: dict[str, Tensor]
+    tokens: Tensor  # tokens under m, float64
+    accept: Tensor  # bool: no criterion rejects the whole sequence
+    accept_negative: Tensor | None  # bool: False if its tokens with A < 0 are rejected; None unless A is one a token
+    accepted: Tensor  # tokens under m', float64
+    by_criterion: dict[str, Tensor]  # bool: for each criterion on sequences or prompts, the sequences it accepts
 
 
 def decide_sequences(
     sums: SequenceSums, shards: Shards, config: RolloutCorrectionConfig, prompts: Tensor | None = None
 ) -> Verdicts:
-    """The verdicts on whole sequences.
+    """The verdicts on whole sequences; ``prompts`` are the reduced :func:`prompt_columns`.
 
-    Args:
-        sums: of whole sequences.
-        shards: ids, and advantages if they are one a sequence.
-        config: the criteria.
-        prompts: [num_groups, columns] of :func:`prompt_columns`, over all responses of a prompt; None: criteria on
-            prompts are left out.
+    Criteria on prompts are left out if ``prompts`` is None.
     """
     statistics, scale = statistics_of(sums), threshold_scale(sums, config)
     accept = torch.ones_like(sums.valid, dtype=torch.bool)
@@ -83,11 +69,10 @@ def accepted_weight(sums: SequenceSums, verdicts: Verdicts) -> Tensor:
 def accepted_masks(kept: Sequence[Tensor], shards: Shards, verdicts: Verdicts) -> list[Tensor]:
     """M' of each micro-batch: the kept tokens of accepted sequences."""
     found = []
-    accepts = shards.expand(verdicts.accept)
-    spared = accepts if verdicts.accept_negative is None else shards.expand(verdicts.accept_negative)
-    for part, mask, accept, accept_negative in zip(shards.parts, kept, accepts, spared, strict=True):
+    for part, mask, accept in zip(shards.parts, kept, shards.expand(verdicts.accept), strict=True):
         mask = mask & accept
         if part.advantages is not None and verdicts.accept_negative is not None:
+            accept_negative = part.layout.expand(verdicts.accept_negative[part.sequences])
             mask = mask & (accept_negative | ~(part.advantages < 0))
         found.append(mask)
     return found
@@ -108,31 +93,6 @@ def prompt_needs(config: RolloutCorrectionConfig) -> list[str]:
     """The names of the sums over the responses of a prompt that criteria on prompts need, each once."""
     criteria = [criterion for criterion in config.criteria if criterion.unit == "prompt"]
     return list(dict.fromkeys(need.name for criterion in criteria for need in criterion.needs))
-
-
-def check_needs(shards: Shards, config: RolloutCorrectionConfig) -> None:
-    """Raise ValueError for a criterion without the advantages, prompts or versions that it needs."""
-    has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
-    for criterion in config.criteria:
-        if criterion.only_negative and not has_advantages:
-            raise ValueError(
-                f"rollout_rs={criterion.name} needs advantages: pass advantages=, one a sequence or one a token"
-            )
-        if criterion.unit == "prompt" and shards.group_ids is None:
-            raise ValueError(
-                f"rollout_rs={criterion.name} needs the prompt of each sequence: pass group_ids= and num_groups="
-            )
-    check_version_given(config, shards.counts)
-
-
-def check_version_given(config: RolloutCorrectionConfig, counts: AgreedCounts) -> None:
-    """Raise ValueError if the config needs versions that are not given; every pipeline stage can call it."""
-    for name in ("rollout_staleness_scale", "proximal_interpolation"):
-        if counts.current_version is None and getattr(config, name):
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} needs the versions of the weights: pass policy_versions= and "
-                "current_version="
-            )
 
 
 def _left(value: Tensor, negative: Tensor | None, accept: Tensor, accept_negative: Tensor | None) -> Tensor:

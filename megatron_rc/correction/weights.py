@@ -1,7 +1,4 @@
-"""Importance weights: w = exp(log ρ) of a token, of a sequence or of its geometric mean, bounded and normalised.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""Importance weights within their bounds, such as min(ρ, 2), and their normalisation over the batch."""
 
 from __future__ import annotations
 
@@ -18,18 +15,11 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 def bounded_weights(
     ratio: Tensor, log_ratio: Tensor, config: RolloutCorrectionConfig, scale: Tensor | None = None
 ) -> Tensor:
-    """Weights after ``rollout_is_mode``.
+    """Weights after ``rollout_is_mode``, from w = ``ratio`` and the unclamped log w; ``scale`` multiplies log bounds.
 
     - ``truncate``: min(w, upper). Ionides 2008, "Truncated Importance Sampling".
     - ``clamp``: min(max(w, lower), upper).
-    - ``mask``: w if lower <= w <= upper, else 0; compared with the unclamped log-ratio. IcePop: Ling Team 2025,
-      "Every Step Evolves".
-
-    Args:
-        ratio: the unbounded weights w, any shape.
-        log_ratio: log w, not clamped.
-        config: the mode and the bounds.
-        scale: multiplies the bounds in nats, broadcasts against ``log_ratio``; None: 1.
+    - ``mask``: w if lower <= w <= upper, else 0; tested on log w. IcePop: Ling Team 2025, "Every Step Evolves".
     """
     if config.is_mode == "mask":
         return ratio * numbers(within(log_ratio if scale is None else log_ratio / scale, *log_bounds(config)))
@@ -46,8 +36,8 @@ def log_bounds(config: RolloutCorrectionConfig) -> tuple[float, float]:
 
 def scaled_bounds(config: RolloutCorrectionConfig, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(lower^f, upper^f) of the weights, for each factor f."""
-    lower, upper = ((bound * scale).exp() for bound in log_bounds(config))
-    return lower, upper
+    lower, upper = log_bounds(config)
+    return (lower * scale).exp(), (upper * scale).exp()
 
 
 def normalization(total: Tensor, count: Tensor) -> Tensor:

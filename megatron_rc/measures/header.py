@@ -38,20 +38,11 @@ class PolicySums(Generic[N]):
 
 
 @dataclass(frozen=True)
-class MeanWeightSums(Generic[N]):
-    """The mean weight m of the tokens of each sequence, over sequences; bounded weights unless a comment says raw."""
-
-    excess: N  # Σ (m - 1)
-    excess_squared: N  # Σ (m - 1)²
-    high: N  # sequences whose raw m is above the upper bound
-    low: N  # sequences whose raw m is below the lower bound
-    max: N = largest()
-    min: N = smallest()
-
-
-@dataclass(frozen=True)
 class WeightSums(Generic[N]):
-    """Weights of all valid tokens, raw (before their bounds) and bounded; a sequence's counts once for each token."""
+    """Weights w of all valid tokens, raw (before their bounds) and bounded; a sequence's counts once for each token.
+
+    m is the mean bounded weight of the tokens of a sequence.
+    """
 
     raw: N  # Σ raw w
     raw_squared: N | None  # Σ (raw w)²; None for token-level weights: it follows from the others
@@ -59,19 +50,21 @@ class WeightSums(Generic[N]):
     bounded: N  # Σ w
     bounded_squared: N | None  # Σ w²; None for token-level weights
     bounded_excess_squared: N  # Σ (w - 1)²
-    tokens_above: N  # tokens whose weight was above its bounds
-    tokens_below: N  # tokens whose weight was below its bounds
-    sequences_above: N  # sequences whose shared weight was above its bounds
-    sequences_below: N  # sequences whose shared weight was below its bounds
-    sequences_outside: N  # sequences with a weight outside of its bounds
-    means: MeanWeightSums[N]
-    # [1 or 2, bins] cumulative counts of the log of each sequence's mean weight: row 0 counts sequences, row 1 tokens
-    # (sequence-level weights only).
+    above: N  # tokens whose weight was above its bounds
+    below: N  # tokens whose weight was below its bounds
+    outside: N  # sequences with a weight outside of its bounds
+    mean_excess: N  # Σ (m - 1) over sequences
+    mean_excess_squared: N  # Σ (m - 1)² over sequences
+    mean_above: N  # sequences whose mean raw weight is above the bounds
+    mean_below: N  # sequences whose mean raw weight is below the bounds
+    # [1 or 2, bins] cumulative counts of log m: row 0 counts sequences, row 1 tokens (sequence-level weights only).
     histograms: Any
     log_raw_max: N = largest()
     log_raw_min: N = smallest()
     bounded_max: N = largest()
     bounded_min: N = smallest()
+    mean_max: N = largest()
+    mean_min: N = smallest()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
-"""Metrics from sums over the whole batch: a mean is a quotient of two sums, never a mean of means.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""Metrics from sums over the whole batch: a mean is a quotient of two sums, never a mean of means."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_rc.measures.distributions import derive_quantiles
 from megatron_rc.measures.header import BatchHeader, Breakdowns, CriterionSums, PolicySums, StatisticSums
-from megatron_rc.measures.histogram import Histogram, quantiles
-from megatron_rc.measures.quotients import extreme, ratio, sample_std, spread
+from megatron_rc.measures.moments import extreme, ratio, sample_std, spread
 from megatron_rc.measures.sequence_measures import REWARD_SIGNS
 from megatron_rc.measures.token_measures import TokenSums
 from megatron_rc.measures.weight_metrics import weight_metrics
@@ -29,7 +26,7 @@ def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) 
     policy = _policy_metrics(header.policy, header.tokens)
     if config.metric_prefix == _OLDEST_PREFIX:
         policy = {_OLDEST_NAME + name: value for name, value in policy.items()}
-    metrics = policy | quantiles(Histogram(header.bins))
+    metrics = policy | derive_quantiles(header, config)
     if header.weights is not None:
         metrics |= weight_metrics(header, header.weights, config)
     metrics |= _rejection_metrics(header, config)

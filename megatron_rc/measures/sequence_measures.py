@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from megatron_rc.correction.sequences import (
     statistics_of,
     threshold_scale,
 )
-from megatron_rc.correction.tokens import decide_tokens, staleness, token_blocks
+from megatron_rc.correction.tokens import decide_tokens, token_blocks
 from megatron_rc.correction.verdicts import Verdicts
 from megatron_rc.correction.weights import log_bounds, scaled_bounds
 from megatron_rc.measures.header import (
     Breakdowns,
     CriterionSums,
-    MeanWeightSums,
     PolicySums,
     StatisticSums,
     VetoSums,
@@ -49,12 +48,10 @@ _ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
 
 
 def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
-    """A record with each [n] tensor added up over sequences; other tensors stay. Extremes of nothing are infinite.
+    """A record with each [n] tensor, float64 or bool, added up over sequences; other tensors stay.
 
-    Args:
-        record: of float64 or bool tensors.
-        sums: of whole sequences; those without a valid token are left out of the extremes.
-        counted: [n] bool, the sequences whose sums this rank counts.
+    ``counted`` are the sequences whose sums this rank counts. Extremes are those of sequences with a valid token, and
+    infinite without one.
     """
     found: list[Iterator[Tensor]] = []
     for kind, (filler, add) in zip(flatten(record), _ADDED, strict=True):
@@ -105,100 +102,52 @@ def weight_sums(
     counted: Tensor,
     config: RolloutCorrectionConfig,
 ) -> WeightSums[Tensor] | None:
-    """The importance weights of each sequence; None where there are none."""
-    shared = sequence_weights(sums, config)
+    """The importance weights of each sequence; None without weights."""
+    shared, own, valid = sequence_weights(sums, config), tokens.weights, sums.valid
+    scale, counts = threshold_scale(sums, config), counted.double().unsqueeze(0)
+    squares: tuple[Tensor | None, Tensor | None]
     if shared is not None:
-        return _shared_weights(sums, shared, counted, config)
-    return None if config.rollout_is is None else _token_weights(sums, measures, tokens, counted, config)
-
-
-def _token_weights(
-    sums: SequenceSums,
-    measures: SequenceMeasures,
-    tokens: TokenSums[Tensor],
-    counted: Tensor,
-    config: RolloutCorrectionConfig,
-) -> WeightSums[Tensor]:
-    """Weights of which each token has its own."""
-    if (
-        sums.weight is None
-        or measures.above is None
-        or measures.below is None
-        or tokens.bounded_excess_squared is None
-        or tokens.weight_max is None
-        or tokens.weight_min is None
-    ):
-        raise ValueError("rollout_is='token' and no token-level weights were measured")
-    mean, raw_mean = sums.weight / sums.num_tokens, 1 + measures.excess / sums.num_tokens
-    return WeightSums(
-        raw=sums.valid + measures.excess,
-        raw_squared=None,
-        raw_excess_squared=tokens.excess_squared,
-        bounded=sums.weight,
-        bounded_squared=None,
-        bounded_excess_squared=tokens.bounded_excess_squared,
-        tokens_above=measures.above,
-        tokens_below=measures.below,
-        sequences_above=torch.zeros_like(sums.valid),
-        sequences_below=torch.zeros_like(sums.valid),
-        sequences_outside=measures.above + measures.below > 0,
-        means=_mean_weights(sums, mean, raw_mean, config),
-        histograms=_histogram(mean, counted.double().unsqueeze(0)),
-        log_raw_max=tokens.log_ratio_max,
-        log_raw_min=tokens.log_ratio_min,
-        bounded_max=tokens.weight_max,
-        bounded_min=tokens.weight_min,
-    )
-
-
-def _shared_weights(
-    sums: SequenceSums, weight: Tensor, counted: Tensor, config: RolloutCorrectionConfig
-) -> WeightSums[Tensor]:
-    """Weights that the tokens of a sequence share."""
-    valid, scale = sums.valid, threshold_scale(sums, config)
-    log_weight = log_sequence_weights(sums, config)
-    raw, tested = exp_ratio(log_weight), log_weight if scale is None else log_weight / scale
-    lower, upper = log_bounds(config)
-    above, below = tested > upper, tested < lower
+        mean, log_raw = shared, log_sequence_weights(sums, config)
+        raw, tested = exp_ratio(log_raw), log_raw if scale is None else log_raw / scale
+        lower, upper = log_bounds(config)
+        above, below = (torch.where(beyond, valid, 0) for beyond in (tested > upper, tested < lower))
+        raw_excess, excess = (raw - 1).square() * valid, (mean - 1).square() * valid
+        squares = raw.square() * valid, mean.square() * valid
+        extremes = log_raw, log_raw, mean, mean
+        counts = torch.cat([counts, counts * valid])
+    elif own is not None and sums.weight is not None and measures.above is not None and measures.below is not None:
+        mean, raw = sums.weight / sums.num_tokens, 1 + measures.excess / sums.num_tokens
+        bounds: Any = config.is_bounds if scale is None else scaled_bounds(config, scale)
+        tested, (lower, upper) = raw, bounds
+        above, below = measures.above, measures.below
+        raw_excess, excess = tokens.excess_squared, own.excess_squared
+        squares = None, None
+        extremes = tokens.log_ratio_max, tokens.log_ratio_min, own.max, own.min
+    else:
+        return None
+    log_raw_max, log_raw_min, bounded_max, bounded_min = extremes
     return WeightSums(
         raw=raw * valid,
-        raw_squared=raw.square() * valid,
-        raw_excess_squared=(raw - 1).square() * valid,
-        bounded=weight * valid,
-        bounded_squared=weight.square() * valid,
-        bounded_excess_squared=(weight - 1).square() * valid,
-        tokens_above=torch.where(above, valid, 0),
-        tokens_below=torch.where(below, valid, 0),
-        sequences_above=above,
-        sequences_below=below,
-        sequences_outside=above | below,
-        means=_mean_weights(sums, weight, raw, config),
-        histograms=_histogram(weight, torch.stack([counted.double(), counted * valid])),
-        log_raw_max=log_weight,
-        log_raw_min=log_weight,
-        bounded_max=weight,
-        bounded_min=weight,
+        raw_squared=squares[0],
+        raw_excess_squared=raw_excess,
+        bounded=mean * valid,
+        bounded_squared=squares[1],
+        bounded_excess_squared=excess,
+        above=above,
+        below=below,
+        outside=above + below > 0,
+        mean_excess=mean - 1,
+        mean_excess_squared=(mean - 1).square(),
+        mean_above=tested > upper,
+        mean_below=tested < lower,
+        histograms=bins_of(mean.log(), counts).cumsum(1),
+        log_raw_max=log_raw_max,
+        log_raw_min=log_raw_min,
+        bounded_max=bounded_max,
+        bounded_min=bounded_min,
+        mean_max=mean,
+        mean_min=mean,
     )
-
-
-def _mean_weights(
-    sums: SequenceSums, mean: Tensor, raw_mean: Tensor, config: RolloutCorrectionConfig
-) -> MeanWeightSums[Tensor]:
-    scale = threshold_scale(sums, config)
-    lower, upper = config.is_bounds if scale is None else scaled_bounds(config, scale)
-    return MeanWeightSums(
-        excess=mean - 1,
-        excess_squared=(mean - 1).square(),
-        high=raw_mean > upper,
-        low=raw_mean < lower,
-        max=mean,
-        min=mean,
-    )
-
-
-def _histogram(weight: Tensor, counts: Tensor) -> Tensor:
-    """[k, bins] cumulative: the log of each sequence's weight, counted as often as [k, n] says."""
-    return bins_of(weight.log(), counts).cumsum(1)
 
 
 def criterion_sums(
@@ -251,12 +200,7 @@ def breakdowns(
 ) -> Breakdowns:
     """Rejected tokens by length, by the reward's sign and by staleness.
 
-    Args:
-        sums: of whole sequences.
-        verdicts: on them.
-        shards: rewards, and versions if they are one a sequence.
-        counted: [n] bool, the sequences whose sums this rank counts.
-        by_staleness: [buckets, 3] of tokens that have versions of their own, else zeros.
+    ``counted`` are the sequences whose sums this rank counts, ``by_staleness`` the sums of :func:`token_staleness`.
     """
     columns = torch.stack([sums.valid, sums.valid - verdicts.accepted, sums.log_ratio], dim=1)
     columns = torch.where(counted.unsqueeze(1), columns, 0)
@@ -275,11 +219,6 @@ def token_staleness(
 ) -> tuple[Tensor, Tensor]:
     """Sums by staleness of tokens that have a version each; zeros unless versions are one a token.
 
-    Args:
-        shards: the local tokens.
-        accepted: m' of each micro-batch.
-        config: the correction.
-
     Returns:
         [buckets, 3] float64: valid tokens, rejected tokens and Σ log ρ; 0-D: valid tokens above the current version.
     """
@@ -290,13 +229,13 @@ def token_staleness(
     for number, block, tokens, _ in token_blocks(shards, config):
         decisions, kept = decide_tokens(tokens, config), block.take(accepted[number])
         versions = block.take(shards.parts[number].versions)  # type: ignore[arg-type]
-        columns = [decisions.valid, decisions.valid & ~kept, decisions.log_ratio]
+        columns = torch.stack([decisions.valid, decisions.valid & ~kept, decisions.log_ratio.double()], dim=-1)
         index = _staleness_bucket(versions, shards).reshape(-1)
-        table = table + into_buckets(index, len(table), torch.stack([each.reshape(-1).double() for each in columns], 1))
+        table = table + into_buckets(index, len(table), columns.view(-1, 3))
         newer = newer + (decisions.valid & (versions > (shards.counts.current_version or 0))).sum()
     return table, newer
 
 
 def _staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
     """current_version - version, within [0, max_staleness]."""
-    return staleness(versions, shards.counts).clamp(0, shards.counts.max_staleness)
+    return shards.counts.staleness(versions).clamp(0, shards.counts.max_staleness)

@@ -22,7 +22,7 @@ class SequenceMeasures:
 
     excess: Tensor  # Σ (ρ_t - 1)
     above: Tensor | None  # tokens whose ρ is above the bounds of the weights; None unless weights are token-level
-    below: Tensor | None  # tokens whose ρ is below the bounds of the weights; None unless weights are token-level
+    below: Tensor | None  # tokens whose ρ is below these bounds; None unless weights are token-level
     accepted: dict[str, Tensor]  # for each token-level criterion, by name, the tokens that it accepts
 
 
@@ -38,17 +38,24 @@ class TestedSums(Generic[N]):
 
 
 @dataclass(frozen=True)
+class TokenWeightSums(Generic[N]):
+    """Token-level weights w, bounded, over valid tokens."""
+
+    excess_squared: N  # Σ (w - 1)²
+    max: N = largest()
+    min: N = smallest()
+
+
+@dataclass(frozen=True)
 class TokenSums(Generic[N]):
     """Sums and extremes over all valid tokens: of a block's sequences [n], later of the whole batch."""
 
     excess_squared: N  # Σ (ρ - 1)²
     k3: N  # Σ k3
-    bounded_excess_squared: N | None  # Σ (w - 1)²; None, like the extremes of w, unless weights are token-level
+    weights: TokenWeightSums[N] | None  # None unless weights are token-level
     tests: dict[str, TestedSums[N]]  # by the name of each token-level criterion
     log_ratio_max: N = largest()
     log_ratio_min: N = smallest()
-    weight_max: N | None = largest()
-    weight_min: N | None = smallest()
 
 
 def measure_sequences(
@@ -69,19 +76,20 @@ def measure_tokens(
     decisions: TokenDecisions, sequences: BlockSequences, config: RolloutCorrectionConfig
 ) -> TokenSums[Tensor]:
     """The measures of all tokens, from one block."""
-    absent, log_ratio, weights = decisions.absent, decisions.log_ratio, decisions.weights
-    excess = decisions.ratio - 1  # to 6e-8 in float32; expm1 would cost six exponentials
+    absent, log_ratio = decisions.absent, decisions.log_ratio
+    excess, weights = decisions.ratio - 1, None  # to 6e-8 in float32; expm1 would cost six exponentials
+    if decisions.weights is not None:
+        extremes = sequences.largest(decisions.weights, absent), sequences.smallest(decisions.weights, absent)
+        weights = TokenWeightSums(sequences.sum((decisions.weights - decisions.one).square()), *extremes)
     tested = [criterion for criterion in config.criteria if criterion.tested is not None]
     return TokenSums(
         excess_squared=sequences.sum(excess.square()),
         # Both terms clamped, as in k3.
         k3=sequences.sum(excess - log_ratio.clamp(max=EXP_LIMIT)),
-        bounded_excess_squared=None if weights is None else sequences.sum((weights - decisions.one).square()),
+        weights=weights,
         tests={criterion.name: _measure_test(criterion, decisions, sequences) for criterion in tested},
         log_ratio_max=sequences.largest(log_ratio, absent),
         log_ratio_min=sequences.smallest(log_ratio, absent),
-        weight_max=None if weights is None else sequences.largest(weights, absent),
-        weight_min=None if weights is None else sequences.smallest(weights, absent),
     )
 
 

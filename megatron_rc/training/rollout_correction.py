@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, OneMicroBatch, check_counts
-from megatron_rc.correction.verdicts import check_version_given
+from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, CorrectionInputs, OneMicroBatch, check_needs
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.arguments import check_kind
 from megatron_rc.parallel.collectives import pack, unpack
@@ -104,10 +103,7 @@ class RolloutCorrection:
         """
         counts = AgreedCounts(num_mini_batches, num_groups, current_version, max_staleness)
         # Checks that every stage can make, before any of them waits for another.
-        check_counts(counts)
-        check_version_given(self.config, counts)
-        if self.config.needs_prompts and num_groups is None:
-            raise ValueError(f"rollout_rs={self.config.rollout_rs} needs the prompts of the batch: pass num_groups=")
+        check_needs(self.config, counts)
         if (inputs is None) == self.groups.is_last_stage:
             raise ValueError("plan() takes the inputs on the last pipeline stage, and None on all others")
         if inputs is not None:
