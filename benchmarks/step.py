@@ -189,8 +189,7 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
 
         return call
 
-    methods = [(correction, name) for name in ("plan", "corrected", "finish_step")]
-    methods += [(correction.steps, name) for name in ("count", "record")]
+    methods = [(correction, "plan"), (correction, "corrected"), (correction, "finish_step"), (correction.steps, "count")]
     for owner, name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
     try:

@@ -163,6 +163,13 @@ def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
     return result
 
 
+def broadcast_record(record: R, group: Group | None) -> R:
+    """The record of the group's last rank, on every rank of it. Collectives: one broadcast."""
+    sums, maxima = pack(record)
+    numbers = broadcast(torch.cat([sums, maxima]), group_size(group) - 1, group)
+    return unpack(record, (numbers[: len(sums)], numbers[len(sums) :]))
+
+
 def first_text(text: str | None, group: Group | None) -> str | None:
     """The text of the first rank that has one, on every rank of the group: for the message of an error.
 

@@ -90,6 +90,11 @@ class AgreedCounts:
                 f"max_staleness={self.max_staleness} does nothing without policy_versions and current_version"
             )
 
+    @property
+    def one_step(self) -> AgreedCounts:
+        """The counts of a single mini-batch, without prompts."""
+        return dataclasses.replace(self, num_mini_batches=1, num_groups=None)
+
     def staleness(self, versions: Tensor) -> Tensor:
         """current_version - version, int64."""
         return (self.current_version or 0) - versions

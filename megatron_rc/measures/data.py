@@ -38,14 +38,7 @@ _RANGES = (
 def data_sums(
     shards: Shards, sums: SequenceSums, newer_tokens: Tensor, config: RolloutCorrectionConfig
 ) -> DataSums[Tensor]:
-    """The counts of this rank.
-
-    Args:
-        shards: the local tokens.
-        sums: of whole sequences.
-        newer_tokens: 0-D, tokens with a version above the current one; 0 if versions are one a sequence.
-        config: the correction.
-    """
+    """The counts of this rank; ``newer_tokens``, 0-D, have a version each that is above the current one."""
     trained, first = sums.response > 0, shards.is_first_cp_rank
     out_of_range = (shards.out_of_range & trained).sum(1, dtype=torch.float64) * first
     out_of_range[PER_SEQUENCE.index("policy_versions")] += newer_tokens
@@ -102,10 +95,7 @@ def check_data(data: DataSums[float], config: RolloutCorrectionConfig, *, allow_
 def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:
     """The smallest key of an unusable token on this rank, 0-D float64; +inf without one.
 
-    Args:
-        shards: the local tokens.
-        bad: [n] float64, unusable tokens of each whole sequence, equal on all ranks of ``cp``: they look into the same
-            one.
+    All ranks of ``cp`` know ``bad``, [n] unusable tokens of whole sequences, so they look into the same sequence.
     """
     ids = shards.sequence_ids
     if shards.has_default_ids:

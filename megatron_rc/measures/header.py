@@ -102,7 +102,7 @@ class VetoSums(Generic[N]):
 class DataSums(Generic[N]):
     """Counts of impossible data."""
 
-    out_of_range: Any  # [names of RANGES] sequences or tokens whose value was out of range
+    out_of_range: Any  # [6, by PER_SEQUENCE] sequences or tokens whose value was out of range
     bad_tokens: N  # tokens of the response mask without two usable log-probs
     default_ids: N  # ranks whose sequences have no ids
     zero_log_probs: N  # sequences whose rollout log-probs sum to exactly 0

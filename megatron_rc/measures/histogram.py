@@ -32,28 +32,18 @@ _GPU_COUNTERS = 32
 
 
 class Distribution(NamedTuple):
-    """How often which values occur, for boards that draw it.
+    """The number of values in each bin, for boards that draw it."""
 
-    Attributes:
-        edges: [bins + 1], ascending.
-        counts: [bins], how many values lie between two edges.
-    """
-
-    edges: list[float]
-    counts: list[float]
+    edges: list[float]  # [bins + 1], ascending
+    counts: list[float]  # [bins], values between two edges
 
 
 def even_bins(
     low: float, high: float, total: float, below: Callable[[float], float], *, most: int = _EVEN_BINS
 ) -> Distribution:
-    """At most 40 bins of one width between two values, wherever the bins lie that were counted in.
+    """At most 40 (or ``most``) bins of one width from the smallest to the largest of ``total`` values.
 
-    Args:
-        low: the smallest value.
-        high: the largest.
-        total: how many there are.
-        below: how many lie below a value.
-        most: upper limit of the number of bins.
+    ``below`` gives the number of values below any value.
     """
     if not low < high:
         low, high = low - 0.5, low + 0.5
@@ -69,12 +59,10 @@ def codes_of(values: Tensor) -> Tensor:
 
 
 class CodeCounter:
-    """Counts how often each code occurs.
+    """Counts how often each code occurs, in ``counts``, [counters, NUM_CODES] float64.
 
-    Attributes:
-        counts: [counters, NUM_CODES] float64: on a CPU a counter a thread, as a scatter runs in parallel over rows
-            only; on a GPU many, as additions to one number wait for each other, and most tokens have one of few codes.
-        num_values: how many were counted.
+    A CPU has a counter for each thread, because a scatter runs in parallel over rows only. A GPU has many, because
+    additions to one number wait for each other, and most tokens have one of few codes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,16 +88,11 @@ class CodeCounter:
 
 
 def bins_from_codes(codes: Tensor, num_zeros: Tensor) -> Tensor:
-    """The histogram, from counts of codes.
+    """[NUM_BINS] float64, ascending: the histogram, from the ``counts`` of a :class:`CodeCounter`.
 
-    Args:
-        codes: the ``counts`` of a :class:`CodeCounter`, or a sum of such.
-        num_zeros: 0-D, how many of the counted values were not data but exact zeros in their place.
-
-    Returns:
-        [NUM_BINS] float64, ascending values.
+    ``num_zeros``, 0-D, of the counted values were no data but exact zeros in its place.
     """
-    # Of each sign, by magnitude: those in the bin around 0, in bins of their own, and beyond the last power.
+    # For each sign, by magnitude: in the bin around 0, in bins of their own, and beyond the last power.
     signs = codes.sum(0).view(2, -1)
     near, inside, far = signs.tensor_split((_FIRST, _FIRST + _HALF - 1), dim=1)
     positive, negative = torch.cat([inside, far.sum(1, keepdim=True)], dim=1)
@@ -124,39 +107,30 @@ def _bin_of_code(device: torch.device) -> Tensor:
 
 
 def bins_of(values: Tensor, counts: Tensor) -> Tensor:
-    """[k, NUM_BINS] float64: histograms of the same values, each of which counts as often as ``counts`` says.
-
-    Args:
-        values: [n].
-        counts: [k, n] float64.
-    """
+    """[k, NUM_BINS] float64: k histograms of the values [n]; value i counts ``counts[k, i]`` times, float64."""
     bins = torch.zeros(len(counts), NUM_BINS, dtype=torch.float64, device=values.device)
     return bins.index_add_(1, _bin_of_code(values.device)[codes_of(values)], counts)
 
 
 class Histogram:
-    """A histogram on the host.
-
-    Args:
-        until: [NUM_BINS], how many values lie in each bin or in one before it.
-    """
+    """A histogram on the host, from [NUM_BINS] cumulative counts."""
 
     def __init__(self, until: Sequence[float]) -> None:
         self._until = until
 
     @property
     def total(self) -> float:
-        """How many were counted."""
+        """The number of values."""
         return self._until[-1]
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Between which all that was counted lies, to the width of a bin; something was."""
+        """The smallest and largest value, to the width of a bin; there must be a value."""
         edges = _edges()
         return edges[bisect_right(self._until, 0.0)], edges[bisect_left(self._until, self.total) + 1]
 
     def below(self, value: float) -> float:
-        """How many lie below a value, those of its bin in proportion."""
+        """The number of values below this one; its own bin counts in proportion."""
         edges = _edges()
         index = bisect_right(edges, value) - 1
         if not 0 <= index < NUM_BINS:
@@ -165,11 +139,11 @@ class Histogram:
         return before + (self._until[index] - before) * (value - edges[index]) / (edges[index + 1] - edges[index])
 
     def quantile(self, share: float) -> float:
-        """The value below which this share of the counted values lies; 0 of none."""
+        """The value with this share of all values below it; 0 of none."""
         return self.value_at(share * self._until[-1])
 
     def value_at(self, rank: float) -> float:
-        """The value below which so many of the counted values lie; 0 of none."""
+        """The value with so many values below it; 0 of none."""
         if not self._until[-1]:
             return 0.0
         index = min(bisect_left(self._until, rank), NUM_BINS - 1)
@@ -180,7 +154,7 @@ class Histogram:
 
 
 def quantiles(histogram: Histogram) -> dict[str, float]:
-    """``log_ratio_p01`` … ``log_ratio_p99`` of the counted values; 0 of none."""
+    """``log_ratio_p01`` … ``log_ratio_p99``; 0 of no values."""
     return {f"log_ratio_p{percent:02d}": histogram.quantile(percent / 100) for percent in QUANTILES}
 
 

@@ -2,22 +2,12 @@
 
 Neighbouring pairs of valid tokens are compared straight and crosswise: with d(a, b) = min(|a - b|, 2) nats, a rollout
 tensor that is one position late has a small d(train_t, rollout_{t+1}) and a large d(train_t, rollout_t). A lag is
-reported where the crosswise distance is less than half of the straight one, over at least 512 pairs of the batch: so
-1,024 tokens in responses of a few are enough. Honest batches stay near or above 1, because neighbouring tokens'
-log-probs have little to do with each other; among 3,000 batches of 512 pairs, from unrelated policies that are certain
-of 98 % of their tokens, the smallest quotient was 0.70.
+reported if the crosswise distance is less than half of the straight one. Honest batches stay near or above 1: among
+3,000 batches of 512 pairs, from unrelated policies that are certain of 98 % of their tokens, the smallest quotient was
+0.70. Pairs that look alike count once: a hash puts each into one of 256 cells, and the means of the cells are averaged.
 
-Pairs that look alike count once, on whichever ranks they are: where a policy gives the same few answers over and over,
-a few pairs that resemble shifted ones by chance would otherwise decide. A pair falls into one of 256 cells, by a hash
-of its two training log-probs to five bits of the mantissa; distances are averaged in each cell first, then over the
-cells. Below 192 cells, which about 355 different pairs fill, nothing is reported.
-
-Not every pair of a large batch is looked at, so that the cost does not grow with it. A rank's tokens, over all of its
-micro-batches, are cut into at most 256 stretches of equal length (and one more a micro-batch), and 64 pairs are
-compared in each, from its first trained token on. That token is looked for at up to 256 evenly spaced places of the
-stretch. Up to 16,384 local tokens this compares every pair. Beyond, a response is found that is as long as the distance
-of these places, which is local tokens / 65,536, or longer; a shorter one only where it happens to lie on a place. A
-shift is missed if fewer than 512 pairs are found in the whole batch.
+A rank with more than 16,384 tokens compares 64 pairs in each of 256 stretches of its tokens, so that the cost does not
+grow with them. ``docs/design.md``, "Errors in the data", says which shifts that misses.
 """
 
 from __future__ import annotations
@@ -46,25 +36,15 @@ _LOOKS = 256  # places of a stretch, at most, where its first trained token is l
 
 @dataclass(frozen=True)
 class Shift:
-    """How the two policies' tokens lie against each other.
+    """The position of the two policies' tokens against each other."""
 
-    Attributes:
-        share: the smaller crosswise distance, as a share of the straight one; 1 if both are 0.
-        lag: the positions by which the rollout log-probs would then be late, +1 or -1.
-        is_enough: whether there are enough pairs, and different ones, to judge.
-    """
-
-    share: float
-    lag: int
-    is_enough: bool
+    share: float  # the smaller crosswise distance, as a share of the straight one; 1 if both are 0
+    lag: int  # the positions by which the rollout log-probs would then be late, +1 or -1
+    is_enough: bool  # there are enough pairs, and different ones, to judge
 
 
 def shift_sums(parts: Sequence[Part]) -> Tensor:
-    """[5, cells] float64, over some neighbouring pairs of local tokens, by cell.
-
-    Rows: how many pairs there are, then sums of distances in units of 2^-20 nats: train_t to rollout_t, to rollout_t+1,
-    train_t+1 to rollout_t, to rollout_t+1.
-    """
+    """[5, cells] float64: pairs, and distances of train_t and train_t+1 to rollout_t and rollout_t+1 in 2^-20 nats."""
     some = [part for part in parts if part.mask.numel()]
     if not some:
         return torch.zeros(ROWS, CELLS, dtype=torch.float64, device=parts[0].mask.device)
@@ -74,10 +54,7 @@ def shift_sums(parts: Sequence[Part]) -> Tensor:
 
 
 def _windows(part: Part, stretch: int) -> tuple[Tensor, ...]:
-    """The tokens of a part that are looked at, window by window: flat train, rollout, mask, is followed by the next.
-
-    How many they are depends on shapes alone, not on data.
-    """
+    """Flat train, rollout, mask and "is followed by the next" of the tokens to compare; shapes depend on no data."""
     tokens = tuple(tensor.reshape(-1) for tensor in (part.train, part.rollout, part.mask))
     if stretch == _PAIRS:
         every = torch.arange(part.mask.numel(), device=part.mask.device)
@@ -91,10 +68,7 @@ def _windows(part: Part, stretch: int) -> tuple[Tensor, ...]:
 
 
 def _window_places(mask: Tensor, stretch: int) -> Tensor:
-    """[windows, 65] int64, places in the flat mask; beyond its end the last one stands again.
-
-    No place but a window's last is in two windows, so that no pair is.
-    """
+    """[windows, 65] int64, places in the flat mask, its last place for those beyond; no pair is in two windows."""
     step = -(-stretch // _LOOKS)
     looks_each = -(-stretch // step)
     stretch = looks_each * step
@@ -109,7 +83,7 @@ def _window_places(mask: Tensor, stretch: int) -> Tensor:
 
 
 def _distances(train: Tensor, rollout: Tensor, mask: Tensor, followed: Tensor) -> Tensor:
-    """[5, cells] float64: the same, over tokens of which each may be followed by its neighbour."""
+    """[5, cells] float64, as :func:`shift_sums`, over tokens that may be followed by their neighbour."""
     pairs = (mask[:-1] & mask[1:] & followed[:-1]).double()
     train, rollout = train.float(), rollout.float()
     # The first or second train token of each pair against its first or second rollout token.

@@ -15,13 +15,16 @@ from megatron_rc.batch.sums import correct_batch, empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.collectives import broadcast, first_text, pack, unpack
+from megatron_rc.measures.header import BatchHeader
+from megatron_rc.parallel.collectives import broadcast_record, first_text, map_record
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
-from megatron_rc.training.plan import Plan, PlannedStep, Progress, StepOwner, one_each
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
+from megatron_rc.training.plan import Plan, Progress, StepOwner
 from megatron_rc.training.result import TrainingResult
+
+_TOLERANCE = 1e-5  # relative, of sums of float32 weights in another order
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,15 +50,20 @@ class DecoupledPlan(TrainingResult, Plan):
         super().check()
         self.progress.is_checked = True
 
-    def accepted(self, mini_batch: int) -> tuple[Tensor, Tensor]:
-        """0-D float64 each: the accepted tokens of a mini-batch, and the sum of their weights as they are applied."""
+    def ended(
+        self, batch: BatchHeader[Tensor] | None, counted: Counted[Tensor], mini_batch: int
+    ) -> tuple[BatchHeader[Tensor] | None, Tensor, Tensor]:
+        """Compare the accepted tokens, and the sum of their weights as they are applied; the factor is 1."""
         found = self.header.denominators
-        weight: Tensor = found.weights[mini_batch]
+        accepted, weight = found.counts[mini_batch, 2], found.weights[mini_batch]
         if self.config.rollout_is_batch_normalize:
             weight = weight * normalization(found.total_weight, found.weight_count)
-        return found.counts[mini_batch, 2], weight if self.config.applies_weights else torch.zeros_like(weight)
+        if not self.config.applies_weights:
+            weight = torch.zeros_like(weight)
+        is_equal = (counted.weights - weight).abs() <= _TOLERANCE * weight  # False for NaN
+        return batch, (counted.tokens != accepted) | ~is_equal, torch.ones_like(weight)
 
-    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
         """The results of the plan, if they are all there."""
         old, mask, lengths = micro_batch.train_log_probs, micro_batch.mask, micro_batch.sequence_lengths
         if old is None or mask is None or lengths is None:
@@ -65,8 +73,8 @@ class DecoupledPlan(TrainingResult, Plan):
             )
         if micro_batch.weights is None and self.config.applies_weights:
             raise ValueError(
-                f"rollout_is={self.config.rollout_is!r} applies weights, and the micro-batch has none: pass "
-                "the plan's, MicroBatch(weights=...)"
+                f"rollout_is={self.config.rollout_is!r} applies weights, and the micro-batch has none: pass the "
+                "plan's, MicroBatch(weights=...)"
             )
         if micro_batch.weights is not None and not self.config.applies_weights:
             raise ValueError(
@@ -74,10 +82,8 @@ class DecoupledPlan(TrainingResult, Plan):
                 "are applied, and the micro-batch has some: leave MicroBatch(weights=...) out"
             )
         layout = micro_batch.layout
-        for name, value, shape in (
-            ("mask", mask, layout.shape),
-            ("sequence_lengths", lengths, (layout.num_sequences,)),
-        ):
+        shapes = ("mask", mask, layout.shape), ("sequence_lengths", lengths, (layout.num_sequences,))
+        for name, value, shape in shapes:
             if tuple(value.shape) != shape:
                 raise ValueError(
                     f"MicroBatch({name}=...) has shape {tuple(value.shape)}: expected {shape}, the part of the plan's "
@@ -88,14 +94,18 @@ class DecoupledPlan(TrainingResult, Plan):
         return CorrectedMicroBatch(micro_batch.weights, mask, lengths, old)
 
     def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:
-        number = len(layouts)
         if self.sequence_lengths is None:
             raise ValueError("micro_batches() on a pipeline stage without log-probs: the loss is on the last one")
         return {
-            "weights": one_each(self.weights, number),
-            "mask": one_each(self.mask, number),
+            "weights": _one_each(self.weights, layouts),
+            "mask": _one_each(self.mask, layouts),
             "sequence_lengths": list(self.sequence_lengths.split([layout.num_sequences for layout in layouts])),
         }
+
+
+def _one_each(value: Any, layouts: Sequence[SequenceLayout]) -> list[Any]:
+    """The entries of a list; else the value for each layout."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * len(layouts)
 
 
 def plan_decoupled(
@@ -123,13 +133,12 @@ def plan_decoupled(
                 raise
             refused = str(error)
     result = result or CorrectionResult(config, empty_header(config, counts, device))
-    sums, maxima = pack(result.header)
-    numbers = torch.cat([sums, maxima])
-    numbers = numbers if refused is None else torch.full_like(numbers, torch.nan)
-    numbers = broadcast(numbers, group_size(groups.pp) - 1, groups.pp)
+    header = result.header
+    if refused is not None:
+        header = map_record(header, lambda value, _: torch.full_like(value, torch.nan, dtype=torch.float64))
     plan = DecoupledPlan(
         config=config,
-        header=unpack(result.header, (numbers[: len(sums)], numbers[len(sums) :])),
+        header=broadcast_record(header, groups.pp),
         weights=result.weights,
         measured_weights=result.measured_weights,
         mask=result.mask,

@@ -17,29 +17,23 @@ from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
-from megatron_rc.training.plan import Plan, PlannedStep, Progress, StepOwner
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
+from megatron_rc.training.plan import Plan, Progress, StepOwner
 from megatron_rc.training.proximal import interpolate
-from megatron_rc.training.result import index_of
+from megatron_rc.training.result import TrainingResult, index_of
 
 
 @dataclass(frozen=True)
 class MaskCounts:
-    """Counts under the response masks of a rollout batch, over all ranks.
+    """Counts under the response masks of a rollout batch, over all ranks; float64."""
 
-    Attributes:
-        tokens: [num_mini_batches] float64.
-        sequences: [num_mini_batches] float64, with such a token.
-        bad_ids: 0-D float64, sequences among them whose mini-batch id is out of range, and which another one counts.
-    """
-
-    tokens: Tensor
-    sequences: Tensor
-    bad_ids: Tensor
+    tokens: Tensor  # [num_mini_batches]
+    sequences: Tensor  # [num_mini_batches], with such a token
+    bad_ids: Tensor  # 0-D, sequences among them whose mini-batch id is out of range; another mini-batch counts them
 
 
 def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups) -> MaskCounts:
-    """Count the response masks of a rollout batch, which are checked as :func:`collect_shards` does.
+    """Count the response masks of a rollout batch, checked as by :func:`collect_shards`.
 
     Collectives: one SUM of [n] over ``cp``, one SUM of [2 num_mini_batches + 1] over ``dp_cp``.
     """
@@ -57,11 +51,7 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
 
 
 class InLossPlan(Plan):
-    """The plan of a correction that is made in the loss: the facts that are known before π_θ is.
-
-    Attributes:
-        counts: under the response mask; None on pipeline stages without log-probs.
-    """
+    """The plan of a correction that is made in the loss: the facts that are known before π_θ is."""
 
     def __init__(
         self,
@@ -75,7 +65,7 @@ class InLossPlan(Plan):
         compile: bool,
     ) -> None:
         self.config, self.loss, self.agreed, self.groups, self.steps = config, loss, agreed, groups, steps
-        self.counts, self._compile = counts, compile
+        self.counts, self._compile = counts, compile  # counts are None on pipeline stages without log-probs
         # Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises.
         self.progress = Progress(is_checked=True)
 
@@ -104,17 +94,22 @@ class InLossPlan(Plan):
         return False
 
     @torch.no_grad()
-    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
         """The correction that is found from log π_θ."""
         check_left_out(self.config, micro_batch, "train_log_probs", "weights", "mask", "sequence_lengths")
         return self.from_theta(dataclasses.replace(micro_batch, train_log_probs=log_probs))
 
     def from_theta(self, inputs: OneMicroBatch) -> CorrectedMicroBatch:
         """Correct one micro-batch whose ``train_log_probs`` are log π_θ, or from which log π_old is interpolated."""
-        counts, old = of_one_step(self.agreed), inputs.rollout_log_probs
-        inputs = _without_others(inputs, counts)
+        if not isinstance(inputs.rollout_log_probs, Tensor):
+            raise ValueError("the loss takes one micro-batch, not a list of them")
+        counts, old = self.agreed.one_step, inputs.rollout_log_probs
+        versions = None if counts.current_version is None else inputs.policy_versions
+        inputs = dataclasses.replace(
+            inputs, rewards=None, group_ids=None, mini_batch_ids=None, policy_versions=versions
+        )
         if self.config.proximal_interpolation:
-            old = self._interpolated(inputs)
+            old = self._interpolated(inputs, counts)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
         first = self.steps.num_sequences
         batch = local_batch(inputs, self.config, counts, self.groups, compile=self._compile, first_sequence=first)
@@ -129,27 +124,46 @@ class InLossPlan(Plan):
             header=batch.header,
         )
 
-    def factor(self, header: BatchHeader[Tensor], mini_batch: int) -> Tensor:
+    def ended(
+        self, batch: BatchHeader[Tensor] | None, counted: Counted[Tensor], mini_batch: int
+    ) -> tuple[BatchHeader[Tensor] | None, Tensor, Tensor]:
+        """Compare the tokens under the response mask; the factor is D₀/G, 0 if the step must be skipped."""
+        if self.counts is None or batch is None:
+            raise RuntimeError("a step in the loss ends on the last pipeline stage, with the numbers of its batch")
+        found: Tensor = batch.denominators.counts[0, 0]
+        if self.config.bad_log_probs == "reject_token":
+            # Bad tokens are not counted under the mask; the plan does not know them.
+            found = found + batch.data.bad_tokens
+        # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
+        differs = (found != self.counts.tokens[mini_batch]) & (self.counts.bad_ids == 0)
+        # The plan found these, and the other stages did not see them.
+        out_of_range = batch.data.out_of_range.clone()
+        out_of_range[PER_SEQUENCE.index("mini_batch_ids")] += self.counts.bad_ids
+        batch = dataclasses.replace(batch, data=dataclasses.replace(batch.data, out_of_range=out_of_range))
+        skip = TrainingResult(config=self.config, header=batch, loss=self.loss).skip[0]
+        return batch, differs, torch.where(skip, 0.0, self._factor(batch, mini_batch))
+
+    def _factor(self, batch: BatchHeader[Tensor], mini_batch: int) -> Tensor:
         """0-D: D₀/G of a step; G = (the aggregation's denominator) · w̄."""
-        tokens, sequences, accepted_tokens, accepted_sequences = header.denominators.counts[0]
+        tokens, sequences, accepted_tokens, accepted_sequences = batch.denominators.counts[0]
         if self.config.rejection_denominator == "accepted":
             tokens, sequences = accepted_tokens, accepted_sequences
         unknown = denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
-        factor = self.step(mini_batch).denominator / unknown
+        factor = self.denominator(mini_batch) / unknown
         if self.config.rollout_is_batch_normalize:
-            factor = factor * normalization(header.denominators.total_weight, header.denominators.weight_count)
+            factor = factor * normalization(batch.denominators.total_weight, batch.denominators.weight_count)
         return factor
 
-    def _interpolated(self, inputs: OneMicroBatch) -> Tensor:
-        """The proximal policy's log-probs: its version is that of the batch's start, before the steps that ended."""
-        shards = collect_shards(inputs, of_one_step(self.agreed), self.groups)
+    def _interpolated(self, inputs: OneMicroBatch, counts: AgreedCounts) -> Tensor:
+        """The proximal policy's log-probs; its version is the current one of the plan, before the steps that ended."""
+        shards = collect_shards(inputs, counts, self.groups)
         (part,) = shards.parts
         versions = part.versions
         if versions is None and shards.versions is not None:
             versions = part.layout.expand(shards.versions)
-        if versions is None or self.agreed.current_version is None:
+        if versions is None:
             raise RuntimeError("proximal_interpolation needs versions, which the plan asked for")
-        staleness = (self.agreed.current_version - versions).clamp(min=0)
+        staleness = counts.staleness(versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
 
 
@@ -170,11 +184,6 @@ def plan_in_loss(
     return InLossPlan(config, agreed, groups, counts, loss=loss, steps=steps, compile=compile)
 
 
-def of_one_step(counts: AgreedCounts) -> AgreedCounts:
-    """The counts of a single mini-batch, without prompts."""
-    return dataclasses.replace(counts, num_mini_batches=1, num_groups=None)
-
-
 def check_left_out(config: RolloutCorrectionConfig, given: AnyInputs, *names: str) -> None:
     """Raise ValueError for inputs that decoupled mode takes and the loss would find for itself and ignore."""
     mode, old = "proximal_interpolation", "interpolates log π_old from log π_θ and rollout_log_probs"
@@ -184,11 +193,3 @@ def check_left_out(config: RolloutCorrectionConfig, given: AnyInputs, *names: st
         if getattr(given, name) is not None:
             why = old if name == "train_log_probs" else f"finds the {name} in the loss"
             raise ValueError(f"{name} would be ignored: {mode}=True {why}: pass {name}=None, or use decoupled mode")
-
-
-def _without_others(inputs: OneMicroBatch, counts: AgreedCounts) -> OneMicroBatch:
-    """The inputs without the fields on several mini-batches or prompts, and without versions that are not looked at."""
-    if not isinstance(inputs.rollout_log_probs, Tensor):
-        raise ValueError("the loss takes one micro-batch, not a list of them")
-    versions = None if counts.current_version is None else inputs.policy_versions
-    return dataclasses.replace(inputs, rewards=None, group_ids=None, mini_batch_ids=None, policy_versions=versions)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Generic
 
+import torch
 from torch import Tensor
 
+from megatron_rc.correction.denominators import N
 from megatron_rc.correction.inputs import OneMicroBatch
 from megatron_rc.measures.header import BatchHeader
+from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.parallel.layout import SequenceLayout
 
 
@@ -21,11 +25,10 @@ class MicroBatch(OneMicroBatch):
         layout: which tokens these are; must be given, and so must advantages.
         advantages: [n], or per token.
         sequence_ids: error messages name them if the correction is made in the loss.
-        policy_versions: for metrics by staleness, bounds by staleness and the interpolation that are made in the loss;
-            only if the plan was given the current version.
+        policy_versions: for metrics, bounds and interpolation by staleness in the loss; only if the plan was given the
+            current version.
         ref_log_probs: log π_ref; needed for a KL penalty.
-        weights: importance weights of the plan; must be None if the config applies none or the loss finds
-            them.
+        weights: importance weights of the plan; must be None if the config applies none or the loss finds them.
         mask: bool, the accepted tokens of the plan; must be None if the loss finds them.
         sequence_lengths: [n] float64, n_i of the plan; must be None if the loss finds them.
     """
@@ -40,23 +43,37 @@ class MicroBatch(OneMicroBatch):
 
 @dataclass(frozen=True)
 class CorrectedMicroBatch:
-    """The correction of one micro-batch; unpacks as ``weights, mask, sequence_lengths``.
+    """The correction of one micro-batch; unpacks as ``weights, mask, sequence_lengths``."""
 
-    Attributes:
-        weights: detached, like the tokens; None if none are applied. Bounded; normalised in decoupled mode alone.
-        mask: bool: the accepted tokens m'.
-        sequence_lengths: [n] float64, n_i: tokens of each whole sequence in the denominator.
-        old_log_probs: log π_old, detached: of the plan, of the rollout in bypass mode, or interpolated.
-        mean_log_ratio: [n] float64, the mean of log π_θ/π_old over each whole sequence; None if it is not known yet.
-        header: this rank's part of the numbers of the step; None if the plan has them.
-    """
-
-    weights: Tensor | None
-    mask: Tensor
-    sequence_lengths: Tensor
-    old_log_probs: Tensor
-    mean_log_ratio: Tensor | None = None
-    header: BatchHeader[Tensor] | None = None
+    weights: Tensor | None  # detached; None if none are applied; bounded, and in decoupled mode normalised
+    mask: Tensor  # bool: the accepted tokens m'
+    sequence_lengths: Tensor  # [n] float64, n_i: tokens of each whole sequence in the denominator
+    old_log_probs: Tensor  # log π_old, detached: of the plan, of the rollout in bypass mode, or interpolated
+    mean_log_ratio: Tensor | None = None  # [n] float64, the mean of log π_θ/π_old over each sequence; None: not known
+    header: BatchHeader[Tensor] | None = None  # this rank's part of the numbers of the step; None: the plan has them
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.weights, self.mask, self.sequence_lengths))
+
+
+@dataclass(frozen=True)
+class Counted(Generic[N]):
+    """The tokens that the losses of a step were made from, to be compared with the plan's."""
+
+    tokens: N  # accepted tokens
+    weights: N  # the sum of their weights; 0 if none are applied
+    outside: N  # accepted tokens that are not in the response mask
+    strangers: N  # sequences with trained tokens of another mini-batch than the step's
+    most: N = largest()  # micro-batches of the rank that counted the most
+    fewest: N = smallest()  # micro-batches of the rank that counted the fewest
+
+    @classmethod
+    def of(cls, response_mask: Tensor, found: CorrectedMicroBatch, strangers: Tensor | None = None) -> Counted[Tensor]:
+        """The counts of one micro-batch, 0-D float64."""
+        tokens = found.mask.sum(dtype=torch.float64)
+        zero, one = torch.zeros_like(tokens), torch.ones_like(tokens)
+        weights = zero
+        if found.weights is not None:
+            weights = torch.where(found.mask, found.weights, 0).sum(dtype=torch.float64)
+        outside = (found.mask & ~response_mask).sum()
+        return Counted(tokens, weights, outside, zero if strangers is None else strangers, one, one)

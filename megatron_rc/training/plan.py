@@ -1,11 +1,7 @@
-"""A plan: the facts about a rollout batch before its optimizer steps, and the factors of each step.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""A plan: the facts about a rollout batch before its optimizer steps, and the factors of each step."""
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +12,12 @@ from torch import Tensor
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, split_inputs
 from megatron_rc.loss.aggregation import denominator
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.arguments import check_integer
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
 from megatron_rc.training.result import index_of
 
@@ -29,23 +26,12 @@ _MOST_TOKENS = 2**31  # Megatron counts them in int32
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """One optimizer step: a mini-batch of a plan, and the denominator of its loss.
-
-    Attributes:
-        plan: the plan that knows the mini-batch.
-        mini_batch: its index there.
-        denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it. It is the
-            denominator of the loss; if that is known only after the step, the one under the response mask. NaN on
-            pipeline stages that cannot know it and compute no loss.
-        num_microbatches: of this step, on each data-parallel rank; None if it is not known.
-        total_tokens: by which Megatron divides the gradients with ``calculate_per_token_loss``; None without it.
-    """
+    """One optimizer step: a mini-batch of a plan."""
 
     plan: Plan
     mini_batch: int
-    denominator: Tensor
-    num_microbatches: int | None = None
-    total_tokens: int | None = None
+    num_microbatches: int | None = None  # of this step, on each data-parallel rank; None if it is not known
+    total_tokens: int | None = None  # Megatron's divisor of the gradients, with calculate_per_token_loss; else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +39,9 @@ class LossScale:
     """The global factors of one optimizer step, from ``plan.loss_scale()``: equal on all ranks that share them.
 
     Attributes:
-        denominator: 0-D, above 0: the sum of the loss over the whole mini-batch is divided by it.
+        denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it. If the
+            denominator is known only after the step, it is the one under the response mask. NaN on pipeline stages that
+            cannot know it and compute no loss.
         num_microbatches: of this step, on each data-parallel rank.
         dp_cp_size: number of ranks that hold different tokens.
         calculate_per_token_loss: Megatron's setting of that name.
@@ -84,34 +72,20 @@ class StepOwner(Protocol):
 
 @dataclass
 class Progress:
-    """The history of a plan since it was made.
+    """The history of a plan since it was made."""
 
-    Attributes:
-        is_checked: ``check()`` was called and found nothing wrong.
-        steps_ended: the optimizer steps on this plan that have ended, the skipped ones too; known on the last stage.
-    """
-
-    is_checked: bool = False
-    steps_ended: int = 0
+    is_checked: bool = False  # ``check()`` was called and found nothing wrong
+    steps_ended: int = 0  # the optimizer steps that have ended, the skipped ones too; known on the last stage
 
 
 class Plan(ABC):
-    """The facts about a rollout batch before the schedule, in both modes.
-
-    Attributes:
-        config: the correction.
-        loss: the objective: its aggregation decides the denominators.
-        agreed: the counts that all ranks agreed on.
-        groups: of this rank.
-        steps: the correction that the plan belongs to, whose steps its scales begin.
-        progress: the history of the plan.
-    """
+    """The facts about a rollout batch before the schedule, in both modes."""
 
     config: RolloutCorrectionConfig
-    loss: PolicyLossConfig
-    agreed: AgreedCounts
+    loss: PolicyLossConfig  # the objective: its aggregation decides the denominators
+    agreed: AgreedCounts  # the counts that all ranks agreed on
     groups: ParallelGroups
-    steps: StepOwner
+    steps: StepOwner  # of the correction that the plan belongs to
     progress: Progress
 
     @property
@@ -141,11 +115,20 @@ class Plan(ABC):
         """
 
     @abstractmethod
-    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
+    def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
         """The correction of one micro-batch: the plan's, or found from log π_θ.
 
         Raises:
             ValueError: something that the mode needs is missing, or was given and would be ignored.
+        """
+
+    @abstractmethod
+    def ended(
+        self, batch: BatchHeader[Tensor] | None, counted: Counted[Tensor], mini_batch: int
+    ) -> tuple[BatchHeader[Tensor] | None, Tensor, Tensor]:
+        """(numbers of the step's correction, its tokens differ from the plan's, factor of its gradients), 0-D each.
+
+        ``batch`` and ``counted`` are the sums of all ranks of the last stage.
         """
 
     def loss_scale(
@@ -171,8 +154,8 @@ class Plan(ABC):
                 the loss, no ``wrap_finalize`` that anything has kept: nothing would end the step and scale its
                 gradients.
             StepError: ``check()`` was never called, so that bad data would be trained on; in the loss, a whole step was
-                counted and nothing has ended it: ``wrap_finalize`` is not in the model's config. The last stage sees
-                that alone, here and when ``step`` is read; on every stage ``loss_metrics()`` raises.
+                counted and nothing has ended it: ``wrap_finalize`` is not in the model's config. Only the last stage
+                sees that; on every stage ``loss_metrics()`` raises.
         """
         self.steps.check_ready()
         if not self.progress.is_checked:
@@ -183,16 +166,15 @@ class Plan(ABC):
                 f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
                 "of a micro-batch on this rank and of the whole step, padding included, below 2³¹"
             )
-        divisor = total_tokens if calculate_per_token_loss else None
-        step = dataclasses.replace(self.step(mini_batch), num_microbatches=num_microbatches, total_tokens=divisor)
+        index = index_of(mini_batch, self.num_mini_batches)
         return LossScale(
-            denominator=step.denominator,
-            num_microbatches=num_microbatches,
-            dp_cp_size=group_size(self.groups.dp_cp),
-            calculate_per_token_loss=calculate_per_token_loss,
-            local_tokens=local_tokens,
-            total_tokens=total_tokens,
-            step=step,
+            self.denominator(index),
+            num_microbatches,
+            group_size(self.groups.dp_cp),
+            calculate_per_token_loss,
+            local_tokens,
+            total_tokens,
+            PlannedStep(self, index, num_microbatches, total_tokens if calculate_per_token_loss else None),
         )
 
     def micro_batches(self, inputs: AnyInputs) -> list[MicroBatch]:
@@ -215,21 +197,8 @@ class Plan(ABC):
         """The plan's results for each micro-batch, by the names of MicroBatch's fields."""
         return {}
 
-    def step(self, mini_batch: int | None = None) -> PlannedStep:
-        """The optimizer step of a mini-batch, which may be left out if there is one.
-
-        Raises:
-            ValueError: as :meth:`loss_scale`.
-        """
-        index = index_of(mini_batch, self.num_mini_batches)
-        return PlannedStep(self, index, self._denominator(index))
-
-    def _denominator(self, mini_batch: int) -> Tensor:
+    def denominator(self, mini_batch: int) -> Tensor:
+        """0-D float64, above 0: the loss of a mini-batch is divided by it."""
         # A mini-batch without tokens has a loss of 0, whatever it is divided by.
         tokens, sequences = self.counted[mini_batch].clamp(min=1)
         return denominator(self.loss.aggregation, self.loss.loss_scale_factor, tokens, sequences)
-
-
-def one_each(value: Any, number: int) -> list[Any]:
-    """The entries of a list; else the value for each."""
-    return list(value) if isinstance(value, (list, tuple)) else [value] * number

@@ -13,14 +13,14 @@ from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_dev
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.training.decoupled import plan_decoupled
-from megatron_rc.training.finish_step import Steps
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
 from megatron_rc.training.objective import denominator_is_unknown, resolve_objective
 from megatron_rc.training.plan import Plan, PlannedStep
-from megatron_rc.training.result import TrainingResult
-from megatron_rc.training.step_result import Counted, StepResult
+from megatron_rc.training.result import TrainingResult, index_of
+from megatron_rc.training.step import StepResult
+from megatron_rc.training.steps import Steps
 
 
 class RolloutCorrection:
@@ -166,7 +166,7 @@ class RolloutCorrection:
             raise StepError(
                 "in_loss belongs to bypass_mode and proximal_interpolation, after plan() on the last pipeline stage"
             )
-        step = plan.step(mini_batch)
+        step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
         inputs = OneMicroBatch(
             log_probs,
@@ -180,7 +180,7 @@ class RolloutCorrection:
         with torch.no_grad():
             found = plan.from_theta(inputs)
         if torch.is_grad_enabled():
-            self.steps.count(step, Counted.of(response_mask, found), found)
+            self.steps.count(step, found, Counted.of(response_mask, found))
         return found
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
@@ -191,7 +191,7 @@ class RolloutCorrection:
         """
         if step.plan.steps is not self.steps:
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
-        return step.plan.corrected(micro_batch, log_probs, step)
+        return step.plan.corrected(micro_batch, log_probs)
 
     @torch.no_grad()
     def finish_step(self, device: torch.device | None = None) -> Tensor:

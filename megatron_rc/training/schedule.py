@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rc.correction.inputs import on_device
 from megatron_rc.loss.aggregation import loss_sum
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.policy import kl_penalty, policy_loss
@@ -18,10 +19,9 @@ from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import group_size
 from megatron_rc.parallel.softmax import arithmetic
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, MicroBatch
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.plan import LossScale, PlannedStep
 from megatron_rc.training.rollout_correction import RolloutCorrection
-from megatron_rc.training.step_result import Counted
 
 Returned = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -76,8 +76,7 @@ def masked_loss(
     statistics = statistics.plus(loss=total.detach() / scale.denominator)
 
     def count(_: Tensor) -> None:
-        correction.steps.count(step, counted, found)
-        correction.steps.record(statistics)
+        correction.steps.count(step, found, counted, statistics)
 
     if returned[0].requires_grad:
         returned[0].register_hook(count)
@@ -111,9 +110,7 @@ def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
             f"mini_batch_ids has shape {tuple(ids.shape)}: expected one for each of "
             f"{micro_batch.layout.num_sequences} sequences"
         )
-    # A copy to the host would not be there yet.
-    ids = ids.to(mask.device, non_blocking=mask.device.type != "cpu")
-    return ((ids != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
+    return ((on_device(ids, mask.device) != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
 
 
 def _refused(log_probs: Tensor) -> Returned:

@@ -12,23 +12,17 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.sums import empty_header, reduce_batch
-from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts
+from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.collectives import broadcast, first_text, pack, unpack
-from megatron_rc.parallel.groups import ParallelGroups, group_size
+from megatron_rc.parallel.collectives import broadcast_record, first_text, pack, unpack
+from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
-from megatron_rc.training.decoupled import DecoupledPlan
-from megatron_rc.training.in_loss import InLossPlan, of_one_step
-from megatron_rc.training.micro_batch import CorrectedMicroBatch
+from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted
 from megatron_rc.training.misuse import Misuse, StepError
-from megatron_rc.training.open_step import OpenStep
 from megatron_rc.training.plan import PlannedStep
-from megatron_rc.training.result import TrainingResult
 from megatron_rc.training.scaled_gradients import ScaledGradients
-from megatron_rc.training.step_result import Counted, StepHeader, StepResult
-
-_TOLERANCE = 1e-5  # relative, of sums of float32 weights in another order
+from megatron_rc.training.step import OpenStep, StepHeader, StepResult
 
 
 class Steps:
@@ -42,6 +36,7 @@ class Steps:
 
     Attributes:
         agreed: the counts of the newest plan, which the form of a step's header follows.
+        last: the step that ended last.
         since_plan: the steps that have ended since the newest plan was made, on every stage.
     """
 
@@ -56,9 +51,9 @@ class Steps:
         self.config, self.loss, self.groups = config, loss, groups
         self.allow_zero_log_probs = allow_zero_log_probs
         self.agreed = AgreedCounts()
+        self.last: StepResult | None = None
         self.since_plan: list[StepResult] = []
         self._open = OpenStep()
-        self._ended: StepResult | None = None
         self._scaled: ScaledGradients | None = None
         self._ends: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
         self._is_ending = self._has_ended = False
@@ -72,8 +67,8 @@ class Steps:
 
         Raises:
             ValueError: nothing would end it, which every stage sees.
-            StepError: a whole step was counted, and nothing has ever ended one, which the last stage sees alone: the
-                others see no loss.
+            StepError: a whole step was counted, and nothing has ever ended one. Only the last stage sees that, because
+                the others see no loss.
         """
         if not self.config.corrects_in_loss:
             return
@@ -84,9 +79,9 @@ class Steps:
             )
         if not self._has_ended and self._open.holds_steps(1):
             raise StepError(
-                "a schedule has run, and nothing has ended its step or scaled its gradients: what "
-                "wrap_finalize(correction) gave is not the finalize_model_grads_func of the config of this model, on "
-                "every pipeline stage; set it before the schedule"
+                "a schedule has run, and nothing has ended its step or scaled its gradients: the function of "
+                "wrap_finalize(correction) is not the finalize_model_grads_func of the config of this model, on every "
+                "pipeline stage; set it before the schedule"
             )
 
     def check_goes_on(self, step: PlannedStep) -> None:
@@ -97,13 +92,14 @@ class Steps:
                 "finish_step() in between, or reset_step() if that step is given up"
             )
 
-    def count(self, step: PlannedStep, counted: Counted[Tensor], found: CorrectedMicroBatch) -> None:
-        """Add a micro-batch to the open step. Collectives: none.
-
-        Args:
-            step: whose denominator its loss was divided by.
-            counted: its tokens.
-            found: its correction.
+    def count(
+        self,
+        step: PlannedStep,
+        found: CorrectedMicroBatch,
+        counted: Counted[Tensor],
+        statistics: LossStatistics | None = None,
+    ) -> None:
+        """Add a micro-batch to the open step: its correction, its tokens, the measures of its loss. Collectives: none.
 
         Raises:
             StepError: two steps have been counted, and nothing has ever ended one.
@@ -112,35 +108,29 @@ class Steps:
             raise StepError(Misuse.UNFINISHED.words)
         if self._open.micro_batches == 0 and self._scaled is not None:
             if self._scaled.are_untouched:
-                self._open.note(Misuse.SCALED_BEFORE)
+                self._open.found.add(Misuse.SCALED_BEFORE)
             self._scaled = None
-        self._open.count(step, counted, found)
-
-    def record(self, statistics: LossStatistics) -> None:
-        """Add the measures of the loss of a micro-batch. Collectives: none."""
-        self._open.record(statistics)
+        zero = torch.zeros_like(counted.tokens)
+        statistics = statistics or LossStatistics.nothing(zero.device)
+        header = StepHeader(found.header, statistics, counted, misuse=zero, factor=zero)
+        self._open.count(step, header, len(found.sequence_lengths))
 
     def compare_divisor(self, num_tokens: int | None) -> None:
-        """Note a step whose losses expect another divisor of their gradients. Collectives: none.
-
-        Args:
-            num_tokens: Megatron divided the gradients by so many tokens; None: by none.
-        """
+        """Note a step whose losses expect another divisor than these tokens, or than none. Collectives: none."""
         if self._open.step is not None and self._open.step.total_tokens != num_tokens:
-            self._open.note(Misuse.OTHER_DIVISOR)
+            self._open.found.add(Misuse.OTHER_DIVISOR)
 
     def refuse(self, message: str) -> None:
         """Note that a loss could not be made, for ``finish`` to raise on every rank alike. Collectives: none."""
-        self._open.note(Misuse.REFUSED_LOSS)
+        self._open.found.add(Misuse.REFUSED_LOSS)
         self._open.refused = self._open.refused or message
 
     def finish(self, device: torch.device) -> StepResult:
         """End a step: see :meth:`RolloutCorrection.finish_step`."""
-        form = self._form(device if self._open.counted is None else self._open.counted[0].device)
-        header = self._reduced(form) if self.groups.is_last_stage else form
-        sums, maxima = pack(header)
-        numbers = broadcast(torch.cat([sums, maxima]), group_size(self.groups.pp) - 1, self.groups.pp)
-        ended = unpack(header, (numbers[: len(sums)], numbers[len(sums) :]))
+        header = self._form(device if self._open.sums is None else self._open.sums[0].device)
+        if self.groups.is_last_stage:
+            header = self._reduced(header)
+        ended = broadcast_record(header, self.groups.pp)
         result = StepResult(
             config=self.config,
             header=ended.batch,  # type: ignore[arg-type]
@@ -153,7 +143,7 @@ class Steps:
         if self._open.step is not None:
             self._open.step.plan.progress.steps_ended += 1
         self.since_plan.append(result)
-        self._ended, self._open = result, OpenStep()
+        self.last, self._open = result, OpenStep()
         return result
 
     def reset(self) -> None:
@@ -170,23 +160,18 @@ class Steps:
         """Whether micro-batches were counted that no ``finish`` has ended."""
         return self._open.micro_batches > 0
 
-    @property
-    def last(self) -> StepResult | None:
-        """The step that ended last."""
-        return self._ended
-
     def last_whole(self, name: str) -> StepResult:
         """The step that ended last, for a user's call of this name.
 
         Raises:
             StepError: there is none, or micro-batches were counted since.
         """
-        if self._ended is None or self.is_pending:
+        if self.last is None or self.is_pending:
             raise StepError(
                 f"{name} before finish_step(): end every step, as wrap_finalize(correction) does as the "
                 "finalize_model_grads_func of Megatron's config"
             )
-        return self._ended
+        return self.last
 
     def end_with(self, finalize: Callable[..., object]) -> None:
         """Let this function end the steps, as long as somebody keeps it to call it."""
@@ -194,7 +179,7 @@ class Steps:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """While a schedule's end is under way, which comes once.
+        """While the end of a schedule is under way.
 
         Raises:
             StepError: it is under way already, on every rank alike.
@@ -213,45 +198,26 @@ class Steps:
 
     def _form(self, device: torch.device) -> StepHeader[Tensor]:
         """The header of a step in which nothing was counted: its form is the one of every rank."""
+        batch = empty_header(self.config, self.agreed.one_step, device) if self.config.corrects_in_loss else None
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return StepHeader(
-            batch=empty_header(self.config, of_one_step(self.agreed), device) if self.config.corrects_in_loss else None,
-            loss=LossStatistics.nothing(device),
-            counted=Counted(zero, zero, zero, zero, zero, zero),
-            misuse=zero,
-            factor=zero + 1,
-        )
+        counted = Counted(zero, zero, zero, zero, zero, zero)
+        return StepHeader(batch, LossStatistics.nothing(device), counted, misuse=zero, factor=zero + 1)
 
     def _reduced(self, form: StepHeader[Tensor]) -> StepHeader[Tensor]:
         """The header of the step that ends, over all ranks of the last stage."""
-        opened = self._open
-        local, misuse = opened.header(form)
-        local = dataclasses.replace(local, misuse=form.misuse + misuse)
+        local, step = self._open.header(form), self._open.step
         header = unpack(local, reduce_batch(pack(local), self.groups))
-        found = self._found(header)
-        header = dataclasses.replace(header, misuse=torch.where(header.misuse == 0, found, header.misuse))
-        step = opened.step
-        if step is None or header.batch is None or not isinstance(step.plan, InLossPlan) or step.plan.counts is None:
-            return header
-        # The plan found these, and the other stages did not see them.
-        out_of_range = header.batch.data.out_of_range.clone()
-        out_of_range[PER_SEQUENCE.index("mini_batch_ids")] += step.plan.counts.bad_ids
-        data = dataclasses.replace(header.batch.data, out_of_range=out_of_range)
-        batch = dataclasses.replace(header.batch, data=data)
-        skip = TrainingResult(config=self.config, header=batch, loss=self.loss).skip[0]
-        factor = step.plan.factor(batch, step.mini_batch)
-        return dataclasses.replace(header, batch=batch, factor=torch.where(skip, 0.0, factor))
-
-    def _found(self, header: StepHeader[Tensor]) -> Tensor:
-        """0-D: the number of the mistake that the sums of all ranks show; 0 if there is none."""
-        counted, step = header.counted, self._open.step
-        is_short = counted.fewest == 0 if self.config.corrects_in_loss else (counted.fewest == 0) & (counted.most > 0)
+        counted, batch, factor = header.counted, header.batch, header.factor
         differs = counted.outside > 0
         if step is not None:
-            differs = differs | _differs(header, step)
-        found = torch.where(differs, float(Misuse.OTHER_TOKENS), 0.0)
-        found = torch.where(counted.strangers > 0, float(Misuse.OTHER_MINI_BATCH), found)
-        return torch.where(is_short, float(Misuse.NO_MICRO_BATCH), found)
+            batch, others, factor = step.plan.ended(batch, counted, step.mini_batch)
+            differs = differs | others
+        is_short = (counted.fewest == 0) & (counted.most > 0 if batch is None else counted.most >= 0)
+        misuse = torch.where(differs, float(Misuse.OTHER_TOKENS), 0.0)
+        misuse = torch.where(counted.strangers > 0, float(Misuse.OTHER_MINI_BATCH), misuse)
+        misuse = torch.where(is_short, float(Misuse.NO_MICRO_BATCH), misuse)
+        misuse = torch.where(header.misuse == 0, misuse, header.misuse)
+        return dataclasses.replace(header, batch=batch, misuse=misuse, factor=factor)
 
     def _refusal(self) -> str:
         """The message of the loss that was refused, equal on every rank: all of them know by now that one was.
@@ -260,20 +226,3 @@ class Steps:
         """
         text = first_text(self._open.refused, self.groups.dp_cp) if self.groups.is_last_stage else None
         return f"{Misuse.REFUSED_LOSS.words}: {first_text(text, self.groups.pp)}"
-
-
-def _differs(header: StepHeader[Tensor], step: PlannedStep) -> Tensor:
-    """0-D bool: the step counted other tokens, or other weights, than its mini-batch has in the plan."""
-    counted, plan = header.counted, step.plan
-    if isinstance(plan, DecoupledPlan):
-        accepted, weights = plan.accepted(step.mini_batch)
-        # True for NaN.
-        return (counted.tokens != accepted) | ~((counted.weights - weights).abs() <= _TOLERANCE * weights)
-    if not isinstance(plan, InLossPlan) or plan.counts is None or header.batch is None:
-        return counted.tokens < 0
-    tokens: Tensor = header.batch.denominators.counts[0, 0]
-    if plan.config.bad_log_probs == "reject_token":
-        # Bad tokens are not counted under the mask; the plan does not know them.
-        tokens = tokens + header.batch.data.bad_tokens
-    # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
-    return (tokens != plan.counts.tokens[step.mini_batch]) & (plan.counts.bad_ids == 0)
