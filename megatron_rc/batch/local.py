@@ -57,7 +57,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         compile: run blocks of equally long sequences through ``torch.compile``.
 
     Raises:
-        ValueError: a criterion needs advantages or group ids that are not there, or ``config`` is no config.
+        ValueError: the config needs advantages, prompts or versions that are not there, or is no config.
     """
     check_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None

@@ -20,16 +20,17 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 class CorrectionResult:
     """Weights and mask of the local tokens, and the numbers of the whole batch.
 
+    Weights, masks and lengths are None on pipeline stages without log-probs.
+
     Attributes:
         config: the correction.
         header: the numbers of the whole batch, on the device; equal on every rank.
-        weights: like ``response_mask`` (a list if that was one): the importance weights that the loss is multiplied by,
-            detached, 0 outside of the mask. None if the config applies none (also bypass ``ppo_clip``, whose
-            ratio holds them), and on pipeline stages without log-probs.
+        weights: like ``response_mask`` (a list if that was one): the importance weights to multiply the loss by,
+            detached, 0 outside of the mask. None if the config applies none (also bypass ``ppo_clip``, whose ratio
+            holds them).
         measured_weights: like ``weights``, also if the config measures weights and applies them to nothing.
-        mask: like ``response_mask``, bool: the accepted tokens m'; None on pipeline stages without log-probs.
-        sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator; None on pipeline stages
-            without log-probs.
+        mask: like ``response_mask``, bool: the accepted tokens m'.
+        sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator.
         allow_zero_log_probs: ``check()`` takes sequences whose rollout log-probs sum to exactly 0.
     """
 

@@ -16,23 +16,12 @@ from torch import Tensor
 
 from megatron_rc.batch.local import LocalSums, sequence_sums
 from megatron_rc.batch.result import CorrectionResult
-from megatron_rc.correction.denominators import count_batch
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, collect_shards
 from megatron_rc.correction.sequences import SequenceSums, sequence_weights
 from megatron_rc.correction.verdicts import Verdicts, accepted_masks, decide_sequences, prompt_columns
 from megatron_rc.correction.weights import normalization
-from megatron_rc.measures.data import data_sums
 from megatron_rc.measures.header import BatchHeader
-from megatron_rc.measures.sequence_measures import (
-    add_sequences,
-    breakdowns,
-    criterion_sums,
-    policy_sums,
-    token_staleness,
-    veto_sums,
-    weight_sums,
-)
-from megatron_rc.measures.token_measures import SequenceMeasures
+from megatron_rc.measures.sequence_measures import measure_batch
 from megatron_rc.parallel.collectives import Pair, pack, reduce_pair, unpack
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -40,21 +29,13 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 @dataclass(frozen=True)
 class BatchSums:
-    """The decisions on this rank's tokens, and its part of the whole batch.
+    """The decisions on this rank's tokens, and its part of the whole batch."""
 
-    Attributes:
-        local: the local tokens.
-        sums: over whole sequences, reduced over ``cp``.
-        verdicts: on whole sequences.
-        mask: m' of each micro-batch.
-        header: this rank's part of the numbers of the whole batch.
-    """
-
-    local: LocalSums
-    sums: SequenceSums
-    verdicts: Verdicts
-    mask: list[Tensor]
-    header: BatchHeader[Tensor]
+    local: LocalSums  # the local tokens
+    sums: SequenceSums  # over whole sequences, reduced over ``cp``
+    verdicts: Verdicts  # on whole sequences
+    mask: list[Tensor]  # m' of each micro-batch
+    header: BatchHeader[Tensor]  # this rank's part of the numbers of the whole batch
 
     @property
     def pair(self) -> Pair:
@@ -98,45 +79,15 @@ def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -
     """Verdicts on whole sequences, the accepted mask, and the local part of the batch's numbers. Collectives: none.
 
     Args:
-        local: of this rank.
+        local: the local tokens of this rank.
         sequences: reduced over ``cp``.
         prompts: reduced over ``dp_cp``; needed with criteria on prompts.
     """
     sums, measures = unpack((local.sums, local.measures), sequences)
     verdicts = decide_sequences(sums, local.shards, local.config, None if prompts is None else prompts[0])
     mask = accepted_masks(local.kept, local.shards, verdicts)
-    return BatchSums(local, sums, verdicts, mask, _header(local, sums, measures, verdicts, mask))
-
-
-def _header(
-    local: LocalSums, sums: SequenceSums, measures: SequenceMeasures, verdicts: Verdicts, mask: list[Tensor]
-) -> BatchHeader[Tensor]:
-    """This rank's part of the numbers of the whole batch."""
-    shards, config, tokens = local.shards, local.config, local.tokens
-    # Whole sequences, which all ranks of cp know, are counted on the first one.
-    counted = (sums.valid > 0) & shards.is_first_cp_rank
-    by_staleness, newer_tokens = token_staleness(shards, mask, config)
-    per_sequence = (
-        policy_sums(sums, measures, verdicts),
-        weight_sums(sums, measures, tokens, counted, config),
-        veto_sums(sums),
-        {
-            criterion.name: criterion_sums(criterion, sums, measures, tokens, verdicts, config)
-            for criterion in config.criteria
-        },
-    )
-    policy, weights, veto, criteria = add_sequences(per_sequence, sums, counted)
-    return BatchHeader(
-        denominators=count_batch(sums, verdicts, shards, config),
-        data=data_sums(shards, sums, newer_tokens, config),
-        policy=policy,
-        tokens=tokens,
-        weights=weights,
-        veto=veto,
-        criteria=criteria,
-        breakdowns=breakdowns(sums, verdicts, shards, counted, by_staleness),
-        bins=local.bins.cumsum(0),
-    )
+    header = measure_batch(local.shards, local.config, sums, verdicts, mask, measures, local.tokens, local.bins)
+    return BatchSums(local, sums, verdicts, mask, header)
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -157,15 +108,8 @@ def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) 
         factor = normalization(header.denominators.total_weight, header.denominators.weight_count)
     weights, is_list = batch.weights(factor), batch.local.shards.is_list
     measured = weights if weights is None or is_list else weights[0]
-    return CorrectionResult(
-        config,
-        header,
-        weights=measured if config.applies_weights else None,
-        measured_weights=measured,
-        mask=batch.mask if is_list else batch.mask[0],
-        sequence_lengths=batch.sequence_lengths,
-        allow_zero_log_probs=allow_zero_log_probs,
-    )
+    applied, mask = measured if config.applies_weights else None, batch.mask if is_list else batch.mask[0]
+    return CorrectionResult(config, header, applied, measured, mask, batch.sequence_lengths, allow_zero_log_probs)
 
 
 def local_batch(
@@ -206,13 +150,10 @@ def empty_header(
     floats, ids = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
     log_probs = floats.view(0, 1)
     inputs = AnyInputs(
-        train_log_probs=log_probs,
-        rollout_log_probs=log_probs,
-        response_mask=log_probs.bool(),
+        *(log_probs, log_probs, log_probs.bool()),
         advantages=floats,
         group_ids=None if counts.num_groups is None else ids,
         policy_versions=None if counts.current_version is None else ids,
         mini_batch_ids=ids,
     )
-    alone = ParallelGroups()
-    return local_batch(inputs, config, counts, alone).header
+    return local_batch(inputs, config, counts, ParallelGroups()).header

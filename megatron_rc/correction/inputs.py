@@ -104,19 +104,14 @@ def check_needs(config: RolloutCorrectionConfig, counts: AgreedCounts, *, has_ad
     """Raise ValueError if the config needs advantages, prompts or versions that are not given."""
     for criterion in config.criteria:
         if criterion.only_negative and not has_advantages:
-            raise ValueError(
-                f"rollout_rs={criterion.name} needs advantages: pass advantages=, one a sequence or one a token"
-            )
+            raise ValueError(f"rollout_rs={criterion.name} needs advantages: one a sequence or one a token")
         if criterion.unit == "prompt" and counts.num_groups is None:
-            raise ValueError(
-                f"rollout_rs={criterion.name} needs the prompt of each sequence: pass group_ids= and num_groups="
-            )
+            needed = "the prompt of each sequence: pass group_ids= and num_groups="
+            raise ValueError(f"rollout_rs={criterion.name} needs {needed}")
     for name in ("rollout_staleness_scale", "proximal_interpolation"):
         if counts.current_version is None and getattr(config, name):
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} needs the versions of the weights: pass policy_versions= and "
-                "current_version="
-            )
+            needed = "the versions of the weights: pass policy_versions= and current_version="
+            raise ValueError(f"{name}={getattr(config, name)!r} needs {needed}")
 
 
 @dataclass(frozen=True)
@@ -229,9 +224,7 @@ def split_inputs(inputs: AnyInputs, groups: ParallelGroups | None) -> list[OneMi
         value = getattr(inputs, field.name)
         columns[field.name] = [None] * len(masks) if value is None else _listed(field.name, value, is_list)
         if len(columns[field.name]) != len(masks):
-            raise ValueError(
-                f"{field.name} has {len(value)} entries: expected one for each of {len(masks)} micro-batches"
-            )
+            raise ValueError(f"{field.name} has {len(value)} entries: expected one a micro-batch, {len(masks)}")
     layouts = zip(columns["layout"], masks, strict=True)
     columns["layout"] = [SequenceLayout.given(layout, "response_mask", mask, groups) for layout, mask in layouts]
     rows = zip(*columns.values(), strict=True)
@@ -284,15 +277,11 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
         if getattr(inputs, name) is None:
             raise ValueError(f"{name} are missing: the correction compares train_log_probs with rollout_log_probs")
     if (inputs.group_ids is None) != (counts.num_groups is None):
-        raise ValueError(
-            "group_ids and num_groups come together: num_groups is the count of prompts, equal on all ranks"
-        )
+        raise ValueError("group_ids and num_groups come together: num_groups counts the prompts of all ranks")
     if (inputs.policy_versions is None) != (counts.current_version is None):
         raise ValueError("policy_versions and current_version come together: staleness is their difference")
     if inputs.mini_batch_ids is None and counts.num_mini_batches > 1:
-        raise ValueError(
-            f"num_mini_batches={counts.num_mini_batches} needs mini_batch_ids: the optimizer step of each sequence"
-        )
+        raise ValueError(f"num_mini_batches={counts.num_mini_batches} needs mini_batch_ids, one a sequence")
 
 
 def _listed(name: str, value: T | Sequence[T], is_list: bool) -> list[T]:
@@ -301,10 +290,7 @@ def _listed(name: str, value: T | Sequence[T], is_list: bool) -> list[T]:
     if not isinstance(value, (kind, list, tuple)):
         raise ValueError(f"{name} is a {type(value).__name__}: expected {remedy}, or a list with one a micro-batch")
     if is_list != isinstance(value, (list, tuple)):
-        raise ValueError(
-            f"{name} is a {type(value).__name__}: give one tensor for everything, or a list with one a micro-batch for "
-            "everything"
-        )
+        raise ValueError(f"{name} is a {type(value).__name__}: give tensors for everything, or lists for everything")
     values: list[T] = list(value) if isinstance(value, (list, tuple)) else [cast(T, value)]
     for index, each in enumerate(values):
         check_kind(f"{name}[{index}]", each, kind, remedy)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.denominators import into_buckets
+from megatron_rc.correction.denominators import count_batch, into_buckets
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import (
     SequenceSums,
@@ -20,7 +20,9 @@ from megatron_rc.correction.sequences import (
 from megatron_rc.correction.tokens import decide_tokens, token_blocks
 from megatron_rc.correction.verdicts import Verdicts
 from megatron_rc.correction.weights import log_bounds, scaled_bounds
+from megatron_rc.measures.data import data_sums
 from megatron_rc.measures.header import (
+    BatchHeader,
     Breakdowns,
     CriterionSums,
     PolicySums,
@@ -45,6 +47,37 @@ _ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
     (-torch.inf, torch.amax),
     (torch.inf, torch.amin),
 )
+
+
+def measure_batch(
+    shards: Shards,
+    config: RolloutCorrectionConfig,
+    sums: SequenceSums,
+    verdicts: Verdicts,
+    mask: Sequence[Tensor],
+    measures: SequenceMeasures,
+    tokens: TokenSums[Tensor],
+    bins: Tensor,
+) -> BatchHeader[Tensor]:
+    """This rank's part of the numbers of the whole batch, from whole sequences, the mask m', and all local tokens."""
+    # Whole sequences, which all ranks of cp know, are counted on the first one.
+    counted = (sums.valid > 0) & shards.is_first_cp_rank
+    by_staleness, newer_tokens = token_staleness(shards, mask, config)
+    criteria = {one.name: criterion_sums(one, sums, measures, tokens, verdicts, config) for one in config.criteria}
+    policy, weights = policy_sums(sums, measures, verdicts), weight_sums(sums, measures, tokens, counted, config)
+    veto = None if sums.vetoed is None else VetoSums(sums.vetoed, sums.vetoed > 0)
+    policy, weights, veto, criteria = add_sequences((policy, weights, veto, criteria), sums, counted)
+    return BatchHeader(
+        count_batch(sums, verdicts, shards, config),
+        data_sums(shards, sums, newer_tokens, config),
+        policy,
+        tokens,
+        weights,
+        veto,
+        criteria,
+        breakdowns(sums, verdicts, shards, counted, by_staleness),
+        bins=bins.cumsum(0),
+    )
 
 
 def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
@@ -188,11 +221,6 @@ def _statistic_sums(
         max=statistic,
         min=statistic,
     )
-
-
-def veto_sums(sums: SequenceSums) -> VetoSums[Tensor] | None:
-    """The tokens and sequences that the veto rejects; None without a veto."""
-    return None if sums.vetoed is None else VetoSums(sums.vetoed, sums.vetoed > 0)
 
 
 def breakdowns(

@@ -14,13 +14,12 @@ from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.batch.sums import correct_batch, empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
 from megatron_rc.correction.weights import normalization
-from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import broadcast_record, first_text, map_record
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
-from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
+from megatron_rc.training.objective import Setup
 from megatron_rc.training.plan import Plan, Progress, StepOwner
 from megatron_rc.training.result import TrainingResult
 
@@ -109,25 +108,16 @@ def _one_each(value: Any, layouts: Sequence[SequenceLayout]) -> list[Any]:
 
 
 def plan_decoupled(
-    inputs: AnyInputs | None,
-    config: RolloutCorrectionConfig,
-    counts: AgreedCounts,
-    groups: ParallelGroups,
-    *,
-    loss: PolicyLossConfig,
-    steps: StepOwner,
-    device: torch.device,
-    compile: bool,
-    allow_zero_log_probs: bool,
+    inputs: AnyInputs | None, counts: AgreedCounts, setup: Setup, steps: StepOwner, device: torch.device
 ) -> DecoupledPlan:
     """The whole correction on the last pipeline stage, and its header on every stage.
 
     The stages before the last wait for that header. So it is NaN if the inputs are refused, and all raise alike.
     """
-    result, refused = None, None
+    config, groups, result, refused = setup.config, setup.groups, None, None
     if inputs is not None:
         try:
-            result = correct_batch(inputs, config, counts, groups, compile=compile)
+            result = correct_batch(inputs, config, counts, groups, compile=setup.compile)
         except ValueError as error:
             if group_size(groups.pp) == 1:
                 raise
@@ -143,8 +133,8 @@ def plan_decoupled(
         measured_weights=result.measured_weights,
         mask=result.mask,
         sequence_lengths=result.sequence_lengths,
-        allow_zero_log_probs=allow_zero_log_probs,
-        loss=loss,
+        allow_zero_log_probs=setup.allow_zero_log_probs,
+        loss=setup.loss,
         groups=groups,
         agreed=counts,
         steps=steps,

@@ -12,12 +12,12 @@ from megatron_rc.batch.sums import local_batch
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
-from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
+from megatron_rc.training.objective import Setup
 from megatron_rc.training.plan import Plan, Progress, StepOwner
 from megatron_rc.training.proximal import interpolate
 from megatron_rc.training.result import TrainingResult, index_of
@@ -53,19 +53,10 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
 class InLossPlan(Plan):
     """The plan of a correction that is made in the loss: the facts that are known before π_θ is."""
 
-    def __init__(
-        self,
-        config: RolloutCorrectionConfig,
-        agreed: AgreedCounts,
-        groups: ParallelGroups,
-        counts: MaskCounts | None,
-        *,
-        loss: PolicyLossConfig,
-        steps: StepOwner,
-        compile: bool,
-    ) -> None:
-        self.config, self.loss, self.agreed, self.groups, self.steps = config, loss, agreed, groups, steps
-        self.counts, self._compile = counts, compile  # counts are None on pipeline stages without log-probs
+    def __init__(self, setup: Setup, steps: StepOwner, agreed: AgreedCounts, counts: MaskCounts | None) -> None:
+        self.config, self.loss, self.groups, self._compile = setup.config, setup.loss, setup.groups, setup.compile
+        self.steps, self.agreed = steps, agreed
+        self.counts = counts  # None on pipeline stages without log-probs
         # Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises.
         self.progress = Progress(is_checked=True)
 
@@ -167,21 +158,13 @@ class InLossPlan(Plan):
         return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
 
 
-def plan_in_loss(
-    inputs: AnyInputs | None,
-    config: RolloutCorrectionConfig,
-    agreed: AgreedCounts,
-    groups: ParallelGroups,
-    *,
-    loss: PolicyLossConfig,
-    steps: StepOwner,
-    compile: bool,
-) -> InLossPlan:
+def plan_in_loss(inputs: AnyInputs | None, agreed: AgreedCounts, setup: Setup, steps: StepOwner) -> InLossPlan:
     """Tokens and sequences under the response mask, on the last stage. Collectives: see :func:`count_masks`."""
+    counts = None
     if inputs is not None:
-        check_left_out(config, inputs, "train_log_probs")
-    counts = None if inputs is None else count_masks(inputs, agreed, groups)
-    return InLossPlan(config, agreed, groups, counts, loss=loss, steps=steps, compile=compile)
+        check_left_out(setup.config, inputs, "train_log_probs")
+        counts = count_masks(inputs, agreed, setup.groups)
+    return InLossPlan(setup, steps, agreed, counts)
 
 
 def check_left_out(config: RolloutCorrectionConfig, given: AnyInputs, *names: str) -> None:

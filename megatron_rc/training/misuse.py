@@ -57,7 +57,6 @@ class Misuse(IntEnum):
 
     def __new__(cls, words: str) -> Misuse:
         """The next number, with these words."""
-        number = len(cls.__members__) + 1
-        misuse = int.__new__(cls, number)
-        misuse._value_, misuse.words = number, words
+        misuse = int.__new__(cls, len(cls.__members__) + 1)
+        misuse._value_, misuse.words = int(misuse), words
         return misuse

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of a :class:`RolloutCorrection`, the objective's algorithm filled in."""
+
+    config: RolloutCorrectionConfig
+    groups: ParallelGroups
+    loss: PolicyLossConfig
+    allow_zero_log_probs: bool = False
+    compile: bool = False
 
 
 def resolve_objective(
@@ -13,13 +26,9 @@ def resolve_objective(
 ) -> PolicyLossConfig:
     """The objective with its algorithm filled in: ``ppo_clip``, in bypass mode the correction's ``loss_type``.
 
-    Args:
-        config: the correction.
-        loss: the objective.
-        has_auxiliary_losses: the model adds losses of its own to the gradients.
-
     Raises:
-        ValueError: settings that contradict each other, or cannot be exact together; names them and the remedy.
+        ValueError: settings that contradict each other, or cannot be exact together (``has_auxiliary_losses``: the
+            model adds losses of its own to the gradients).
     """
     algorithm = config.loss_type if config.bypass_mode else "ppo_clip"
     if config.corrects_in_loss:

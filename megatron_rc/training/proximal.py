@@ -14,18 +14,16 @@ def interpolate(log_probs: Tensor, rollout_log_probs: Tensor, staleness: Tensor,
     log π_prox = log π_rollout + (v_prox - v_rollout)/(v_θ - v_rollout) · (log π_θ - log π_rollout)
 
     Li, Wu and Shen 2025, "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
-    Approximation", in the form that AReaL documents. There v_prox is v_θ - 1; here it is the version at the start of
-    the rollout batch, whose weights a forward-only pass would have used. So the first update is exact, π_prox = π_θ,
-    and a token of those same weights has π_prox = π_rollout in all later ones.
+    Approximation". v_prox is the version at the start of the rollout batch; docs/mathematics.md says why.
 
     Args:
         log_probs: log π_θ, any shape, nats.
-        rollout_log_probs: log π_rollout, alike.
+        rollout_log_probs: log π_rollout, of the same shape.
         staleness: int64, broadcasts against them: v_prox - v_rollout, at least 0.
-        updates: v_θ - v_prox, optimizer steps since, those that were skipped too.
+        updates: v_θ - v_prox, optimizer steps since, the skipped ones too.
 
     Returns:
-        Like ``log_probs``. If log π_rollout is unusable it is log π_θ, so that the former alone is found to be bad.
+        Like ``log_probs``; log π_θ if log π_rollout is unusable, so that only the latter is found to be bad.
     """
     if not updates:
         return log_probs.detach().clone()

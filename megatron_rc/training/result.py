@@ -12,11 +12,7 @@ from megatron_rc.loss.policy import PolicyLossConfig
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainingResult(CorrectionResult):
-    """A result whose objective is known, and so which optimizer steps would move the model by momentum alone.
-
-    Attributes:
-        loss: the objective.
-    """
+    """A result whose objective is known, and so which optimizer steps would move the model by momentum alone."""
 
     loss: PolicyLossConfig
 
@@ -27,11 +23,7 @@ class TrainingResult(CorrectionResult):
         return skip | (self.header.denominators.weights == 0) if self._needs_weights else skip
 
     def skips(self, mini_batch: int | None = None) -> bool:
-        """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes.
-
-        Raises:
-            ValueError: the mini-batch is not there, or none is named although there are several.
-        """
+        """``skip`` of one mini-batch on the host, from the synchronisation that ``check()`` makes."""
         counts = self.on_host.denominators.counts
         index = index_of(mini_batch, len(counts))
         return counts[index][2] == 0 or self._is_weightless[index]
@@ -60,11 +52,7 @@ class TrainingResult(CorrectionResult):
 
 
 def index_of(mini_batch: int | None, number: int) -> int:
-    """The index of a mini-batch, of so many.
-
-    Raises:
-        ValueError: it is not there, or none is named although there are several.
-    """
+    """The index of a mini-batch; ValueError if it is not there, or if none is named although there are several."""
     if mini_batch is None and number > 1:
         raise ValueError(f"the plan has {number} mini-batches: say which with mini_batch=")
     index = mini_batch or 0

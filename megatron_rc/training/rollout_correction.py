@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from megatron_rc.training.decoupled import plan_decoupled
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
-from megatron_rc.training.objective import denominator_is_unknown, resolve_objective
+from megatron_rc.training.objective import Setup, denominator_is_unknown, resolve_objective
 from megatron_rc.training.plan import Plan, PlannedStep
 from megatron_rc.training.result import TrainingResult, index_of
 from megatron_rc.training.step import StepResult
@@ -28,8 +30,7 @@ class RolloutCorrection:
 
     Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode`` and
     ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
-    ``plan.loss_scale`` gives the factors of an optimizer step to its losses, a micro-batch counts when its backward
-    runs, and ``finish_step`` ends the step before the optimizer's.
+    ``plan.loss_scale`` gives the factors of an optimizer step to its losses, and ``finish_step`` ends the step.
 
     Args:
         config: the correction.
@@ -61,11 +62,10 @@ class RolloutCorrection:
         check_config(config)
         check_kind("groups", groups, ParallelGroups, GROUPS_REMEDY)
         check_kind("loss", loss, PolicyLossConfig, "a PolicyLossConfig, for example PolicyLossConfig()")
-        self.config = config
-        self.groups = groups
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses)
-        self.allow_zero_log_probs, self.compile = allow_zero_log_probs, compile
-        self.steps = Steps(config, self.loss, groups, allow_zero_log_probs=allow_zero_log_probs)
+        self.config, self.groups = config, groups
+        self._setup = Setup(config, groups, self.loss, allow_zero_log_probs, compile)
+        self.steps = Steps(self._setup)
         self._newest: Plan | None = None
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class RolloutCorrection:
         max_staleness: int = 0,
         device: torch.device | None = None,
     ) -> Plan:
-        """Prepare a rollout batch, alike on all pipeline stages. Steps of earlier plans are not touched.
+        """Prepare a rollout batch, on all pipeline stages. Steps of earlier plans are not touched.
 
         Args:
             inputs: this rank's part, a PlanInputs, in the loss without ``train_log_probs``; None on the stages that
@@ -109,21 +109,10 @@ class RolloutCorrection:
         if inputs is not None:
             check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
         if self.config.corrects_in_loss:
-            self._newest = plan_in_loss(
-                inputs, self.config, counts, self.groups, loss=self.loss, steps=self.steps, compile=self.compile
-            )
+            self._newest = plan_in_loss(inputs, counts, self._setup, self.steps)
         else:
-            self._newest = plan_decoupled(
-                inputs,
-                self.config,
-                counts,
-                self.groups,
-                loss=self.loss,
-                steps=self.steps,
-                device=device or group_device(self.groups.pp),
-                compile=self.compile,
-                allow_zero_log_probs=self.allow_zero_log_probs,
-            )
+            device = device or group_device(self.groups.pp)
+            self._newest = plan_decoupled(inputs, counts, self._setup, self.steps, device)
         self.steps.note_plan(counts)
         return self._newest
 
@@ -139,7 +128,7 @@ class RolloutCorrection:
         policy_versions: Tensor | None = None,
         mini_batch: int | None = None,
     ) -> CorrectedMicroBatch:
-        """Correct one micro-batch from π_θ, inside the loss function: bypass mode and proximal interpolation.
+        """Correct one micro-batch from π_θ, inside the loss: bypass mode and proximal interpolation.
 
         Args:
             log_probs: log π_θ, the layout's local shape, nats; only its values are used.
@@ -148,11 +137,10 @@ class RolloutCorrection:
             layout: which tokens these are. Default: padded ``[b, s]``.
             advantages: [n] or like the log-probs; ``opsm`` needs them.
             sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
-            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed where the
-                plan was given the current version, else not looked at.
-            mini_batch: the optimizer step, one for all micro-batches until ``finish_step``, of the newest plan. The
-                micro-batch counts at once, unless gradients are switched off; that of ``masked_loss`` counts when its
-                backward runs.
+            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed if the
+                plan was given the current version, else not used.
+            mini_batch: the optimizer step, of the newest plan; one for all micro-batches until ``finish_step``. The
+                micro-batch counts at once, unless gradients are switched off.
 
         Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
 
@@ -168,15 +156,8 @@ class RolloutCorrection:
             )
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
-        inputs = OneMicroBatch(
-            log_probs,
-            rollout_log_probs,
-            response_mask,
-            layout,
-            advantages=advantages,
-            sequence_ids=sequence_ids,
-            policy_versions=policy_versions,
-        )
+        tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages)
+        inputs = dataclasses.replace(tokens, sequence_ids=sequence_ids, policy_versions=policy_versions)
         with torch.no_grad():
             found = plan.from_theta(inputs)
         if torch.is_grad_enabled():
@@ -201,9 +182,9 @@ class RolloutCorrection:
             device: of the result, on stages that hold no log-probs. Default: the GPU if ``groups.pp`` is of nccl.
 
         Returns:
-            0-D float64, the factor of the gradients. In the loss it is D₀/G, with D₀ the denominator
-            under the response mask, which the losses were divided by; 0 if the step must be skipped. In decoupled
-            mode G was known before, and this is 1. Touches no gradient.
+            0-D float64, the factor of the gradients, which are not touched here. In the loss it is D₀/G (D₀ is the
+            denominator under the response mask, which the losses were divided by), or 0 if the step must be skipped. In
+            decoupled mode G was known before, and it is 1.
 
         Collectives: one SUM and one MAX over ``dp_cp`` on the last stage, then one broadcast over ``pp``. Host
         synchronisations: one, shared with all that is read of the step.

@@ -9,7 +9,7 @@ from typing import Any
 class ScaledGradients:
     """Gradients of a model that were multiplied by their step's factor, and must be zeroed before more is added.
 
-    Whether that was done is seen by the version that torch counts for every tensor that is written in place.
+    Torch counts a version for every tensor, which rises with each write in place: so zeroing can be seen.
     """
 
     def __init__(self, model: Sequence[Any]) -> None:
@@ -18,7 +18,7 @@ class ScaledGradients:
 
     @property
     def are_untouched(self) -> bool:
-        """Whether nothing has been written to them since."""
+        """Whether nothing has been written to any of them since."""
         found = ((_gradient(parameter), version) for parameter, version in self._versions)
         return any(gradient is not None and gradient._version == version for gradient, version in found)
 

@@ -1,7 +1,4 @@
-"""The masked loss on its way into Megatron's pipeline schedule, and the gradients on their way out of it.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""The masked loss on its way into Megatron's pipeline schedule, and the gradients on their way out of it."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ def masked_loss(
         correction: the correction, with the objective.
         micro_batch: the tokens.
         log_probs: log π_θ of the labels, of the layout's local shape, nats; differentiated.
-        entropy: of π_θ, of the same shape; None without an entropy bonus: it is then not
-            measured, and ``policy/entropy`` is 0.
+        entropy: of π_θ, of the same shape; None without an entropy bonus: ``policy/entropy`` is then 0.
         scale: the factors of this step, from ``plan.loss_scale()``.
 
     Returns:
@@ -56,8 +52,8 @@ def masked_loss(
 
     Raises:
         ValueError: a tensor that the mode or the objective needs is missing or has another shape, or the scale is of
-            another correction. At once with one pipeline stage. If others wait for this one's gradients
-            the schedule goes on with a loss of 0 (NaN in the log), and its end raises the same StepError on every rank.
+            another correction. With several pipeline stages the schedule goes on with a loss of 0 (NaN in the log), and
+            its end raises the same StepError on every rank.
     """
     try:
         step = _step_of(scale)
@@ -114,7 +110,7 @@ def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
 
 
 def _refused(log_probs: Tensor) -> Returned:
-    """A loss of 0 in the place of one that could not be made, so that the schedule goes on to its end."""
+    """A loss of 0 instead of one that could not be made, so that the schedule goes on to its end."""
     loss = torch.where(torch.zeros_like(log_probs, dtype=torch.bool), log_probs, 0).sum()
     count = torch.ones((), dtype=torch.int32, device=loss.device)
     return loss, count, {"loss": torch.full_like(loss.detach(), torch.nan)}
@@ -147,11 +143,10 @@ def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) 
 def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] | None = None) -> Callable[..., None]:
     """A ``finalize_model_grads_func`` for Megatron's config: Megatron's own, then the end of the correction's step.
 
-    Megatron's schedule calls it on every pipeline stage when all micro-batches are done. ``finish_step`` runs once, and
-    if the loss's denominator is known only then, the gradients of all chunks, reduced by then, are multiplied by the
-    D₀/G that it returns. Forward-only passes do not come here. Megatron passes the tokens that it divides by, with
-    ``calculate_per_token_loss`` in the model's config: a step whose scale was told otherwise is a StepError on every
-    rank.
+    Megatron's schedule calls it on every pipeline stage when all micro-batches are done, but not in forward-only
+    passes. ``finish_step`` runs once, and if the loss's denominator is known only then, the reduced gradients of all
+    chunks are multiplied by the D₀/G that it returns. A step whose scale was told another ``calculate_per_token_loss``
+    than the model's config has is a StepError on every rank.
 
     Args:
         correction: whose step ends. It does not keep the function: if nobody else does, no step begins.

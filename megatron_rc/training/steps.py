@@ -14,12 +14,10 @@ from torch import Tensor
 from megatron_rc.batch.sums import empty_header, reduce_batch
 from megatron_rc.correction.inputs import AgreedCounts
 from megatron_rc.loss.metrics import LossStatistics
-from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel.collectives import broadcast_record, first_text, pack, unpack
-from megatron_rc.parallel.groups import ParallelGroups
-from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted
 from megatron_rc.training.misuse import Misuse, StepError
+from megatron_rc.training.objective import Setup
 from megatron_rc.training.plan import PlannedStep
 from megatron_rc.training.scaled_gradients import ScaledGradients
 from megatron_rc.training.step import OpenStep, StepHeader, StepResult
@@ -28,28 +26,14 @@ from megatron_rc.training.step import OpenStep, StepHeader, StepResult
 class Steps:
     """The owner of the open step and of the result of the last one.
 
-    Args:
-        config: the correction.
-        loss: the objective.
-        groups: ``dp_cp`` carries the reductions of the last stage, ``pp`` their result to the other stages.
-        allow_zero_log_probs: as in :func:`correct_rollouts`.
-
     Attributes:
         agreed: the counts of the newest plan, which the form of a step's header follows.
         last: the step that ended last.
         since_plan: the steps that have ended since the newest plan was made, on every stage.
     """
 
-    def __init__(
-        self,
-        config: RolloutCorrectionConfig,
-        loss: PolicyLossConfig,
-        groups: ParallelGroups,
-        *,
-        allow_zero_log_probs: bool,
-    ) -> None:
-        self.config, self.loss, self.groups = config, loss, groups
-        self.allow_zero_log_probs = allow_zero_log_probs
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.groups = setup, setup.groups
         self.agreed = AgreedCounts()
         self.last: StepResult | None = None
         self.since_plan: list[StepResult] = []
@@ -70,7 +54,7 @@ class Steps:
             StepError: a whole step was counted, and nothing has ever ended one. Only the last stage sees that, because
                 the others see no loss.
         """
-        if not self.config.corrects_in_loss:
+        if not self.setup.config.corrects_in_loss:
             return
         if not self._ends:
             raise ValueError(
@@ -104,7 +88,7 @@ class Steps:
         Raises:
             StepError: two steps have been counted, and nothing has ever ended one.
         """
-        if self.config.corrects_in_loss and self._open.holds_steps(2) and not self._has_ended:
+        if self.setup.config.corrects_in_loss and self._open.holds_steps(2) and not self._has_ended:
             raise StepError(Misuse.UNFINISHED.words)
         if self._open.micro_batches == 0 and self._scaled is not None:
             if self._scaled.are_untouched:
@@ -131,13 +115,9 @@ class Steps:
         if self.groups.is_last_stage:
             header = self._reduced(header)
         ended = broadcast_record(header, self.groups.pp)
-        result = StepResult(
-            config=self.config,
-            header=ended.batch,  # type: ignore[arg-type]
-            loss=self.loss,
-            allow_zero_log_probs=self.allow_zero_log_probs,
-            step=ended,
-        )
+        config, loss, allows = self.setup.config, self.setup.loss, self.setup.allow_zero_log_probs
+        batch: Any = ended.batch
+        result = StepResult(config=config, header=batch, loss=loss, allow_zero_log_probs=allows, step=ended)
         if result.misuse is not None:
             raise StepError(result.misuse.words if result.misuse is not Misuse.REFUSED_LOSS else self._refusal())
         if self._open.step is not None:
@@ -198,7 +178,8 @@ class Steps:
 
     def _form(self, device: torch.device) -> StepHeader[Tensor]:
         """The header of a step in which nothing was counted: its form is the one of every rank."""
-        batch = empty_header(self.config, self.agreed.one_step, device) if self.config.corrects_in_loss else None
+        config = self.setup.config
+        batch = empty_header(config, self.agreed.one_step, device) if config.corrects_in_loss else None
         zero = torch.zeros((), dtype=torch.float64, device=device)
         counted = Counted(zero, zero, zero, zero, zero, zero)
         return StepHeader(batch, LossStatistics.nothing(device), counted, misuse=zero, factor=zero + 1)
