@@ -30,7 +30,7 @@ from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_correction_config_from_args
-from megatron_rc.training.objective import resolve_objective
+from megatron_rc.settings.objective import resolve_objective
 
 _log = logging.getLogger("megatron_rc")
 

@@ -34,7 +34,7 @@ def _rloo_vectorized(centred: Tensor, variance: Tensor, size: Tensor) -> Tensor:
 
 
 def _passk_no_std(lead: Tensor, variance: Tensor, size: Tensor) -> Tensor:
-    return lead + 0 * variance  # NaN where a reward of the prompt is not finite
+    return lead + 0 * variance  # NaN if a reward of the prompt is not finite
 
 
 # From the reward less the mean of its group, the group's variance and its size, [n] each.
@@ -64,7 +64,7 @@ def group_advantages(
 ) -> Tensor:
     """How much better a response is than the others to its prompt.
 
-    x is the reward, mean and std (of a sample: n - 1) those of the prompt's kept responses::
+    x is the reward, mean and std (of a sample: n - 1) are over the prompt's kept responses::
 
         grpo: (x - mean) / (std + 1e-6)    Shao et al. 2024, "DeepSeekMath"
         grpo-no-std: x - mean              Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO)
@@ -76,11 +76,11 @@ def group_advantages(
                                            using Reinforcement Learning", divided as verl's ``grpo_passk`` is
         grpo-passk-no-std:                 the same without the division
         gpg: α (x - mean) / f_norm         Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline",
-                                           with verl's α: kept responses over those of them whose reward is not 0
+                                           with verl's α: kept responses over kept responses with a reward that is not 0
 
-    A prompt with one response has nothing to compare it with: mean 0 and std 1 are taken, and so is the mean of ``opo``
-    where no kept response has a token. Where one alone of several is kept, it has 0. ``grpo-passk`` and
-    ``grpo-passk-no-std`` give 0 in both cases, and where two share the highest reward.
+    A prompt with one response has nothing to compare it with: its mean is taken as 0 and its std as 1. The mean of
+    ``opo`` is also 0 if no kept response has a token. If only one of several responses is kept, its advantage is 0.
+    ``grpo-passk`` and ``grpo-passk-no-std`` give 0 in both cases, and if two responses share the highest reward.
 
     Args:
         rewards: [n], one for each response; summed in float64.
@@ -89,14 +89,14 @@ def group_advantages(
         lengths: [n], tokens of each response that count; ``opo`` needs it, the others have no use for it.
         kept: [n] bool; the others count in no mean and no deviation, and have 0. Default: all are.
         f_norm: of ``gpg``; the others have no use for it.
-        num_groups: number of prompts of the whole batch, where the responses to one lie on several data-parallel ranks;
+        num_groups: number of prompts of the whole batch, if the responses to one lie on several data-parallel ranks;
             ids lie below it, from 0. Default: all responses to a prompt lie on this rank, and ids are any numbers.
         groups: the ranks that hold the other responses; needs ``num_groups``. ``gpg`` alone takes it without, for its α
             over the batch: all responses to a prompt then lie on this rank. Default: this process alone.
 
     Returns:
-        [n], float64; equal on the ranks of ``groups.cp``. Where a kept reward is NaN or infinite, those of its prompt
-        are too, unless they are 0 whatever it is; the correction's ``check()`` reports them.
+        [n], float64; equal on the ranks of ``groups.cp``. If a kept reward is NaN or infinite, so are the advantages
+        of its prompt, except those that are 0 in any case; the correction's ``check()`` reports them.
 
     Collectives: with ``num_groups`` two SUMs over ``dp_cp``, of [num_groups + 1, 4] and [num_groups + 1] doubles, and
     for ``grpo-passk`` and ``grpo-passk-no-std`` one SUM and two MAX of [num_groups + 1] more. For ``gpg`` one SUM of
@@ -161,12 +161,12 @@ def _check_together(estimator: str, num_groups: int | None, groups: ParallelGrou
     if num_groups is None and groups is not None and estimator != "gpg":
         raise ValueError(
             "groups does nothing without num_groups: pass num_groups= as well, the prompts of the whole batch, or drop "
-            "groups where all responses to a prompt lie on this rank"
+            "groups if all responses to a prompt lie on this rank"
         )
     if num_groups is not None and groups is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"num_groups={num_groups} without groups is this rank's responses alone: pass groups= as well, for example "
-            "ParallelGroups.from_megatron(), or drop num_groups where all responses to a prompt lie on this rank"
+            "ParallelGroups.from_megatron(), or drop num_groups if all responses to a prompt lie on this rank"
         )
 
 
@@ -186,7 +186,7 @@ def _weights(rewards: Tensor, estimator: str, lengths: Tensor | None) -> Tensor:
 
 
 def _over_nonzero(rewards: Tensor, kept: Tensor, groups: ParallelGroups) -> Tensor:
-    """Kept responses of the batch over those of them whose reward is not 0; over 1 where there is none."""
+    """Kept responses of the batch divided by the number of them with a reward that is not 0, or by 1."""
     counts = torch.stack([kept.sum(), (kept & (rewards != 0)).sum()]).double()
     if group_rank(groups.cp):
         counts = torch.zeros_like(counts)
@@ -218,7 +218,7 @@ class _Totals:
         return torch.where(leads, rewards - second, 0)
 
     def _highest(self, values: Tensor, counted: Tensor) -> Tensor:
-        """The highest counted value of each prompt, -inf where none is."""
+        """The highest counted value of each prompt; -inf without one."""
         values = torch.where(counted, values, -torch.inf)
         highest = values.new_full((self.number,), -torch.inf).scatter_reduce_(0, self.group, values, "amax")
         return all_reduce_max(highest, self.groups.dp_cp)

@@ -1,4 +1,4 @@
-"""Advantages of tokens from what follows them: discounted returns, and a critic's values."""
+"""Advantages of tokens from later rewards: discounted returns, and a critic's values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_rc.parallel.recurrence import following_values
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What an estimator says of every token of a shard.
+    """Advantages and returns of every token of a shard.
 
     Attributes:
         advantages: of the layout's local shape; 0 at masked positions.
-        returns: likewise: what the values of a critic are trained towards.
+        returns: of the same shape; the targets of a critic's values.
     """
 
     advantages: Tensor
@@ -40,7 +40,7 @@ def outcome_rewards(
 
     Args:
         rewards: [n], one for each sequence.
-        response_mask: bool, of the layout's local shape, True where the token counts.
+        response_mask: bool, of the layout's local shape, True if the token counts.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
@@ -81,15 +81,15 @@ def gae(
 
     Args:
         rewards: of the layout's local shape, one for each token.
-        values: likewise: the critic's, of the state in which the token is chosen.
-        response_mask: bool, likewise, True where the token counts; what stands elsewhere changes no bit.
+        values: like ``rewards``: the critic's, of the state in which the token is chosen.
+        response_mask: bool, like ``rewards``, True if the token counts; others change no bit.
         gamma: γ, the discount.
         lam: λ; 1 gives return - V, 0 gives δ.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
     Returns:
-        In the dtype of ``values``, at least float32; computed in float64. Where a counted reward or value is NaN or
+        In the dtype of ``values``, at least float32; computed in float64. If a counted reward or value is NaN or
         infinite, so is everything of its sequence up to there; the correction's ``check()`` reports it.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
@@ -139,7 +139,7 @@ def reinforce_plus_plus(
 
     Args:
         rewards: of the layout's local shape, one for each token.
-        response_mask: bool, likewise, True where the token counts.
+        response_mask: bool, like ``rewards``, True if the token counts.
         gamma: γ.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences, ``dp_cp`` all other tokens. Default: this process alone.
@@ -148,7 +148,7 @@ def reinforce_plus_plus(
         In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae` for the returns, and
         :func:`whiten`, for which one is enough.
 
-    Collectives: those of :func:`gae` and :func:`whiten`. Gradient: none.
+    Collectives: as :func:`gae` and :func:`whiten`. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong, or γ lies outside [0, 1].
@@ -172,7 +172,7 @@ def remax(
     Args:
         rewards: of the layout's local shape, one for each token.
         baselines: [n], for each sequence the reward of its prompt's greedy response.
-        response_mask: bool, like ``rewards``, True where the token counts.
+        response_mask: bool, like ``rewards``, True if the token counts.
         layout: which tokens these are. Default: padded, rows of the mask.
         groups: ``cp`` holds the other slices of the sequences. Default: this process alone.
 
@@ -180,7 +180,7 @@ def remax(
         In the dtype of ``rewards``, at least float32. Rewards that are not finite: see :func:`gae`; a baseline that is
         not makes all advantages of its sequence so.
 
-    Collectives: those of :func:`gae`. Gradient: none.
+    Collectives: as :func:`gae`. Gradient: none.
 
     Raises:
         ValueError: shapes or dtypes are wrong.

@@ -1,4 +1,4 @@
-"""What the estimators check of a shard before they look at its tokens."""
+"""Checks of a shard, before an estimator looks at its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def layout_of(mask: Tensor, layout: SequenceLayout | None, groups: ParallelGroup
     """The layout of a shard; without one, padded rows cut as ``groups.cp`` says.
 
     Raises:
-        ValueError: it is not that of this mask, or of this rank.
+        ValueError: it does not fit this mask, or this rank.
     """
     check_tensors({}, response_mask=mask)
     check_mask("response_mask", mask)

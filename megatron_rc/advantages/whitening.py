@@ -27,12 +27,12 @@ def whiten(
 
     Args:
         values: of the layout's local shape.
-        response_mask: bool, likewise, True where the token counts; what stands elsewhere changes no bit.
+        response_mask: bool, like ``values``, True if the token counts; others change no bit.
         layout: which tokens these are. Default: padded, rows of ``values``.
         groups: ``dp_cp`` holds the other tokens. Default: this process alone.
 
     Returns:
-        Like ``values``, at least float32; 0 where nothing counts. One counted value of any rank that is NaN or infinite
+        Like ``values``, at least float32; 0 if nothing counts. One counted value of any rank that is NaN or infinite
         makes everything NaN, which the correction's ``check()`` reports.
 
     Collectives: two SUMs over ``dp_cp``, of two doubles and of one. Gradient: none.

@@ -51,16 +51,13 @@ def correct_rollouts(
         sequence_ids: [n] int64, unique over DP, below 2²¹; error messages name them. Default: the local index.
         policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled.
         current_version: of the weights that train; staleness is its distance from ``policy_versions``.
-        max_staleness: the last bucket of staleness holds everything from here on.
+        max_staleness: the last bucket of staleness holds this one and all above.
         mini_batch_ids: [n] int64 in [0, num_mini_batches); may be left out with one mini-batch.
         num_mini_batches: optimizer steps that share the batch.
         allow_zero_log_probs: ``check()`` takes sequences of more than 8 trained tokens whose rollout log-probs sum to
-            exactly 0. Without it they are an error: the engine was not asked for log-probs, or the field was never
-            filled; only greedy sampling gives them honestly.
+            exactly 0, which only greedy sampling gives. Without it they are an error: the engine returned no log-probs.
         compile: run the pass over padded tokens through ``torch.compile``: seconds for the first call of each shape and
             configuration, then less time. After eight of them (torch's ``recompile_limit``) others run as they are.
-            For batches of many tokens; the launcher leaves it off: its runs on a CPU lost seconds at the start and
-            gained nothing after.
 
     The counts ``num_*``, ``current_version`` and ``max_staleness`` are the same on every rank.
 

@@ -62,12 +62,16 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
     check_config(config)
     has_advantages = shards.advantages is not None or shards.parts[0].advantages is not None
     check_needs(config, shards.counts, has_advantages=has_advantages)
-    find = _Compiled(config) if compile else functools.partial(_find, config=config)
+    shape = None
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
     weights = _room(shards, shards.dtype) if config.rollout_is == "token" else None
     records, counter = [], CodeCounter(shards.device)
     for number, block, tokens, sequences in token_blocks(shards, config, compile=compile):
-        (*of_tokens, codes), record = find(tokens, sequences)
+        if compile and sequences.lengths is None and shape in (None, tokens.mask.shape):
+            shape = tokens.mask.shape
+            (*of_tokens, codes), record = _find_compiled(tokens, config)
+        else:
+            (*of_tokens, codes), record = _find(tokens, sequences, config)
         for room, values in zip((valid, kept, weights), of_tokens, strict=True):
             if room is not None and values is not None:
                 block.take(room[number]).copy_(values)
@@ -90,34 +94,20 @@ def _find(tokens: Tokens, sequences: BlockSequences, config: RolloutCorrectionCo
     return (decisions.valid, decisions.kept, decisions.weights, codes), (sums, *measures)
 
 
-class _Compiled:
-    """``_find`` through ``torch.compile``, which makes a program for one shape.
-
-    Blocks of another shape than the first one, and flat blocks, in which other sequences lie every time, run as they
-    stand.
-    """
-
-    def __init__(self, config: RolloutCorrectionConfig) -> None:
-        self._config = config
-        self._shape: torch.Size | None = None
-
-    def __call__(self, tokens: Tokens, sequences: BlockSequences) -> Found:
-        if self._shape is None and sequences.lengths is None:
-            self._shape = tokens.mask.shape
-        if sequences.lengths is not None or tokens.mask.shape != self._shape:
-            return _find(tokens, sequences, self._config)
-        zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
-        given = (tokens.train, tokens.rollout, tokens.mask.view(torch.uint8), tokens.negative, tokens.level, zero)
-        found: Found = _compiled(self._config, zero.device.type)(*given)
-        return found
+def _find_compiled(tokens: Tokens, config: RolloutCorrectionConfig) -> Found:
+    """``_find`` through ``torch.compile``, which makes a program for one shape: for all blocks of the first shape."""
+    zero = torch.zeros(len(tokens.mask), 1, dtype=torch.float32, device=tokens.mask.device)
+    given = (tokens.train, tokens.rollout, tokens.mask.view(torch.uint8), tokens.negative, tokens.level, zero)
+    found: Found = _compiled(config, zero.device.type)(*given)
+    return found
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(config: RolloutCorrectionConfig, device: str) -> Callable[..., Any]:
     """The program as a function of tensors alone: fields of records would be looked at before every call.
 
-    A compiler can vectorise reads and writes of uint8, not of bool. And it may make one loop of everything only if
-    each token's result depends on the sequence, as the sums do: so ``zero``, [n, 1], is in the mask.
+    A compiler vectorises reads and writes of uint8, not of bool. It makes one loop of everything only if each token's
+    result depends on the sequence, as the sums do: so ``zero``, [n, 1], is in the mask.
     """
 
     def program(

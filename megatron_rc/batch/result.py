@@ -20,14 +20,13 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 class CorrectionResult:
     """Weights and mask of the local tokens, and the numbers of the whole batch.
 
-    Weights, masks and lengths are None on pipeline stages without log-probs.
+    Weights, mask and lengths are None on pipeline stages without log-probs.
 
     Attributes:
         config: the correction.
         header: the numbers of the whole batch, on the device; equal on every rank.
-        weights: like ``response_mask`` (a list if that was one): the importance weights to multiply the loss by,
-            detached, 0 outside of the mask. None if the config applies none (also bypass ``ppo_clip``, whose ratio
-            holds them).
+        weights: like ``response_mask`` (a list if that was one): the importance weights of the loss, detached, 0
+            outside of the mask. None if the config applies none (also bypass ``ppo_clip``, whose ratio holds them).
         measured_weights: like ``weights``, also if the config measures weights and applies them to nothing.
         mask: like ``response_mask``, bool: the accepted tokens m'.
         sequence_lengths: [n] float64: tokens of each local sequence in the loss's denominator.
@@ -64,11 +63,10 @@ class CorrectionResult:
         Host synchronisations: one, shared with ``metrics()``.
 
         Raises:
-            ValueError: a log-prob at a trained position is NaN, infinite or positive (unless ``bad_log_probs`` rejects
-                it): names the policy, the lowest sample and position, and how many there are. Ids, versions, rewards
-                or advantages out of range. Rollout log-probs whose sum is exactly 0 over more than 8 trained tokens of
-                a sequence (unless ``allow_zero_log_probs``), or that are shifted by one position. A configuration that
-                differs between ranks.
+            ValueError: an unusable log-prob at a trained position (unless ``bad_log_probs`` rejects it): names the
+                policy, the lowest sample and position, and how many there are. Ids, versions, rewards or advantages out
+                of range. Rollout log-probs that are 0 in a whole sequence, or shifted by one position. A configuration
+                that differs between ranks.
         """
         check_data(self.on_host.data, self.config, allow_zero_log_probs=self.allow_zero_log_probs)
 
@@ -77,10 +75,7 @@ class CorrectionResult:
         return derive_metrics(self.on_host, self.config)
 
     def distributions(self) -> dict[str, Distribution]:
-        """Histograms of log ρ and of the weights over the whole batch, equal on every rank. Raises no data error.
-
-        Host synchronisations: one, shared with ``metrics()``.
-        """
+        """Histograms of log ρ and of the weights over the whole batch, equal on every rank. Raises no data error."""
         return derive_distributions(self.on_host, self.config)
 
     @functools.cached_property

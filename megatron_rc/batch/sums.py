@@ -1,10 +1,10 @@
 """A rollout batch in pure functions between collectives, on the local shard of one rank.
 
-    sequence_sums → reduce_sequences (cp) → [group_sums → reduce_groups (dp_cp)] → batch_sums → reduce_batch (dp_cp) →
-    finish
+    sequence_sums → reduce_sequences (cp) → [group_sums → reduce_groups (dp_cp)]
+    → batch_sums → reduce_batch (dp_cp) → finish
 
-Each ``reduce_*`` takes and returns one pair (sums, maxima) of float64 tensors, so that a controller with another
-transport can carry the pairs itself: add the sums, take the maxima. No function writes into its arguments.
+Each ``reduce_*`` takes and returns one pair (sums, maxima) of float64 tensors. A controller with another transport can
+carry the pairs itself: add the sums, take the maxima. No function writes into its arguments.
 """
 
 from __future__ import annotations
@@ -78,15 +78,13 @@ def reduce_groups(pair: Pair, groups: ParallelGroups) -> Pair:
 def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> BatchSums:
     """Verdicts on whole sequences, the accepted mask, and the local part of the batch's numbers. Collectives: none.
 
-    Args:
-        local: the local tokens of this rank.
-        sequences: reduced over ``cp``.
-        prompts: reduced over ``dp_cp``; needed with criteria on prompts.
+    ``sequences`` are reduced over ``cp``, ``prompts`` (needed with criteria on prompts) over ``dp_cp``.
     """
     sums, measures = unpack((local.sums, local.measures), sequences)
     verdicts = decide_sequences(sums, local.shards, local.config, None if prompts is None else prompts[0])
     mask = accepted_masks(local.kept, local.shards, verdicts)
-    header = measure_batch(local.shards, local.config, sums, verdicts, mask, measures, local.tokens, local.bins)
+    measured = measures, local.tokens, local.bins
+    header = measure_batch(local.shards, local.config, sums, verdicts, local.valid, mask, *measured)
     return BatchSums(local, sums, verdicts, mask, header)
 
 
@@ -98,10 +96,7 @@ def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
 def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) -> CorrectionResult:
     """The result: weights, normalised if the config says so, mask, and the numbers of the batch. Collectives: none.
 
-    Args:
-        batch: of this rank.
-        pair: reduced over ``dp_cp``.
-        allow_zero_log_probs: as in :func:`correct_rollouts`.
+    ``pair`` is reduced over ``dp_cp``; ``allow_zero_log_probs`` as in :func:`correct_rollouts`.
     """
     config, header, factor = batch.local.config, unpack(batch.header, pair), None
     if config.rollout_is_batch_normalize:

@@ -1,4 +1,1 @@
-"""The decisions of a correction: from log-probs to weights, accepted mask and denominators.
-
-``docs/design.md`` begins with the words and symbols that are used here.
-"""
+"""The decisions of a correction: from log-probs to weights, accepted mask and denominators."""

@@ -159,10 +159,6 @@ class Shards:
         """[n] as one value a token, for each micro-batch."""
         return [part.layout.expand(per_sequence[part.sequences]) for part in self.parts]
 
-    def sum_sequences(self, values: Sequence[Tensor]) -> Tensor:
-        """[n] float64: the local parts of the sums over each sequence, from one tensor a micro-batch."""
-        return torch.cat([part.layout.sum_sequences(one) for part, one in zip(self.parts, values, strict=True)])
-
 
 def collect_shards(
     inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups | None = None, *, first_sequence: int = 0
@@ -177,8 +173,7 @@ def collect_shards(
         first_sequence: the first sequence id if none are given.
 
     Raises:
-        ValueError: names the argument, its value and the expected one; alike on all ranks, since it looks at shapes
-            only.
+        ValueError: names the argument, its value and the expected one; equal on all ranks.
     """
     _check_pairs(inputs, counts)
     if groups is not None:
@@ -287,10 +282,11 @@ def _check_pairs(inputs: AnyInputs, counts: AgreedCounts) -> None:
 def _listed(name: str, value: T | Sequence[T], is_list: bool) -> list[T]:
     """One value for each micro-batch, given as a list or, for a single one, as it is."""
     kind, remedy = (SequenceLayout, LAYOUT_REMEDY) if name == "layout" else (Tensor, "a torch.Tensor")
+    given = type(value).__name__
     if not isinstance(value, (kind, list, tuple)):
-        raise ValueError(f"{name} is a {type(value).__name__}: expected {remedy}, or a list with one a micro-batch")
+        raise ValueError(f"{name} is a {given}: expected {remedy}, or a list with one a micro-batch")
     if is_list != isinstance(value, (list, tuple)):
-        raise ValueError(f"{name} is a {type(value).__name__}: give tensors for everything, or lists for everything")
+        raise ValueError(f"{name} is a {given}: give tensors for everything, or lists for everything")
     values: list[T] = list(value) if isinstance(value, (list, tuple)) else [cast(T, value)]
     for index, each in enumerate(values):
         check_kind(f"{name}[{index}]", each, kind, remedy)
@@ -299,9 +295,8 @@ def _listed(name: str, value: T | Sequence[T], is_list: bool) -> list[T]:
 
 def _check_tokens(one: OneMicroBatch) -> None:
     mask, rollout = one.response_mask, one.rollout_log_probs
-    log_probs = {"rollout_log_probs": rollout, "train_log_probs": one.train_log_probs}
     check_mask("response_mask", mask)
-    for name, value in log_probs.items():
+    for name, value in (("rollout_log_probs", rollout), ("train_log_probs", one.train_log_probs)):
         if value is None:
             continue
         if value.shape != mask.shape:
@@ -311,10 +306,8 @@ def _check_tokens(one: OneMicroBatch) -> None:
         if not value.is_floating_point():
             raise ValueError(f"{name} is {value.dtype}: expected a float dtype")
     if torch.finfo(rollout.dtype).bits < 32:
-        raise ValueError(
-            f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: ask the engine for float32, "
-            "or pass rollout_log_probs.float() if only their storage was narrow"
-        )
+        remedy = "ask the engine for float32, or pass rollout_log_probs.float() if only their storage was narrow"
+        raise ValueError(f"rollout_log_probs is {rollout.dtype}, which shifts the ratios by percents: {remedy}")
 
 
 def _check_sequences(name: str, batches: Sequence[OneMicroBatch]) -> None:
@@ -324,12 +317,9 @@ def _check_sequences(name: str, batches: Sequence[OneMicroBatch]) -> None:
         value, layout = getattr(one, name), cast(SequenceLayout, one.layout)
         if value is None:
             return
-        per_token = may_be_per_token and is_per_token(name, batches)
-        shape = layout.shape if per_token else (layout.num_sequences,)
+        shape = layout.shape if may_be_per_token and is_per_token(name, batches) else (layout.num_sequences,)
         if value.shape != shape or (not value.is_floating_point() if floating else value.dtype != torch.int64):
-            raise ValueError(
-                f"{name} is {value.dtype} {tuple(value.shape)}: expected {'float' if floating else 'int64'}, one for "
-                f"each of {layout.num_sequences} sequences"
-                + f", or one a token {tuple(layout.shape)} in all micro-batches"
-                * may_be_per_token
-            )
+            expected = f"{'float' if floating else 'int64'}, one for each of {layout.num_sequences} sequences"
+            if may_be_per_token:
+                expected += f", or one a token {tuple(layout.shape)} in all micro-batches"
+            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}: expected {expected}")

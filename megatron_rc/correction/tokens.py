@@ -16,6 +16,7 @@ from megatron_rc.correction.weights import bounded_weights
 from megatron_rc.numerics import cleared, exp_ratio, numbers, off_log_prob
 from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
+from megatron_rc.settings.staleness import StalenessScale
 
 # Tokens of a block: a twelfth of the shard, so that the scratch stays below a tensor of the shard's size, and no more
 # than a CPU's cache holds. On a GPU as many as keep it busy while the host asks for the next operation.
@@ -124,23 +125,20 @@ def token_blocks(
     shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False
 ) -> Iterator[tuple[int, Block, Tokens, BlockSequences]]:
     """(number of the micro-batch, block, its tokens, its sequences), one after the other; at least one."""
+    scale = config.staleness_scale
     for number, part in enumerate(shards.parts):
         for block in blocks_of(part, compile=compile):
             train, rollout = (block.take(values).to(shards.dtype) for values in (part.train, part.rollout))
             negative = None if part.advantages is None else block.take(part.advantages) < 0
-            level = None if config.staleness_scale is None else _levels(part, block, shards, config)
+            level = None if scale is None else _levels(part, block, shards, scale)
             lengths = None if block.lengths is None else block.lengths.to(part.mask.device, non_blocking=True)
             tokens = Tokens(train, rollout, block.take(part.mask), negative, level)
             yield number, block, tokens, BlockSequences(lengths)
 
 
-def _levels(part: Part, block: Block, shards: Shards, config: RolloutCorrectionConfig) -> Tensor:
+def _levels(part: Part, block: Block, shards: Shards, scale: StalenessScale) -> Tensor:
     """The place of each token in the staleness scale."""
-    versions = None
     if part.versions is not None:
-        versions = block.take(part.versions)
-    elif shards.versions is not None:
-        versions = block.expand(shards.versions[part.sequences])
-    if versions is None or config.staleness_scale is None:
-        raise ValueError("rollout_staleness_scale needs policy_versions and current_version")
-    return config.staleness_scale.levels(shards.counts.staleness(versions))
+        return scale.levels(shards.counts.staleness(block.take(part.versions)))
+    versions = block.expand(shards.versions[part.sequences])  # type: ignore[index]
+    return scale.levels(shards.counts.staleness(versions))

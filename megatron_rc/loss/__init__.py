@@ -1,4 +1,4 @@
-"""Policy objectives, their aggregation and what is measured of them.
+"""Policy objectives, their aggregation and their measures.
 
 ``docs/design.md`` begins with the words and symbols that all modules use.
 """

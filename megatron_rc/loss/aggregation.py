@@ -36,7 +36,7 @@ def aggregate_loss(
 
     Args:
         per_token: the weighted loss of every token, of the layout's local shape; differentiated.
-        mask: bool, like ``per_token``: the tokens that count (m'); what stands elsewhere changes no bit.
+        mask: bool, like ``per_token``: the tokens that count (m'); others change no bit.
         mode: see above.
         denominator_mask: D, which holds all tokens of the mask; default: the mask.
         loss_scale_factor: needed by ``token-sum`` and ``seq-mean-token-sum-norm``, and only there.
@@ -44,14 +44,14 @@ def aggregate_loss(
         groups: ``cp`` and ``dp_cp`` hold the other tokens. Default: this process alone.
 
     Returns:
-        0-D float64: the global loss on every rank; 0 where D is empty. The gradient at the local ``per_token`` is that
-        of the global loss, without any factor for the number of ranks.
+        0-D float64: the global loss on every rank; 0 if D is empty. The gradient at the local ``per_token`` is the
+        gradient of the global loss, without any factor for the number of ranks.
 
     Collectives: one SUM of [n] over ``cp``, one SUM of four numbers over ``dp_cp``. Host synchronisations: none.
 
     Raises:
         ValueError: an unknown mode, a scale factor that is missing or does nothing, shapes that do not fit, groups that
-            are not those of the layout; on every rank, tokens of the mask of any rank outside D: a mean would not be
+            do not fit the layout; on every rank, tokens of the mask of any rank outside D: a mean would not be
             one. A GPU finds those itself, by a device-side assertion with the same words, because the host would have
             to wait for their number: there it is a CUDA error at the next synchronisation.
     """
@@ -92,7 +92,7 @@ def loss_sum(per_token: Tensor, mask: Tensor, mode: str, lengths: Tensor, layout
 
     Args:
         per_token: of the layout's local shape; the result stays in its graph even if nothing is counted.
-        mask: bool, likewise.
+        mask: bool, like ``per_token``.
         mode: the aggregation.
         lengths: [n] float64, n_i of the whole sequences.
         layout: which tokens these are.

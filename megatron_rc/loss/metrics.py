@@ -1,4 +1,4 @@
-"""What is measured of the loss: sums and extremes over tokens, which merge over micro-batches, ranks and steps."""
+"""Measures of the loss: sums and extremes over tokens, which merge over micro-batches, ranks and steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LossStatistics:
 
     Attributes:
         sums: [len(SUMS)] float64, in the order of ``SUMS``.
-        maxima: [len(MAXIMA)] float64, in the order of ``MAXIMA``; -inf where there is no token.
+        maxima: [len(MAXIMA)] float64, in the order of ``MAXIMA``; -inf without a token.
     """
 
     sums: Tensor
@@ -31,7 +31,7 @@ class LossStatistics:
 
     @classmethod
     def of(cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> LossStatistics:
-        """From 0-D tensors by name; a sum that is absent is 0."""
+        """The statistics from 0-D tensors by name; a sum that is absent is 0."""
         some = sums["tokens"]
         zero = torch.zeros((), dtype=torch.float64, device=some.device)
         return cls(
@@ -41,7 +41,7 @@ class LossStatistics:
 
     @classmethod
     def nothing(cls, device: torch.device | None = None) -> LossStatistics:
-        """The statistics where there is no token: sums of 0, maxima of -inf."""
+        """The statistics of no token: sums of 0, maxima of -inf."""
         zeros = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         return cls(zeros, torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device))
 

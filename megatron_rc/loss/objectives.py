@@ -1,4 +1,4 @@
-"""Policy objectives: one object each, which says what it makes of a token, of weights and of clipping.
+"""Policy objectives: one object each, with the loss of a token and its use of weights and clipping.
 
 To add one, define it at the end. Everything else asks the object: the flags and their errors, the config, the loss, the
 metrics and the words.
@@ -19,7 +19,7 @@ from megatron_rc.numerics import EXP_LIMIT
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """What an objective is made of, per token; everything is 0 where masked.
+    """The terms of an objective, per token; all are 0 at masked positions.
 
     Attributes:
         log_probs: log π_θ, differentiated.
@@ -60,9 +60,9 @@ class Objective:
 
     Attributes:
         name: as the user writes it.
-        words: what it does with ρ in bypass mode, where its ratio is ρ: "PPO clips ρ itself".
+        words: its use of ρ in bypass mode, in which its ratio is ρ: "PPO clips ρ itself".
         loss: the loss of every token.
-        weighed_in_bypass: in bypass mode the importance weights multiply it. Not where its ratio π_θ/π_rollout is the
+        weighed_in_bypass: in bypass mode the importance weights multiply it. False if its ratio π_θ/π_rollout is the
             correction already.
         by_sequence: its log ratio is the mean over the sequence.
         clips: it clips the ratio, and says which tokens.
@@ -112,7 +112,7 @@ def objective_of(name: str) -> Objective:
 
 
 def _problems(objective: Objective) -> list[str]:
-    """What is wrong with a definition, as a run on three tokens shows."""
+    """The problems of a definition, found by a run on three tokens."""
     if not objective.name.replace("_", "").isalnum() or objective.name != objective.name.lower():
         return ["the name must be letters, digits and underscores, in lower case"]
     if not objective.words or not callable(objective.loss):
@@ -130,9 +130,9 @@ def _problems(objective: Objective) -> list[str]:
         (objective.takes_dual_clip, "takes_dual_clip", (found.dual,)),
     ):
         if any((flag is not None) != has for flag in flags):
-            return [f"{given}={has} does not agree with what loss says of clipped tokens"]
+            return [f"{given}={has} does not agree with the clipped tokens of loss"]
         if any(flag is not None and (flag.dtype != torch.bool or flag.shape != (3,)) for flag in flags):
-            return ["what loss says of clipped tokens must be bool, one a token"]
+            return ["the clipped tokens of loss must be bool, one a token"]
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
     return [] if found.loss.isfinite().all() and gradient.isfinite().all() else ["loss and gradient must be finite"]
 

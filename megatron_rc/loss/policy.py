@@ -27,13 +27,13 @@ class PolicyLossConfig:
 
     Attributes:
         algorithm: ``ppo_clip``, ``reinforce``, ``gspo`` or ``cispo`` (see :func:`policy_loss`); None: ``ppo_clip``, or
-            in bypass mode what the correction's ``loss_type`` names.
+            in bypass mode the correction's ``loss_type``.
         clip_low: the ratio is clipped below 1 - this.
         clip_high: the ratio is clipped above 1 + this.
         dual_clip: c > 1: the loss of a token with A < 0 is at most ``c·|A|``; None: no such cap.
         aggregation: how the per-token loss becomes one number: ``token-mean``, ``token-sum``, ``seq-mean-token-sum``,
             ``seq-mean-token-mean`` or ``seq-mean-token-sum-norm``.
-        loss_scale_factor: what ``token-sum`` and ``seq-mean-token-sum-norm`` divide by; needed there, and only there.
+        loss_scale_factor: the divisor of ``token-sum`` and ``seq-mean-token-sum-norm``, which alone need it.
         kl_coef: weight of the KL penalty to the reference policy, per token.
         kl_estimator: ``k1``, ``k2``, ``k3``, ``k1+`` or ``k3+`` (see :func:`kl_penalty`).
         entropy_coef: weight of the entropy bonus, per token.
@@ -66,7 +66,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """``per_token`` is like the log-probs, 0 where masked; ``statistics`` merge over micro-batches and ranks.
+    """``per_token`` is like the log-probs, 0 at masked positions; ``statistics`` merge over micro-batches and ranks.
 
     ``per_token`` is float32 or wider, whatever the dtype of the log-probs.
     """
@@ -92,7 +92,7 @@ def policy_loss(
 ) -> PolicyLoss:
     """The objective of every token, times its importance weight; r = π_θ / π_old, A the advantage.
 
-    - ``ppo_clip``: max(-A r, -A clip(r, 1 - low, 1 + high)); with ``dual_clip`` c at most -A c where A < 0. Schulman et
+    - ``ppo_clip``: max(-A r, -A clip(r, 1 - low, 1 + high)); with ``dual_clip`` c at most -A c if A < 0. Schulman et
       al. 2017, "Proximal Policy Optimization Algorithms"; Ye et al. 2020, "Mastering Complex Control in MOBA Games with
       Deep Reinforcement Learning".
     - ``gspo``: the same with the ratio of the whole sequence, log s_t = sg[mean of log r] + log π_θ - sg[log π_θ], the
@@ -105,7 +105,7 @@ def policy_loss(
         log_probs: log π_θ, of the layout's local shape, nats; differentiated.
         old_log_probs: log π_old, of the same shape.
         advantages: [n], one a sequence, or like ``log_probs``; of a shape that is both, one a sequence.
-        response_mask: bool, like ``log_probs``; what stands elsewhere changes no bit of the result or the gradient.
+        response_mask: bool, like ``log_probs``; other positions change no bit of the result or the gradient.
         algorithm: see above.
         clip_low: the ratio is clipped below 1 - this; 1 and more clip nothing, as the 10 of verl's CISPO examples.
         clip_high: the ratio is clipped above 1 + this.
@@ -115,7 +115,7 @@ def policy_loss(
             need it, or ``gspo`` takes one mean over all of them.
         groups: ``cp`` holds the other slices of the sequences; ``gspo`` alone needs it. Without it, and without a
             layout, ``gspo`` takes a slice for the whole sequence: nothing says that it is none.
-        sequence_log_ratio: [n], the mean of log r over each whole sequence, where it is known already (``gspo``).
+        sequence_log_ratio: [n], the mean of log r over each whole sequence, if it is known already (``gspo``).
 
     Collectives: none; ``gspo`` without ``sequence_log_ratio`` makes one SUM of [2, n] over ``cp``.
 
@@ -162,9 +162,9 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3") 
     """Estimate KL(π_θ ‖ π_ref) at each token; d = log π_θ - log π_ref. Schulman 2020, "Approximating KL Divergence".
 
     - ``k1``: d. Its gradient is ∇ log π_θ, which is 0 on average over tokens that π_θ sampled: it pulls nowhere.
-    - ``k2``: d²/2. Its gradient d · ∇ log π_θ is on average that of KL(π_θ ‖ π_ref).
-    - ``k3``: exp(-d) - 1 + d. Its gradient is on average that of the reverse, KL(π_ref ‖ π_θ). d is taken as -20 where
-      it is below, so that exp is finite; the gradient is 0 there.
+    - ``k2``: d²/2. Its gradient d · ∇ log π_θ is on average the gradient of KL(π_θ ‖ π_ref).
+    - ``k3``: exp(-d) - 1 + d. Its gradient is on average the one of the reverse, KL(π_ref ‖ π_θ). Below -20, d
+      counts as -20, so that exp is finite; the gradient is 0 there.
     - ``k1+``, ``k3+``: the value of k1 or k3 with the gradient of k2, as verl's estimators of these names.
 
     The default is k3: the penalty of GRPO (Shao et al. 2024, "DeepSeekMath"), Megatron-LM and verl. To follow
@@ -249,7 +249,7 @@ def _measure(log_ratio: Tensor, mask: Tensor, found: TokenLoss) -> LossStatistic
 
 
 def _per_token(advantages: Tensor, layout: SequenceLayout) -> Tensor:
-    # Where both shapes are one, as the correction reads it: one a sequence.
+    # If both shapes are the same, they are one a sequence, as in the correction.
     if tuple(advantages.shape) == (layout.num_sequences,):
         return layout.expand(advantages)
     if tuple(advantages.shape) != layout.shape:

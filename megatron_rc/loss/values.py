@@ -17,7 +17,7 @@ SUMS = ("tokens", "clipped", "values", "returns", "squared_returns", "errors", "
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """``per_token`` is like the values, float32 or wider, 0 where masked; ``sums`` add up over micro-batches and ranks.
+    """``per_token`` is like the values, float32 or wider, 0 if masked; ``sums`` add up over micro-batches and ranks.
 
     ``sums``: [len(SUMS)] float64, over the tokens of the mask, in the order of ``SUMS``; an error is R - V.
     """
@@ -43,10 +43,10 @@ def value_loss(
     Args:
         values: V of the state that each label is predicted from, of the layout's local shape; differentiated.
         returns: R, the targets, of the same shape.
-        mask: bool, likewise: the tokens that count; what stands elsewhere changes no bit of the result or the gradient.
-        old_values: V_old, likewise, of the critic before its steps on the rollout batch; needed with ``clip``.
+        mask: bool, like ``values``: the tokens that count; others change no bit of the result or the gradient.
+        old_values: V_old, like ``values``, of the critic before its steps on the rollout batch; needed with ``clip``.
         clip: c, in the unit of the rewards; None: no clipping.
-        weights: w, likewise, detached; default 1.
+        weights: w, like ``values``, detached; default 1.
 
     Raises:
         ValueError: shapes that do not fit, a clip that is not positive, or one without old values.
@@ -80,7 +80,7 @@ def value_loss(
 def derive_value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of ``docs/metrics.md`` that begin with ``critic/``, from global sums on the host.
 
-    The explained variance is 1 - Var(R - V) / Var(R), and 0 where all returns are equal.
+    The explained variance is 1 - Var(R - V) / Var(R), and 0 if all returns are equal.
 
     Args:
         sums: by the names of ``SUMS``.

@@ -69,10 +69,7 @@ def fingerprint(config: RolloutCorrectionConfig) -> int:
 def check_data(data: DataSums[float], config: RolloutCorrectionConfig, *, allow_zero_log_probs: bool) -> None:
     """Raise ValueError for the first count that cannot be right; the counts are equal on every rank."""
     if not data.config_min == data.config_max == fingerprint(config):
-        raise ValueError(
-            "config: the RolloutCorrectionConfig differs between ranks: give every rank the same fields, for example "
-            "from one file"
-        )
+        raise ValueError("config: the RolloutCorrectionConfig differs between ranks: give every rank the same fields")
     for name, remedy, count in zip(PER_SEQUENCE, _RANGES, data.out_of_range, strict=True):
         if count:
             raise ValueError(f"{name}: {count:.0f} values of the batch are out of range, all must {remedy}")

@@ -22,10 +22,10 @@ class PolicySums(Generic[N]):
     sequences: N  # sequences with a valid token
     log_ratio: N  # Σ log ρ over tokens
     excess: N  # Σ (ρ - 1) over tokens
-    train_log_ppl: N  # Σ over sequences of the mean of -log π_train
+    training_log_ppl: N  # Σ over sequences of the mean of -log π_train
     rollout_log_ppl: N  # Σ over sequences of the mean of -log π_rollout
     log_ppl_diff: N  # Σ over sequences of their difference
-    train_ppl: N  # Σ over sequences of exp of the mean of -log π_train
+    training_ppl: N  # Σ over sequences of exp of the mean of -log π_train
     rollout_ppl: N  # Σ over sequences of exp of the mean of -log π_rollout
     ppl_ratio: N  # Σ over sequences of exp of the difference
     log_ppl_abs_diff: N  # Σ over sequences of the absolute difference

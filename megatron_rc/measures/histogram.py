@@ -1,11 +1,8 @@
 """Quantiles of log ρ that merge over ranks: a histogram with fixed bins.
 
-A bin is a run of float32 numbers that share sign, exponent and the five leading bits of the mantissa, so a bin of the
-values around x is at most |x|/32 wide, and finding it takes two integer operations on the number's bits. Magnitudes
-below 2⁻¹⁵ share one bin, those above 2⁵ the outermost ones.
-
-A quantile is interpolated inside its bin: it is off by at most 1/32 of its value, or 2⁻¹⁴ (6e-5) near 0, for values
-within ±32.
+A bin is a run of float32 numbers that share sign, exponent and the five leading bits of the mantissa. So a bin around x
+is at most |x|/32 wide. Magnitudes below 2⁻¹⁵ share one bin, magnitudes above 2⁵ the outermost ones. A quantile is
+interpolated inside its bin: it is off by at most 1/32 of its value, or 2⁻¹⁴ (6e-5) near 0, for values within ±32.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Distribution(NamedTuple):
 def even_bins(
     low: float, high: float, total: float, below: Callable[[float], float], *, most: int = _EVEN_BINS
 ) -> Distribution:
-    """At most 40 (or ``most``) bins of one width from the smallest to the largest of ``total`` values.
+    """Bins of one width, at most 40 (or ``most``), from the smallest to the largest of ``total`` values.
 
     ``below`` gives the number of values below any value.
     """

@@ -38,18 +38,13 @@ def derive_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) 
 
 def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dict[str, float]:
     tokens, sequences = sums.valid, sums.sequences
-    return {
+    means = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio")
+    differences = ("log_ppl_diff", "log_ppl_abs_diff")
+    return {name: ratio(getattr(sums, name), sequences) for name in (*means, *differences)} | {
         "kl": ratio(-sums.log_ratio, tokens),
         "k3_kl": ratio(of_tokens.k3, tokens),
-        "training_ppl": ratio(sums.train_ppl, sequences),
-        "training_log_ppl": ratio(sums.train_log_ppl, sequences),
-        "rollout_ppl": ratio(sums.rollout_ppl, sequences),
-        "rollout_log_ppl": ratio(sums.rollout_log_ppl, sequences),
-        "log_ppl_diff": ratio(sums.log_ppl_diff, sequences),
-        "log_ppl_abs_diff": ratio(sums.log_ppl_abs_diff, sequences),
         "log_ppl_diff_max": extreme(sums.log_ppl_diff_max),
         "log_ppl_diff_min": extreme(sums.log_ppl_diff_min),
-        "ppl_ratio": ratio(sums.ppl_ratio, sequences),
         # E[ρ²] - 1 = E[(ρ - 1)²] + 2 E[ρ - 1]
         "chi2_token": ratio(of_tokens.excess_squared + 2 * sums.excess, tokens),
         "chi2_seq": ratio(sums.sequence_excess_squared + 2 * sums.sequence_excess, sequences),

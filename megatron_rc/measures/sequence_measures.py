@@ -17,7 +17,7 @@ from megatron_rc.correction.sequences import (
     statistics_of,
     threshold_scale,
 )
-from megatron_rc.correction.tokens import decide_tokens, token_blocks
+from megatron_rc.correction.tokens import blocks_of
 from megatron_rc.correction.verdicts import Verdicts
 from megatron_rc.correction.weights import log_bounds, scaled_bounds
 from megatron_rc.measures.data import data_sums
@@ -54,15 +54,16 @@ def measure_batch(
     config: RolloutCorrectionConfig,
     sums: SequenceSums,
     verdicts: Verdicts,
+    valid: Sequence[Tensor],
     mask: Sequence[Tensor],
     measures: SequenceMeasures,
     tokens: TokenSums[Tensor],
     bins: Tensor,
 ) -> BatchHeader[Tensor]:
-    """This rank's part of the numbers of the whole batch, from whole sequences, the mask m', and all local tokens."""
+    """This rank's part of the numbers of the whole batch; ``valid`` and ``mask`` (m') are flags of local tokens."""
     # Whole sequences, which all ranks of cp know, are counted on the first one.
     counted = (sums.valid > 0) & shards.is_first_cp_rank
-    by_staleness, newer_tokens = token_staleness(shards, mask, config)
+    by_staleness, newer_tokens = token_staleness(shards, valid, mask)
     criteria = {one.name: criterion_sums(one, sums, measures, tokens, verdicts, config) for one in config.criteria}
     policy, weights = policy_sums(sums, measures, verdicts), weight_sums(sums, measures, tokens, counted, config)
     veto = None if sums.vetoed is None else VetoSums(sums.vetoed, sums.vetoed > 0)
@@ -83,7 +84,7 @@ def measure_batch(
 def add_sequences(record: R, sums: SequenceSums, counted: Tensor) -> R:
     """A record with each [n] tensor, float64 or bool, added up over sequences; other tensors stay.
 
-    ``counted`` are the sequences whose sums this rank counts. Extremes are those of sequences with a valid token, and
+    ``counted`` are the sequences whose sums this rank counts. Extremes are over sequences with a valid token, and
     infinite without one.
     """
     found: list[Iterator[Tensor]] = []
@@ -108,10 +109,10 @@ def policy_sums(sums: SequenceSums, measures: SequenceMeasures, verdicts: Verdic
         sequences=sums.valid > 0,
         log_ratio=sums.log_ratio,
         excess=measures.excess,
-        train_log_ppl=train,
+        training_log_ppl=train,
         rollout_log_ppl=rollout,
         log_ppl_diff=difference,
-        train_ppl=_perplexity(train),
+        training_ppl=_perplexity(train),
         rollout_ppl=_perplexity(rollout),
         ppl_ratio=_perplexity(difference),
         log_ppl_abs_diff=difference.abs(),
@@ -242,9 +243,7 @@ def breakdowns(
     )
 
 
-def token_staleness(
-    shards: Shards, accepted: Sequence[Tensor], config: RolloutCorrectionConfig
-) -> tuple[Tensor, Tensor]:
+def token_staleness(shards: Shards, valid: Sequence[Tensor], accepted: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Sums by staleness of tokens that have a version each; zeros unless versions are one a token.
 
     Returns:
@@ -254,13 +253,14 @@ def token_staleness(
     newer = table.new_zeros(())
     if shards.parts[0].versions is None:
         return table, newer
-    for number, block, tokens, _ in token_blocks(shards, config):
-        decisions, kept = decide_tokens(tokens, config), block.take(accepted[number])
-        versions = block.take(shards.parts[number].versions)  # type: ignore[arg-type]
-        columns = torch.stack([decisions.valid, decisions.valid & ~kept, decisions.log_ratio.double()], dim=-1)
-        index = _staleness_bucket(versions, shards).reshape(-1)
-        table = table + into_buckets(index, len(table), columns.view(-1, 3))
-        newer = newer + (decisions.valid & (versions > (shards.counts.current_version or 0))).sum()
+    for part, of_valid, of_accepted in zip(shards.parts, valid, accepted, strict=True):
+        for block in blocks_of(part):
+            tensors = part.train, part.rollout, part.versions, of_valid, of_accepted
+            train, rollout, versions, is_valid, kept = map(block.take, tensors)  # type: ignore[arg-type]
+            log_ratio = torch.where(is_valid, train.double() - rollout.double(), 0)
+            columns = torch.stack([is_valid, is_valid & ~kept, log_ratio], dim=-1).view(-1, 3)
+            table = table + into_buckets(_staleness_bucket(versions, shards).reshape(-1), len(table), columns)
+            newer = newer + (is_valid & (versions > (shards.counts.current_version or 0))).sum()
     return table, newer
 
 

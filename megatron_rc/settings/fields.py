@@ -43,7 +43,7 @@ class CorrectionFields:
             and the token (``reject_token``) or its sequence (``reject_sequence``) is rejected.
         metric_prefix: in front of every metric's name. ``mismatch/`` gives the names of the oldest dashboards.
         proximal_interpolation: decoupled, without the forward-only pass: log π_old lies between log π_rollout and log
-            π_θ, by the distance of their versions (``megatron_rc.training.proximal``); the correction is
+            π_θ, by the distance of their versions (``megatron_rc.loss.proximal``); the correction is
             computed inside the loss, one mini-batch at a time. Exact in the first update after a rollout, and needs
             the versions.
         bypass_mode: π_old := π_rollout; the correction is computed inside the loss from π_θ.

@@ -15,12 +15,12 @@ from megatron_rc.batch.sums import correct_batch, empty_header
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader
+from megatron_rc.numerics import check_mask
 from megatron_rc.parallel.collectives import broadcast_record, first_text, map_record
 from megatron_rc.parallel.groups import ParallelGroups, group_size
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
-from megatron_rc.training.objective import Setup
-from megatron_rc.training.plan import Plan, Progress, StepOwner
+from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
 from megatron_rc.training.result import TrainingResult
 
 _TOLERANCE = 1e-5  # relative, of sums of float32 weights in another order
@@ -88,8 +88,7 @@ class DecoupledPlan(TrainingResult, Plan):
                     f"MicroBatch({name}=...) has shape {tuple(value.shape)}: expected {shape}, the part of the plan's "
                     "that belongs to this micro-batch"
                 )
-        if mask.dtype != torch.bool:
-            raise ValueError(f"MicroBatch(mask=...) is {mask.dtype}: expected bool, as the plan has it")
+        check_mask("MicroBatch(mask=...)", mask)
         return CorrectedMicroBatch(micro_batch.weights, mask, lengths, old)
 
     def _found(self, layouts: Sequence[SequenceLayout]) -> dict[str, list[Any]]:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.sums import local_batch
+from megatron_rc.correction.denominators import into_buckets
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
+from megatron_rc.loss.proximal import interpolate
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
-from megatron_rc.training.objective import Setup
-from megatron_rc.training.plan import Plan, Progress, StepOwner
-from megatron_rc.training.proximal import interpolate
+from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
 from megatron_rc.training.result import TrainingResult, index_of
 
 
@@ -27,8 +27,7 @@ from megatron_rc.training.result import TrainingResult, index_of
 class MaskCounts:
     """Counts under the response masks of a rollout batch, over all ranks; float64."""
 
-    tokens: Tensor  # [num_mini_batches]
-    sequences: Tensor  # [num_mini_batches], with such a token
+    counted: Tensor  # [num_mini_batches, 2] tokens, and sequences with such a token
     bad_ids: Tensor  # 0-D, sequences among them whose mini-batch id is out of range; another mini-batch counts them
 
 
@@ -39,15 +38,14 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
     """
     # π_θ is not known yet, and only the masks are counted.
     shards = collect_shards(dataclasses.replace(inputs, train_log_probs=inputs.rollout_log_probs), counts, groups)
-    tokens = all_reduce_sum(shards.sum_sequences([part.mask for part in shards.parts]), groups.cp)
-    has_tokens = tokens > 0
+    local = torch.cat([part.layout.sum_sequences(part.mask) for part in shards.parts])
+    tokens = all_reduce_sum(local, groups.cp)
     # Whole sequences are counted once: on the first CP rank.
-    rows = torch.stack([tokens, has_tokens.double()]) * shards.is_first_cp_rank
-    counted = rows.new_zeros(2, counts.num_mini_batches).index_add_(1, shards.mini_batch_ids, rows)
-    bad_ids = (shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")] * rows[1]).sum()
+    rows = torch.stack([tokens, tokens > 0], dim=1) * shards.is_first_cp_rank
+    counted = into_buckets(shards.mini_batch_ids, counts.num_mini_batches, rows)
+    bad_ids = (shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")] * rows[:, 1]).sum()
     total = all_reduce_sum(torch.cat([counted.view(-1), bad_ids.view(1)]), groups.dp_cp)
-    num_tokens, num_sequences = total[:-1].chunk(2)
-    return MaskCounts(num_tokens, num_sequences, total[-1])
+    return MaskCounts(total[:-1].view(-1, 2), total[-1])
 
 
 class InLossPlan(Plan):
@@ -65,18 +63,18 @@ class InLossPlan(Plan):
         """[num_mini_batches, 2] float64: tokens and sequences under the response mask; NaN on other stages."""
         if self.counts is None:
             return torch.full((self.num_mini_batches, 2), torch.nan, dtype=torch.float64)
-        return torch.stack([self.counts.tokens, self.counts.sequences], dim=1)
+        return self.counts.counted
 
     @property
     def skip(self) -> Tensor | None:
-        """[num_mini_batches] bool: nothing to train on, known before the schedule; None without log-probs."""
-        return None if self.counts is None else self.counts.tokens == 0
+        """[num_mini_batches] bool: no token to train on; None without log-probs."""
+        return None if self.counts is None else self.counts.counted[:, 0] == 0
 
     def check(self) -> None:
         """Raise nothing: the ``check()`` of each step's result raises, on every stage."""
 
     def metrics(self) -> dict[str, float]:
-        """No metrics yet: those of a step follow ``finish_step``."""
+        """No metrics yet: a step has metrics after ``finish_step``."""
         return {}
 
     def skips(self, mini_batch: int | None = None) -> bool:
@@ -126,7 +124,7 @@ class InLossPlan(Plan):
             # Bad tokens are not counted under the mask; the plan does not know them.
             found = found + batch.data.bad_tokens
         # Mini-batch ids out of range are an error of their own, and moved tokens to other mini-batches.
-        differs = (found != self.counts.tokens[mini_batch]) & (self.counts.bad_ids == 0)
+        differs = (found != self.counts.counted[mini_batch, 0]) & (self.counts.bad_ids == 0)
         # The plan found these, and the other stages did not see them.
         out_of_range = batch.data.out_of_range.clone()
         out_of_range[PER_SEQUENCE.index("mini_batch_ids")] += self.counts.bad_ids
@@ -150,10 +148,8 @@ class InLossPlan(Plan):
         shards = collect_shards(inputs, counts, self.groups)
         (part,) = shards.parts
         versions = part.versions
-        if versions is None and shards.versions is not None:
-            versions = part.layout.expand(shards.versions)
         if versions is None:
-            raise RuntimeError("proximal_interpolation needs versions, which the plan asked for")
+            versions = part.layout.expand(shards.versions)  # type: ignore[arg-type]
         staleness = counts.staleness(versions).clamp(min=0)
         return interpolate(part.train, part.rollout, staleness, updates=self.progress.steps_ended)
 

@@ -25,8 +25,7 @@ class MicroBatch(OneMicroBatch):
         layout: which tokens these are; must be given, and so must advantages.
         advantages: [n], or per token.
         sequence_ids: error messages name them if the correction is made in the loss.
-        policy_versions: for metrics, bounds and interpolation by staleness in the loss; only if the plan was given the
-            current version.
+        policy_versions: for staleness in the loss; only if the plan was given the current version.
         ref_log_probs: log π_ref; needed for a KL penalty.
         weights: importance weights of the plan; must be None if the config applies none or the loss finds them.
         mask: bool, the accepted tokens of the plan; must be None if the loss finds them.

@@ -15,8 +15,7 @@ class StepError(ValueError, RuntimeError):
 class Misuse(IntEnum):
     """A mistake in a step that ends; its number travels in the step's header, and 0 is none.
 
-    Of several mistakes, on one rank or on several, all ranks raise the last one in this table. So a mistake that may be
-    a consequence stands before its possible cause.
+    Of several mistakes all ranks raise the last one in this table: a consequence stands before its possible cause.
     """
 
     words: str

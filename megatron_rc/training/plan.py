@@ -24,6 +24,17 @@ from megatron_rc.training.result import index_of
 _MOST_TOKENS = 2**31  # Megatron counts them in int32
 
 
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of a :class:`RolloutCorrection`, the objective's algorithm filled in."""
+
+    config: RolloutCorrectionConfig
+    groups: ParallelGroups
+    loss: PolicyLossConfig
+    allow_zero_log_probs: bool = False
+    compile: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
     """One optimizer step: a mini-batch of a plan."""
@@ -39,9 +50,8 @@ class LossScale:
     """The global factors of one optimizer step, from ``plan.loss_scale()``: equal on all ranks that share them.
 
     Attributes:
-        denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it. If the
-            denominator is known only after the step, it is the one under the response mask. NaN on pipeline stages that
-            cannot know it and compute no loss.
+        denominator: 0-D float64, above 0: the sum of the loss over the whole mini-batch is divided by it; under the
+            response mask if the final one follows after the step. NaN on pipeline stages that compute no loss.
         num_microbatches: of this step, on each data-parallel rank.
         dp_cp_size: number of ranks that hold different tokens.
         calculate_per_token_loss: Megatron's setting of that name.
@@ -108,19 +118,11 @@ class Plan(ABC):
 
     @abstractmethod
     def skips(self, mini_batch: int | None = None) -> bool:
-        """Whether it is known already, on every rank, that the optimizer step must not be made.
-
-        Raises:
-            ValueError: a mini-batch that is not there, or none named although there are several.
-        """
+        """Whether it is known already, on every rank, that the optimizer step must not be made."""
 
     @abstractmethod
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
-        """The correction of one micro-batch: the plan's, or found from log π_θ.
-
-        Raises:
-            ValueError: something that the mode needs is missing, or was given and would be ignored.
-        """
+        """The correction of one micro-batch; ValueError for something that the mode needs, or would ignore."""
 
     @abstractmethod
     def ended(
@@ -151,11 +153,10 @@ class Plan(ABC):
 
         Raises:
             ValueError: a mini-batch that is not there, or none named although there are several; impossible counts; in
-                the loss, no ``wrap_finalize`` that anything has kept: nothing would end the step and scale its
-                gradients.
-            StepError: ``check()`` was never called, so that bad data would be trained on; in the loss, a whole step was
-                counted and nothing has ended it: ``wrap_finalize`` is not in the model's config. Only the last stage
-                sees that; on every stage ``loss_metrics()`` raises.
+                the loss, nothing would end the step: no ``wrap_finalize`` that anything has kept.
+            StepError: ``check()`` was never called; in the loss, a whole step was counted and nothing has ended it,
+                because ``wrap_finalize`` is not in the model's config. Only the last stage sees that; on every stage
+                ``loss_metrics()`` raises.
         """
         self.steps.check_ready()
         if not self.progress.is_checked:
@@ -180,11 +181,7 @@ class Plan(ABC):
     def micro_batches(self, inputs: AnyInputs) -> list[MicroBatch]:
         """The inputs of the loss of each micro-batch, from the plan's inputs and its results; on the last stage.
 
-        Args:
-            inputs: those of the plan, in lists with one entry a micro-batch (or of a single one).
-
-        Raises:
-            ValueError: there are no advantages.
+        ``inputs`` are the plan's, in lists with one entry a micro-batch (or of a single one), with advantages.
         """
         if inputs.advantages is None:
             raise ValueError("advantages are missing: the loss needs PlanInputs(advantages=...)")

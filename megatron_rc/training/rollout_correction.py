@@ -14,12 +14,12 @@ from megatron_rc.parallel.collectives import pack, unpack
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
+from megatron_rc.settings.objective import denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
-from megatron_rc.training.objective import Setup, denominator_is_unknown, resolve_objective
-from megatron_rc.training.plan import Plan, PlannedStep
+from megatron_rc.training.plan import Plan, PlannedStep, Setup
 from megatron_rc.training.result import TrainingResult, index_of
 from megatron_rc.training.step import StepResult
 from megatron_rc.training.steps import Steps
@@ -40,10 +40,6 @@ class RolloutCorrection:
             prediction).
         allow_zero_log_probs: as in :func:`correct_rollouts`.
         compile: as in :func:`correct_rollouts`.
-
-    Attributes:
-        loss: the objective, its algorithm filled in.
-        steps: the counts of its losses, and the order of calls.
 
     Raises:
         ValueError: settings that cannot be exact together; names them and the remedy.
@@ -84,7 +80,7 @@ class RolloutCorrection:
         Args:
             inputs: this rank's part, a PlanInputs, in the loss without ``train_log_probs``; None on the stages that
                 hold no log-probs.
-            num_mini_batches: optimizer steps that share the batch, equal on every rank.
+            num_mini_batches: as in :func:`correct_rollouts`, like the next three; equal on every rank.
             num_groups: prompts of the whole batch.
             current_version: of the weights that train.
             max_staleness: the last bucket of staleness.
@@ -94,7 +90,7 @@ class RolloutCorrection:
             Decoupled: the result, on stages without log-probs with weights and mask None. In the loss: the denominators
             under the response mask, known on the last stage alone.
 
-        Collectives: decoupled, those of :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``; in
+        Collectives: decoupled, as :func:`correct_rollouts` on the last stage, then one broadcast over ``pp``; in
         the loss, one SUM over ``cp`` and one SUM over ``dp_cp``, on the last stage.
 
         Raises:
@@ -113,7 +109,7 @@ class RolloutCorrection:
         else:
             device = device or group_device(self.groups.pp)
             self._newest = plan_decoupled(inputs, counts, self._setup, self.steps, device)
-        self.steps.note_plan(counts)
+        self.steps.agreed, self.steps.since_plan = counts, []
         return self._newest
 
     def in_loss(
@@ -132,22 +128,20 @@ class RolloutCorrection:
 
         Args:
             log_probs: log π_θ, the layout's local shape, nats; only its values are used.
-            rollout_log_probs: log π_rollout of the same tokens.
-            response_mask: bool, of the same shape.
-            layout: which tokens these are. Default: padded ``[b, s]``.
-            advantages: [n] or like the log-probs; ``opsm`` needs them.
-            sequence_ids: [n] int64; error messages name them. Default: sequences are counted since the step began.
-            policy_versions: [n] or like the log-probs, int64: the version of the weights that sampled; needed if the
-                plan was given the current version, else not used.
+            rollout_log_probs: as in :func:`correct_rollouts`, of this micro-batch, like the next five.
+            response_mask: bool.
+            layout: which tokens these are.
+            advantages: ``opsm`` needs them.
+            sequence_ids: error messages name them. Default: sequences are counted since the step began.
+            policy_versions: needed if the plan was given the current version, else not used.
             mini_batch: the optimizer step, of the newest plan; one for all micro-batches until ``finish_step``. The
                 micro-batch counts at once, unless gradients are switched off.
 
         Collectives: one SUM over ``cp`` (and one MAX with a ``seq_max`` criterion).
 
         Raises:
-            ValueError: shapes that do not fit, no mini-batch named although there are several, or another one than the
-                step has so far.
-            StepError: decoupled mode, or no ``plan`` before.
+            ValueError: shapes that do not fit, or no mini-batch named although there are several.
+            StepError: decoupled mode, no ``plan`` before, or another mini-batch than the step has so far.
         """
         plan = self._newest
         if not isinstance(plan, InLossPlan) or plan.counts is None:
@@ -165,11 +159,7 @@ class RolloutCorrection:
         return found
 
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor, step: PlannedStep) -> CorrectedMicroBatch:
-        """The correction of a micro-batch in the loss: the plan's, or found from log π_θ.
-
-        Raises:
-            ValueError: something that the mode needs is missing, or the step is of a plan of another correction.
-        """
+        """The correction of a micro-batch in the loss; ValueError if the step is of a plan of another correction."""
         if step.plan.steps is not self.steps:
             raise ValueError("scale: it is from the plan of another correction: take it from this one's plan()")
         return step.plan.corrected(micro_batch, log_probs)
@@ -178,8 +168,7 @@ class RolloutCorrection:
     def finish_step(self, device: torch.device | None = None) -> Tensor:
         """End one optimizer step, on every pipeline stage: reduce the sums of its micro-batches.
 
-        Args:
-            device: of the result, on stages that hold no log-probs. Default: the GPU if ``groups.pp`` is of nccl.
+        ``device`` holds the result on stages without log-probs; by default as for ``plan``.
 
         Returns:
             0-D float64, the factor of the gradients, which are not touched here. In the loss it is D₀/G (D₀ is the
@@ -196,7 +185,7 @@ class RolloutCorrection:
         return self.steps.finish(device or group_device(self.groups.pp)).factor
 
     def reset_step(self) -> None:
-        """Forget the micro-batches since the last step ended, on every rank: a schedule failed and is run again.
+        """Forget the micro-batches since the last step, on every rank, before a failed schedule is run again.
 
         The gradients must be zeroed too.
         """
@@ -206,10 +195,8 @@ class RolloutCorrection:
     def step(self) -> StepResult | None:
         """The result of the step that ``finish_step`` ended last: call its ``check()`` before the optimizer's step.
 
-        None in decoupled mode, because the plan knows it all, and before the first step.
-
-        Raises:
-            StepError: micro-batches were counted here that no ``finish_step`` has ended.
+        None before the first step, and in decoupled mode, because the plan knows it all. StepError as for
+        ``loss_metrics()``.
         """
         if not self.config.corrects_in_loss or (self.steps.last is None and not self.steps.is_pending):
             return None
@@ -229,7 +216,7 @@ class RolloutCorrection:
         return self.steps.last_whole("loss_metrics()").loss_metrics()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics over all steps since the newest plan, in the loss; they mix policies: each step has another π_θ."""
+        """Metrics over all steps since the newest plan, in the loss; each step has another π_θ."""
         ended, prefix = self.steps.since_plan, self.config.metric_prefix
         if not self.config.corrects_in_loss or not ended:
             return {}

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from megatron_rc.correction.inputs import on_device
 from megatron_rc.loss.aggregation import loss_sum
-from megatron_rc.loss.metrics import LossStatistics
-from megatron_rc.loss.policy import kl_penalty, policy_loss
+from megatron_rc.loss.total import token_loss
 from megatron_rc.numerics import is_log_prob
 from megatron_rc.parallel.arguments import check_tensors
 from megatron_rc.parallel.groups import group_size
-from megatron_rc.parallel.softmax import arithmetic
-from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
+from megatron_rc.training.micro_batch import Counted, MicroBatch
 from megatron_rc.training.plan import LossScale, PlannedStep
 from megatron_rc.training.rollout_correction import RolloutCorrection
 
@@ -44,10 +42,9 @@ def masked_loss(
         scale: the factors of this step, from ``plan.loss_scale()``.
 
     Returns:
-        The triple of Megatron's ``loss_func``: (loss, num_tokens, log); the log holds ``loss``, the local part of the
-        numerator.
+        (loss, num_tokens, log) of Megatron's ``loss_func``; the log holds ``loss``, the local part of the numerator.
 
-    Collectives: in bypass mode and with ``proximal_interpolation`` those of ``in_loss``; outside bypass mode ``gspo``
+    Collectives: in bypass mode and with ``proximal_interpolation`` as ``in_loss``; outside bypass mode ``gspo``
     makes one SUM of [2, n] over ``cp``.
 
     Raises:
@@ -56,11 +53,23 @@ def masked_loss(
             its end raises the same StepError on every rank.
     """
     try:
-        step = _step_of(scale)
-        _check_tokens(micro_batch, scale)
+        step = _step_of(scale, micro_batch.response_mask.numel())
         found = correction.corrected(micro_batch, log_probs, step)
-        per_token, statistics = _objective(correction, micro_batch, log_probs, entropy, found)
-        total = loss_sum(per_token, found.mask, correction.loss.aggregation, found.sequence_lengths, micro_batch.layout)
+        losses = token_loss(
+            correction.loss,
+            log_probs,
+            found.old_log_probs,
+            micro_batch.advantages,
+            _usable(correction, micro_batch, log_probs, found.old_log_probs),
+            weights=found.weights,
+            entropy=entropy,
+            ref_log_probs=micro_batch.ref_log_probs,
+            layout=micro_batch.layout,
+            groups=correction.groups,
+            sequence_log_ratio=found.mean_log_ratio,
+        )
+        aggregation, lengths = correction.loss.aggregation, found.sequence_lengths
+        total = loss_sum(losses.per_token, found.mask, aggregation, lengths, micro_batch.layout)
         counted = Counted.of(micro_batch.response_mask, found, _strangers(micro_batch, step))
     except ValueError as error:
         # Other stages would wait for ever for this one's gradients.
@@ -69,7 +78,7 @@ def masked_loss(
         correction.steps.refuse(str(error))
         return _refused(log_probs)
     returned = schedule_return(total, {"loss": total}, scale)
-    statistics = statistics.plus(loss=total.detach() / scale.denominator)
+    statistics = losses.statistics.plus(loss=total.detach() / scale.denominator)
 
     def count(_: Tensor) -> None:
         correction.steps.count(step, found, counted, statistics)
@@ -79,20 +88,17 @@ def masked_loss(
     return returned
 
 
-def _check_tokens(micro_batch: MicroBatch, scale: LossScale) -> None:
-    number = micro_batch.response_mask.numel()
-    if scale.calculate_per_token_loss and number != scale.local_tokens:
-        raise ValueError(
-            f"local_tokens={scale.local_tokens} and a micro-batch of {number} tokens: with calculate_per_token_loss "
-            "all micro-batches of a rank must have as many; pad them alike, or turn that off in Megatron's config and "
-            "here, which gives the same gradients"
-        )
-
-
-def _step_of(scale: LossScale) -> PlannedStep:
+def _step_of(scale: LossScale, num_tokens: int) -> PlannedStep:
+    """The step of a scale, for the loss of a micro-batch of so many tokens."""
     step = scale.step if isinstance(scale, LossScale) else None
     if step is None:
         raise ValueError(f"scale is {scale}: take it from plan.loss_scale()")
+    if scale.calculate_per_token_loss and num_tokens != scale.local_tokens:
+        raise ValueError(
+            f"local_tokens={scale.local_tokens} and a micro-batch of {num_tokens} tokens: with "
+            "calculate_per_token_loss all micro-batches of a rank must have as many; pad them alike, or turn that off "
+            "in Megatron's config and here, which gives the same gradients"
+        )
     return step
 
 
@@ -101,11 +107,9 @@ def _strangers(micro_batch: MicroBatch, step: PlannedStep) -> Tensor | None:
     ids, mask = micro_batch.mini_batch_ids, micro_batch.response_mask
     if ids is None:
         return None
-    if ids.shape != (micro_batch.layout.num_sequences,):
-        raise ValueError(
-            f"mini_batch_ids has shape {tuple(ids.shape)}: expected one for each of "
-            f"{micro_batch.layout.num_sequences} sequences"
-        )
+    number = micro_batch.layout.num_sequences
+    if ids.shape != (number,):
+        raise ValueError(f"mini_batch_ids has shape {tuple(ids.shape)}: expected one for each of {number} sequences")
     return ((on_device(ids, mask.device) != step.mini_batch) & (micro_batch.layout.sum_sequences(mask) > 0)).sum()
 
 
@@ -127,9 +131,6 @@ def schedule_return(loss_sum: Tensor, log: dict[str, Tensor], scale: LossScale) 
         loss_sum: 0-D, Σ of the masked loss over this local micro-batch, in the graph even if nothing is counted.
         log: the schedule hands it back to its caller; values are cloned, since Megatron scales the loss in place.
         scale: the factors of this step.
-
-    Returns:
-        (loss, num_tokens, log).
     """
     loss = loss_sum / scale.denominator
     if scale.calculate_per_token_loss:
@@ -157,7 +158,9 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     """
     if getattr(finalize, "ends_steps_of", None) is correction:
         raise ValueError("finalize ends the steps of this correction already: call wrap_finalize() once, on Megatron's")
-    finish = finalize or _megatron_finalize()
+    if finalize is None:
+        from megatron.core.distributed import finalize_model_grads as finalize
+    finish: Callable[..., None] = finalize
 
     def finalize_and_scale(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         with correction.steps.ending():
@@ -171,79 +174,20 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
                     chunk.scale_gradients(factor)
                 correction.steps.note_scaled(model)
 
-    correction.steps.end_with(finalize_and_scale)
+    correction.steps.ends.add(finalize_and_scale)
     vars(finalize_and_scale)["ends_steps_of"] = correction
     return finalize_and_scale
 
 
-def _megatron_finalize() -> Callable[..., None]:
-    from megatron.core.distributed import finalize_model_grads
-
-    function: Callable[..., None] = finalize_model_grads
-    return function
-
-
-def _objective(
-    correction: RolloutCorrection,
-    micro_batch: MicroBatch,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    found: CorrectedMicroBatch,
-) -> tuple[Tensor, LossStatistics]:
-    """(the loss of every token, its measures); the loss of tokens that are not accepted is yet to be dropped."""
-    objective = correction.loss
-    _check_shapes(log_probs, entropy, micro_batch)
-    # Once, so that the gradients of objective and penalty add before they are rounded to a narrow dtype.
-    log_probs = log_probs.to(arithmetic(log_probs.dtype))
-    usable = _usable(correction, micro_batch, log_probs, found.old_log_probs)
-    policy = policy_loss(
-        log_probs,
-        found.old_log_probs,
-        micro_batch.advantages,
-        usable,
-        algorithm=objective.algorithm or "ppo_clip",
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip=objective.dual_clip,
-        weights=found.weights,
-        layout=micro_batch.layout,
-        groups=correction.groups,
-        sequence_log_ratio=found.mean_log_ratio,
-    )
-    per_token, sums = policy.per_token, {}
-    if entropy is not None:
-        entropy = entropy.to(arithmetic(entropy.dtype))
-        sums["entropy"] = _sum(entropy, usable)
-        per_token = per_token - objective.entropy_coef * entropy
-    elif objective.entropy_coef:
-        raise ValueError(f"entropy_coef={objective.entropy_coef} needs the entropy: pass entropy=")
-    if objective.kl_coef:
-        if micro_batch.ref_log_probs is None:
-            raise ValueError(f"kl_coef={objective.kl_coef} needs the reference policy: pass ref_log_probs=")
-        here, there = (torch.where(usable, value, 0.0) for value in (log_probs, micro_batch.ref_log_probs))
-        penalty = kl_penalty(here, there, objective.kl_estimator)
-        sums["reference_kl"] = _sum(penalty, usable)
-        per_token = per_token + objective.kl_coef * penalty
-    return per_token, policy.statistics.plus(**sums)
-
-
-def _check_shapes(log_probs: Tensor, entropy: Tensor | None, micro_batch: MicroBatch) -> None:
-    """Raise ValueError for a tensor that is none or not like the log-probs, and would be broadcast."""
-    rollout, ref = micro_batch.rollout_log_probs, micro_batch.ref_log_probs
-    check_tensors({"entropy": entropy, "ref_log_probs": ref}, log_probs=log_probs, rollout_log_probs=rollout)
-    for name, value in (("rollout_log_probs", rollout), ("ref_log_probs", ref), ("entropy", entropy)):
-        if value is not None and value.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected {tuple(log_probs.shape)} of log_probs")
-
-
 def _usable(correction: RolloutCorrection, micro_batch: MicroBatch, log_probs: Tensor, old: Tensor) -> Tensor:
     """The response mask without the tokens that ``bad_log_probs`` rejects: their values must not reach a sum."""
-    mask = micro_batch.response_mask
+    rollout = micro_batch.rollout_log_probs
+    check_tensors({}, log_probs=log_probs, rollout_log_probs=rollout)
+    if rollout.shape != log_probs.shape:
+        raise ValueError(
+            f"rollout_log_probs has shape {tuple(rollout.shape)}: expected {tuple(log_probs.shape)} of log_probs"
+        )
     if correction.config.bad_log_probs == "error":
-        return mask
+        return micro_batch.response_mask
     train = log_probs.detach() if correction.config.corrects_in_loss else old
-    return mask & is_log_prob(micro_batch.rollout_log_probs) & is_log_prob(train)
-
-
-def _sum(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values.detach(), 0).double().sum()
+    return micro_batch.response_mask & is_log_prob(rollout) & is_log_prob(train)

@@ -82,14 +82,9 @@ class OpenStep:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepResult(TrainingResult):
-    """An optimizer step that has ended, equal on every rank.
+    """An optimizer step that has ended, equal on every rank; ``header`` is None in decoupled mode: the plan has it."""
 
-    Attributes:
-        header: the numbers of the correction; None in decoupled mode: the plan has them.
-        step: all numbers of the step, on the device.
-    """
-
-    step: StepHeader[Tensor]
+    step: StepHeader[Tensor]  # all numbers of the step, on the device
 
     @property
     def factor(self) -> Tensor:

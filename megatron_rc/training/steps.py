@@ -17,9 +17,7 @@ from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.parallel.collectives import broadcast_record, first_text, pack, unpack
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted
 from megatron_rc.training.misuse import Misuse, StepError
-from megatron_rc.training.objective import Setup
-from megatron_rc.training.plan import PlannedStep
-from megatron_rc.training.scaled_gradients import ScaledGradients
+from megatron_rc.training.plan import PlannedStep, Setup
 from megatron_rc.training.step import OpenStep, StepHeader, StepResult
 
 
@@ -28,6 +26,7 @@ class Steps:
 
     Attributes:
         agreed: the counts of the newest plan, which the form of a step's header follows.
+        ends: the functions that end steps, as long as somebody keeps them to call them.
         last: the step that ended last.
         since_plan: the steps that have ended since the newest plan was made, on every stage.
     """
@@ -38,34 +37,28 @@ class Steps:
         self.last: StepResult | None = None
         self.since_plan: list[StepResult] = []
         self._open = OpenStep()
-        self._scaled: ScaledGradients | None = None
-        self._ends: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+        self._scaled: list[
+            tuple[Any, int | None]
+        ] = []  # parameters with scaled gradients, and these gradients' versions
+        self.ends: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
         self._is_ending = self._has_ended = False
 
-    def note_plan(self, agreed: AgreedCounts) -> None:
-        """A new plan was made, with these counts."""
-        self.agreed, self.since_plan = agreed, []
-
     def check_ready(self) -> None:
-        """Raise if no step may begin that the loss corrects; called when its scale is asked for.
+        """Raise if no step may begin that the loss corrects: nothing would end it, or nothing ended the one before.
 
-        Raises:
-            ValueError: nothing would end it, which every stage sees.
-            StepError: a whole step was counted, and nothing has ever ended one. Only the last stage sees that, because
-                the others see no loss.
+        Only the last stage sees the latter, because the others see no loss.
         """
         if not self.setup.config.corrects_in_loss:
             return
-        if not self._ends:
+        if not self.ends:
             raise ValueError(
                 "no step will be ended, and its gradients not be scaled: before the schedule set "
                 "finalize_model_grads_func=wrap_finalize(correction) in Megatron's config, on every pipeline stage"
             )
         if not self._has_ended and self._open.holds_steps(1):
             raise StepError(
-                "a schedule has run, and nothing has ended its step or scaled its gradients: the function of "
-                "wrap_finalize(correction) is not the finalize_model_grads_func of the config of this model, on every "
-                "pipeline stage; set it before the schedule"
+                "a schedule has run, and nothing has ended its step or scaled its gradients: before it, set "
+                "finalize_model_grads_func=wrap_finalize(correction) in this model's config, on every pipeline stage"
             )
 
     def check_goes_on(self, step: PlannedStep) -> None:
@@ -85,15 +78,14 @@ class Steps:
     ) -> None:
         """Add a micro-batch to the open step: its correction, its tokens, the measures of its loss. Collectives: none.
 
-        Raises:
-            StepError: two steps have been counted, and nothing has ever ended one.
+        Raises StepError if two steps have been counted, and nothing has ever ended one.
         """
         if self.setup.config.corrects_in_loss and self._open.holds_steps(2) and not self._has_ended:
             raise StepError(Misuse.UNFINISHED.words)
-        if self._open.micro_batches == 0 and self._scaled is not None:
-            if self._scaled.are_untouched:
+        if self._open.micro_batches == 0:
+            if any(_version(parameter) == version for parameter, version in self._scaled):
                 self._open.found.add(Misuse.SCALED_BEFORE)
-            self._scaled = None
+            self._scaled = []
         zero = torch.zeros_like(counted.tokens)
         statistics = statistics or LossStatistics.nothing(zero.device)
         header = StepHeader(found.header, statistics, counted, misuse=zero, factor=zero)
@@ -128,7 +120,7 @@ class Steps:
 
     def reset(self) -> None:
         """Forget the micro-batches since the last step ended."""
-        self._open, self._scaled = OpenStep(), None
+        self._open, self._scaled = OpenStep(), []
 
     @property
     def num_sequences(self) -> int:
@@ -141,11 +133,7 @@ class Steps:
         return self._open.micro_batches > 0
 
     def last_whole(self, name: str) -> StepResult:
-        """The step that ended last, for a user's call of this name.
-
-        Raises:
-            StepError: there is none, or micro-batches were counted since.
-        """
+        """The step that ended last, for a user's call of this name; StepError if none did, or another has begun."""
         if self.last is None or self.is_pending:
             raise StepError(
                 f"{name} before finish_step(): end every step, as wrap_finalize(correction) does as the "
@@ -153,17 +141,9 @@ class Steps:
             )
         return self.last
 
-    def end_with(self, finalize: Callable[..., object]) -> None:
-        """Let this function end the steps, as long as somebody keeps it to call it."""
-        self._ends.add(finalize)
-
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """While the end of a schedule is under way.
-
-        Raises:
-            StepError: it is under way already, on every rank alike.
-        """
+        """The end of a schedule; StepError within another one, on every rank alike."""
         if self._is_ending:
             raise StepError("wrap_finalize() inside another of the same correction: wrap Megatron's function once")
         self._is_ending = self._has_ended = True
@@ -174,7 +154,8 @@ class Steps:
 
     def note_scaled(self, model: Sequence[Any]) -> None:
         """The gradients of these model chunks have been scaled: nothing may be added to them before they are zeroed."""
-        self._scaled = ScaledGradients(model)
+        firsts = (next((one for one in chunk.parameters() if _version(one) is not None), None) for chunk in model)
+        self._scaled = [(one, _version(one)) for one in firsts if one is not None]
 
     def _form(self, device: torch.device) -> StepHeader[Tensor]:
         """The header of a step in which nothing was counted: its form is the one of every rank."""
@@ -201,9 +182,13 @@ class Steps:
         return dataclasses.replace(header, batch=batch, misuse=misuse, factor=factor)
 
     def _refusal(self) -> str:
-        """The message of the loss that was refused, equal on every rank: all of them know by now that one was.
-
-        Collectives: one gather of the message over ``dp_cp`` on the last stage, then one over ``pp``.
-        """
+        """The message of the refused loss, on every rank. Collectives: a gather over ``dp_cp``, one over ``pp``."""
         text = first_text(self._open.refused, self.groups.dp_cp) if self.groups.is_last_stage else None
         return f"{Misuse.REFUSED_LOSS.words}: {first_text(text, self.groups.pp)}"
+
+
+def _version(parameter: Any) -> int | None:
+    """The version of a parameter's gradient, which rises with each write in place; None without a gradient."""
+    main = getattr(parameter, "main_grad", None)  # Megatron's buffer
+    gradient = parameter.grad if main is None else main
+    return None if gradient is None else gradient._version

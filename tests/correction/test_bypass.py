@@ -131,7 +131,7 @@ def test_shards_match_the_oracle_within_the_budget(ranks, name, form):
         assert metrics == everywhere[0][3]
         for bucket, row in expected.breakdowns.get("staleness", {}).items():
             assert metrics[f"rollout_corr/staleness_{bucket}_kl"] == pytest.approx(row["kl"], rel=1e-9)
-        assert counts.tokens[0] == sum(row[0] for row in expected.denominators)
+        assert counts.counted[0, 0] == sum(row[0] for row in expected.denominators)
         calls = [("SUM", 2), ("SUM", 4), *[("SUM", 2), *maximum] * 2, ("SUM", 4), ("MAX", 4)]
         assert [call[:2] for call in seen] == calls
         assert [call[1:] for call in seen] == [call[1:] for call in everywhere[0][2]]

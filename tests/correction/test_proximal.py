@@ -11,8 +11,8 @@ from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.configure import configure
 from megatron_rc.loss.policy import PolicyLossConfig
+from megatron_rc.loss.proximal import interpolate
 from megatron_rc.parallel import ParallelGroups
-from megatron_rc.training.proximal import interpolate
 from tests.launch.training.test_matrix import TO_REFERENCE, assert_gradients, whole_gradients
 from tests.support import correction_oracle as oracle
 from tests.support import training_cases, training_oracle

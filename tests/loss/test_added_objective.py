@@ -128,7 +128,7 @@ def test_an_incomplete_one_cannot_be_defined(missing):
         ({"words": ""}, "words and loss must be given"),
         ({"loss": None}, "words and loss must be given"),
         ({"weighed_in_bypass": None}, "must be True or False"),
-        ({"clips": True}, "clips=True does not agree with what loss says"),
+        ({"clips": True}, "clips=True does not agree with"),
         ({"takes_dual_clip": True}, "takes_dual_clip=True does not agree"),
         ({"loss": tight}, "clips=False does not agree"),
         ({"loss": lambda terms: TokenLoss(terms.log_probs * float("nan"))}, "loss and gradient must be finite"),

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from megatron_rc.loss.policy import PolicyLossConfig
-from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The arguments of a :class:`RolloutCorrection`, the objective's algorithm filled in."""
-
-    config: RolloutCorrectionConfig
-    groups: ParallelGroups
-    loss: PolicyLossConfig
-    allow_zero_log_probs: bool = False
-    compile: bool = False
 
 
 def resolve_objective(
@@ -51,10 +38,8 @@ def denominator_is_unknown(config: RolloutCorrectionConfig, loss: PolicyLossConf
 def _check_in_loss(config: RolloutCorrectionConfig, loss: PolicyLossConfig, has_auxiliary_losses: bool) -> None:
     mode = "bypass_mode" if config.bypass_mode else "proximal_interpolation"
     if config.bypass_mode and loss.algorithm not in (None, config.loss_type):
-        raise ValueError(
-            f"algorithm={loss.algorithm!r} of the loss contradicts loss_type={config.loss_type!r}, which names the "
-            "objective in bypass_mode: set them alike, or leave algorithm out"
-        )
+        named = f"loss_type={config.loss_type!r}, which names the objective in bypass_mode"
+        raise ValueError(f"algorithm={loss.algorithm!r} contradicts {named}: set them alike, or leave algorithm out")
     if config.rollout_is_batch_normalize and (loss.entropy_coef or loss.kl_coef):
         raise ValueError(
             f"rollout_is_batch_normalize=True in {mode} scales all gradients by one factor, which must not scale "
