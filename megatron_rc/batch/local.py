@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +14,14 @@ from megatron_rc.correction.sequences import SequenceSums, sum_tokens
 from megatron_rc.correction.tokens import BlockSequences, Tokens, decide_tokens, token_blocks
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
 from megatron_rc.measures.sequence_measures import add_sequences
-from megatron_rc.measures.token_measures import SequenceMeasures, TokenSums, measure_sequences, measure_tokens
-from megatron_rc.parallel.collectives import Pair, joined, pack
+from megatron_rc.measures.token_measures import (
+    LocalSums,
+    SequenceMeasures,
+    TokenSums,
+    measure_sequences,
+    measure_tokens,
+)
+from megatron_rc.parallel.collectives import joined
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -26,26 +31,6 @@ _ONE_LOOP: dict[str, Any] = dict.fromkeys(
 )
 # Of each token: valid, kept, weight (or None) and the histogram's code. Of each sequence: sums and measures.
 Found = tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], tuple[SequenceSums, SequenceMeasures, TokenSums[Tensor]]]
-
-
-@dataclass(frozen=True)
-class LocalSums:
-    """All that this rank knows of its own tokens."""
-
-    shards: Shards  # the input
-    config: RolloutCorrectionConfig
-    sums: SequenceSums  # over the local parts of whole sequences: decisions
-    measures: SequenceMeasures  # over the local parts of whole sequences: measures
-    tokens: TokenSums[Tensor]  # over all local tokens: measures
-    bins: Tensor  # [bins] float64, histogram of log ρ over the local tokens
-    valid: list[Tensor]  # for each micro-batch the valid tokens, bool
-    kept: list[Tensor]  # for each micro-batch the tokens that all token-level criteria accept, bool
-    weights: list[Tensor] | None  # for each micro-batch the bounded weights, 0 if invalid; None unless token-level
-
-    @property
-    def pair(self) -> Pair:
-        """([sums · n], [maxima · n]), to be reduced over ``cp``."""
-        return pack((self.sums, self.measures))
 
 
 def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False) -> LocalSums:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.batch.local import LocalSums, sequence_sums
+from megatron_rc.batch.local import sequence_sums
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.correction.inputs import AgreedCounts, AnyInputs, collect_shards
 from megatron_rc.correction.sequences import SequenceSums, sequence_weights
@@ -22,6 +22,7 @@ from megatron_rc.correction.verdicts import Verdicts, accepted_masks, decide_seq
 from megatron_rc.correction.weights import normalization
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.measures.sequence_measures import measure_batch
+from megatron_rc.measures.token_measures import LocalSums
 from megatron_rc.parallel.collectives import Pair, pack, reduce_pair, unpack
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -76,16 +77,11 @@ def reduce_groups(pair: Pair, groups: ParallelGroups) -> Pair:
 
 
 def batch_sums(local: LocalSums, sequences: Pair, prompts: Pair | None = None) -> BatchSums:
-    """Verdicts on whole sequences, the accepted mask, and the local part of the batch's numbers. Collectives: none.
-
-    ``sequences`` are reduced over ``cp``, ``prompts`` (needed with criteria on prompts) over ``dp_cp``.
-    """
+    """Verdicts, accepted mask, and the local part of the batch's numbers, from reduced pairs. Collectives: none."""
     sums, measures = unpack((local.sums, local.measures), sequences)
     verdicts = decide_sequences(sums, local.shards, local.config, None if prompts is None else prompts[0])
     mask = accepted_masks(local.kept, local.shards, verdicts)
-    measured = measures, local.tokens, local.bins
-    header = measure_batch(local.shards, local.config, sums, verdicts, local.valid, mask, *measured)
-    return BatchSums(local, sums, verdicts, mask, header)
+    return BatchSums(local, sums, verdicts, mask, measure_batch(local, sums, measures, verdicts, mask))
 
 
 def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
@@ -94,10 +90,7 @@ def reduce_batch(pair: Pair, groups: ParallelGroups) -> Pair:
 
 
 def finish(batch: BatchSums, pair: Pair, *, allow_zero_log_probs: bool = False) -> CorrectionResult:
-    """The result: weights, normalised if the config says so, mask, and the numbers of the batch. Collectives: none.
-
-    ``pair`` is reduced over ``dp_cp``; ``allow_zero_log_probs`` as in :func:`correct_rollouts`.
-    """
+    """The result, from the reduced pair; ``allow_zero_log_probs`` as in :func:`correct_rollouts`. Collectives: none."""
     config, header, factor = batch.local.config, unpack(batch.header, pair), None
     if config.rollout_is_batch_normalize:
         factor = normalization(header.denominators.total_weight, header.denominators.weight_count)

@@ -34,7 +34,7 @@ def count_batch(
     shared = sequence_weights(sums, config)
     of_accepted = accepted_weight(sums, verdicts) if shared is None else shared * accepted
     columns = torch.stack([tokens, tokens > 0, accepted, accepted > 0, of_accepted], dim=1) * first
-    counts = into_buckets(shards.mini_batch_ids, shards.counts.num_mini_batches, columns)
+    counts = columns.new_zeros(shards.counts.num_mini_batches, 5).index_add_(0, shards.mini_batch_ids, columns)
     # The weights that batch normalisation averages, and how many each sequence has.
     only_accepted = config.rollout_is_batch_normalize_scope == "accepted"
     if shared is not None:
@@ -45,9 +45,3 @@ def count_batch(
     else:
         total, count = sums.weight, sums.valid
     return Denominators(counts[:, :4], counts[:, 4], total.sum() * first, count.double().sum() * first)
-
-
-def into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
-    """[count, k] float64: the sums of [n, k] columns by bucket; zeros without an index."""
-    buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
-    return buckets if index is None else buckets.index_add_(0, index, columns.double())

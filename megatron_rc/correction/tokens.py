@@ -18,8 +18,8 @@ from megatron_rc.parallel.layout import Block
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.staleness import StalenessScale
 
-# Tokens of a block: a twelfth of the shard, so that the scratch stays below a tensor of the shard's size, and no more
-# than a CPU's cache holds. On a GPU as many as keep it busy while the host asks for the next operation.
+# Tokens of a block: a twelfth of the shard, so that the scratch stays below a tensor of its size, within a CPU's cache;
+# on a GPU as many as keep it busy while the host asks for the next operation.
 MIN_BLOCK, MAX_BLOCK, GPU_BLOCK = 2**16, 2**18, 2**22
 
 

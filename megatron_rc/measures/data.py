@@ -83,10 +83,9 @@ def check_data(data: DataSums[float], config: RolloutCorrectionConfig, *, allow_
         )
     lag = find_lag(data.shift)
     if lag:
-        raise ValueError(
-            f"the rollout log-probs are shifted by {lag:+d} position against the training log-probs: align both to the "
-            "label tokens (labels = tokens shifted left by one, before any sharding)"
-        )
+        shifted = f"the rollout log-probs are shifted by {lag:+d} position against the training log-probs"
+        remedy = "align both to the label tokens (labels = tokens shifted left by one, before any sharding)"
+        raise ValueError(f"{shifted}: {remedy}")
 
 
 def first_bad_key(shards: Shards, bad: Tensor) -> Tensor:

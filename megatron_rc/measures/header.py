@@ -31,7 +31,6 @@ class PolicySums(Generic[N]):
     log_ppl_abs_diff: N  # Σ over sequences of the absolute difference
     sequence_excess: N  # Σ (Π ρ - 1)
     sequence_excess_squared: N  # Σ (Π ρ - 1)²
-    accepted: N  # tokens under m'
     sequences_with_rejected: N  # sequences with a valid token that is rejected
     log_ppl_diff_max: N = largest()
     log_ppl_diff_min: N = smallest()

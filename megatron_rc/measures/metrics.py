@@ -56,8 +56,9 @@ def _policy_metrics(sums: PolicySums[float], of_tokens: TokenSums[float]) -> dic
 def _rejection_metrics(header: BatchHeader[float], config: RolloutCorrectionConfig) -> dict[str, float]:
     policy = header.policy
     tokens, sequences = policy.valid, policy.sequences
+    accepted: float = sum(counts[2] for counts in header.denominators.counts)
     metrics = {
-        "rollout_rs_masked_fraction": ratio(tokens - policy.accepted, tokens),
+        "rollout_rs_masked_fraction": ratio(tokens - accepted, tokens),
         "rollout_rs_seq_masked_fraction": ratio(policy.sequences_with_rejected, sequences),
     }
     for criterion in config.criteria:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.denominators import count_batch, into_buckets
+from megatron_rc.correction.denominators import count_batch
 from megatron_rc.correction.inputs import Shards
 from megatron_rc.correction.sequences import (
     SequenceSums,
@@ -31,7 +31,7 @@ from megatron_rc.measures.header import (
     WeightSums,
 )
 from megatron_rc.measures.histogram import bins_of
-from megatron_rc.measures.token_measures import SequenceMeasures, TestedSums, TokenSums
+from megatron_rc.measures.token_measures import LocalSums, SequenceMeasures, TestedSums, TokenSums
 from megatron_rc.numerics import EXP_LIMIT, PPL_LIMIT, exp_ratio
 from megatron_rc.parallel.collectives import flatten, map_record
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -50,20 +50,13 @@ _ADDED: tuple[tuple[float, Callable[[Tensor, int], Tensor]], ...] = (
 
 
 def measure_batch(
-    shards: Shards,
-    config: RolloutCorrectionConfig,
-    sums: SequenceSums,
-    verdicts: Verdicts,
-    valid: Sequence[Tensor],
-    mask: Sequence[Tensor],
-    measures: SequenceMeasures,
-    tokens: TokenSums[Tensor],
-    bins: Tensor,
+    local: LocalSums, sums: SequenceSums, measures: SequenceMeasures, verdicts: Verdicts, mask: Sequence[Tensor]
 ) -> BatchHeader[Tensor]:
-    """This rank's part of the numbers of the whole batch; ``valid`` and ``mask`` (m') are flags of local tokens."""
+    """This rank's part of the numbers of the whole batch, from whole sequences and from local tokens (m': ``mask``)."""
+    shards, config, tokens = local.shards, local.config, local.tokens
     # Whole sequences, which all ranks of cp know, are counted on the first one.
     counted = (sums.valid > 0) & shards.is_first_cp_rank
-    by_staleness, newer_tokens = token_staleness(shards, valid, mask)
+    by_staleness, newer_tokens = token_staleness(shards, local.valid, mask)
     criteria = {one.name: criterion_sums(one, sums, measures, tokens, verdicts, config) for one in config.criteria}
     policy, weights = policy_sums(sums, measures, verdicts), weight_sums(sums, measures, tokens, counted, config)
     veto = None if sums.vetoed is None else VetoSums(sums.vetoed, sums.vetoed > 0)
@@ -77,7 +70,7 @@ def measure_batch(
         veto,
         criteria,
         breakdowns(sums, verdicts, shards, counted, by_staleness),
-        bins=bins.cumsum(0),
+        bins=local.bins.cumsum(0),
     )
 
 
@@ -118,7 +111,6 @@ def policy_sums(sums: SequenceSums, measures: SequenceMeasures, verdicts: Verdic
         log_ppl_abs_diff=difference.abs(),
         sequence_excess=excess,
         sequence_excess_squared=excess.square(),
-        accepted=verdicts.accepted,
         sequences_with_rejected=verdicts.accepted < sums.valid,
         log_ppl_diff_max=difference,
         log_ppl_diff_min=difference,
@@ -237,9 +229,9 @@ def breakdowns(
     signs = None if shards.rewards is None else shards.rewards.sign().long() + 1
     buckets = None if shards.versions is None else _staleness_bucket(shards.versions, shards)
     return Breakdowns(
-        by_length=into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
-        by_reward=into_buckets(signs, len(REWARD_SIGNS), columns[:, :2]),
-        by_staleness=by_staleness + into_buckets(buckets, len(by_staleness), columns),
+        by_length=_into_buckets(octave, LENGTH_BUCKETS, columns[:, :2]),
+        by_reward=_into_buckets(signs, len(REWARD_SIGNS), columns[:, :2]),
+        by_staleness=by_staleness + _into_buckets(buckets, len(by_staleness), columns),
     )
 
 
@@ -259,7 +251,7 @@ def token_staleness(shards: Shards, valid: Sequence[Tensor], accepted: Sequence[
             train, rollout, versions, is_valid, kept = map(block.take, tensors)  # type: ignore[arg-type]
             log_ratio = torch.where(is_valid, train.double() - rollout.double(), 0)
             columns = torch.stack([is_valid, is_valid & ~kept, log_ratio], dim=-1).view(-1, 3)
-            table = table + into_buckets(_staleness_bucket(versions, shards).reshape(-1), len(table), columns)
+            table = table + _into_buckets(_staleness_bucket(versions, shards).reshape(-1), len(table), columns)
             newer = newer + (is_valid & (versions > (shards.counts.current_version or 0))).sum()
     return table, newer
 
@@ -267,3 +259,9 @@ def token_staleness(shards: Shards, valid: Sequence[Tensor], accepted: Sequence[
 def _staleness_bucket(versions: Tensor, shards: Shards) -> Tensor:
     """current_version - version, within [0, max_staleness]."""
     return shards.counts.staleness(versions).clamp(0, shards.counts.max_staleness)
+
+
+def _into_buckets(index: Tensor | None, count: int, columns: Tensor) -> Tensor:
+    """[count, k] float64: the sums of [n, k] columns by bucket; zeros without an index."""
+    buckets = torch.zeros(count, columns.shape[1], dtype=torch.float64, device=columns.device)
+    return buckets if index is None else buckets.index_add_(0, index, columns.double())

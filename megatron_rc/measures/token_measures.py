@@ -8,10 +8,12 @@ from typing import Generic
 from torch import Tensor
 
 from megatron_rc.correction.denominators import N
+from megatron_rc.correction.inputs import Shards
+from megatron_rc.correction.sequences import SequenceSums
 from megatron_rc.correction.tokens import BlockSequences, TokenDecisions
 from megatron_rc.correction.weights import log_bounds
 from megatron_rc.numerics import EXP_LIMIT
-from megatron_rc.parallel.collectives import largest, smallest
+from megatron_rc.parallel.collectives import Pair, largest, pack, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Criterion
 
@@ -56,6 +58,26 @@ class TokenSums(Generic[N]):
     tests: dict[str, TestedSums[N]]  # by the name of each token-level criterion
     log_ratio_max: N = largest()
     log_ratio_min: N = smallest()
+
+
+@dataclass(frozen=True)
+class LocalSums:
+    """All that this rank knows of its own tokens."""
+
+    shards: Shards  # the input
+    config: RolloutCorrectionConfig
+    sums: SequenceSums  # over the local parts of whole sequences: decisions
+    measures: SequenceMeasures  # over the local parts of whole sequences: measures
+    tokens: TokenSums[Tensor]  # over all local tokens: measures
+    bins: Tensor  # [bins] float64, histogram of log ρ over the local tokens
+    valid: list[Tensor]  # for each micro-batch the valid tokens, bool
+    kept: list[Tensor]  # for each micro-batch the tokens that all token-level criteria accept, bool
+    weights: list[Tensor] | None  # for each micro-batch the bounded weights, 0 if invalid; None unless token-level
+
+    @property
+    def pair(self) -> Pair:
+        """([sums · n], [maxima · n]), to be reduced over ``cp``."""
+        return pack((self.sums, self.measures))
 
 
 def measure_sequences(

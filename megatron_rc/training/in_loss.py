@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_rc.batch.sums import local_batch
-from megatron_rc.correction.denominators import into_buckets
 from megatron_rc.correction.inputs import PER_SEQUENCE, AgreedCounts, AnyInputs, OneMicroBatch, collect_shards
 from megatron_rc.correction.weights import normalization
 from megatron_rc.loss.aggregation import denominator
@@ -42,7 +41,7 @@ def count_masks(inputs: AnyInputs, counts: AgreedCounts, groups: ParallelGroups)
     tokens = all_reduce_sum(local, groups.cp)
     # Whole sequences are counted once: on the first CP rank.
     rows = torch.stack([tokens, tokens > 0], dim=1) * shards.is_first_cp_rank
-    counted = into_buckets(shards.mini_batch_ids, counts.num_mini_batches, rows)
+    counted = rows.new_zeros(counts.num_mini_batches, 2).index_add_(0, shards.mini_batch_ids, rows)
     bad_ids = (shards.out_of_range[PER_SEQUENCE.index("mini_batch_ids")] * rows[:, 1]).sum()
     total = all_reduce_sum(torch.cat([counted.view(-1), bad_ids.view(1)]), groups.dp_cp)
     return MaskCounts(total[:-1].view(-1, 2), total[-1])

@@ -21,8 +21,6 @@ from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, Micro
 from megatron_rc.training.misuse import StepError
 from megatron_rc.training.result import index_of
 
-_MOST_TOKENS = 2**31  # Megatron counts them in int32
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -162,7 +160,8 @@ class Plan(ABC):
         if not self.progress.is_checked:
             raise StepError("plan.loss_scale() before plan.check(): call check() first, which raises for bad data")
         check_integer("num_microbatches", num_microbatches, least=1)
-        if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < _MOST_TOKENS:
+        # Megatron counts tokens in int32.
+        if calculate_per_token_loss and not 0 < local_tokens <= total_tokens < 2**31:
             raise ValueError(
                 f"local_tokens={local_tokens}, total_tokens={total_tokens}: calculate_per_token_loss needs the tokens "
                 "of a micro-batch on this rank and of the whole step, padding included, below 2³¹"

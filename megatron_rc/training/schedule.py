@@ -159,8 +159,8 @@ def wrap_finalize(correction: RolloutCorrection, finalize: Callable[..., None] |
     if getattr(finalize, "ends_steps_of", None) is correction:
         raise ValueError("finalize ends the steps of this correction already: call wrap_finalize() once, on Megatron's")
     if finalize is None:
-        from megatron.core.distributed import finalize_model_grads as finalize
-    finish: Callable[..., None] = finalize
+        from megatron.core.distributed import finalize_model_grads
+    finish: Callable[..., None] = finalize or finalize_model_grads
 
     def finalize_and_scale(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         with correction.steps.ending():
