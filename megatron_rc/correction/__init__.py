@@ -1,1 +1,1 @@
-"""The decisions of a correction: from log-probs to weights, accepted mask and denominators."""
+"""The decisions of a correction: weights, accepted mask, denominators. Words: docs/design.md."""

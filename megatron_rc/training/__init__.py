@@ -1,1 +1,1 @@
-"""The correction inside a trainer: the plan before Megatron's schedule, the loss within it, the end of each step."""
+"""The correction inside a trainer: the plan, the loss in Megatron's schedule, the end of each step. Words: docs/design.md."""
