@@ -1,1 +1,1 @@
-"""A whole rollout batch: decisions and measures, through the same three collectives to one result. Words: docs/design.md."""
+"""A whole rollout batch: decisions and measures, through three collectives to one result. Words: docs/design.md."""

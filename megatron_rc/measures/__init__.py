@@ -1,1 +1,1 @@
-"""Measures of a correction: metrics, histograms, checks of the data. No decision depends on it. Words: docs/design.md."""
+"""Measures of a correction: metrics, histograms, checks of the data; no decision needs one. Words: docs/design.md."""
