@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Shards, check_needs
-from megatron_rc.correction.sequences import SequenceSums, sum_tokens
-from megatron_rc.correction.tokens import BlockSequences, Tokens, decide_tokens, token_blocks
+from megatron_rc.correction.sequences import BlockSequences, SequenceSums, sum_tokens
+from megatron_rc.correction.tokens import Tokens, decide_tokens, token_blocks
 from megatron_rc.measures.histogram import CodeCounter, bins_from_codes, codes_of
 from megatron_rc.measures.sequence_measures import add_sequences
 from megatron_rc.measures.token_measures import (
@@ -51,7 +51,9 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
     valid, kept = _room(shards, torch.bool), _room(shards, torch.bool)
     weights = _room(shards, shards.dtype) if config.rollout_is == "token" else None
     records, counter = [], CodeCounter(shards.device)
-    for number, block, tokens, sequences in token_blocks(shards, config, compile=compile):
+    for number, block, tokens in token_blocks(shards, config, compile=compile):
+        lengths = None if block.lengths is None else block.lengths.to(shards.device, non_blocking=True)
+        sequences = BlockSequences(lengths)
         if compile and sequences.lengths is None and shape in (None, tokens.mask.shape):
             shape = tokens.mask.shape
             (*of_tokens, codes), record = _find_compiled(tokens, config)

@@ -8,12 +8,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rc.correction.tokens import BlockSequences, TokenDecisions, Tokens
+from megatron_rc.correction.tokens import TokenDecisions, Tokens
 from megatron_rc.correction.weights import bounded_weights
 from megatron_rc.numerics import exp_ratio, numbers
 from megatron_rc.parallel.collectives import largest, smallest
 from megatron_rc.settings.config import RolloutCorrectionConfig
 from megatron_rc.settings.criterion import Divergence, Need
+
+
+@dataclass(frozen=True)
+class BlockSequences:
+    """The sequences of a block, over which its tokens are added up: [n] each, as wide as the tokens or wider."""
+
+    lengths: Tensor | None = None  # [n] int64, tokens of each sequence of a flat block; None for a block [n, length]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums to a relative 1e-6: torch adds float32 numbers pairwise, and in vectors if compiled."""
+        return values.sum(1) if self.lengths is None else self._segments(values, "sum")
+
+    def exact_sum(self, values: Tensor) -> Tensor:
+        """Sums with every addition in float64."""
+        return values.sum(1, dtype=torch.float64) if self.lengths is None else self._segments(values, "sum")
+
+    def count(self, flags: Tensor) -> Tensor:
+        """How many flags are True."""
+        return numbers(flags).sum(1, dtype=torch.int32) if self.lengths is None else self._segments(flags, "sum")
+
+    def largest(self, values: Tensor, absent: Tensor) -> Tensor:
+        """The largest value that is not absent; -inf without one."""
+        values = values - absent
+        return values.amax(1) if self.lengths is None else self._segments(values, "max")
+
+    def smallest(self, values: Tensor, absent: Tensor) -> Tensor:
+        """The smallest value that is not absent; +inf without one."""
+        values = values + absent
+        return values.amin(1) if self.lengths is None else self._segments(values, "min")
+
+    def _segments(self, values: Tensor, how: str) -> Tensor:
+        if not values.numel() and self.lengths is not None:
+            return values.new_full(self.lengths.shape, {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[how]).double()
+        return torch.segment_reduce(values.double(), how, lengths=self.lengths, unsafe=True)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_rc.correction.inputs import Part, Shards
@@ -78,40 +77,6 @@ def decide_tokens(tokens: Tokens, config: RolloutCorrectionConfig) -> TokenDecis
     return TokenDecisions(valid, one, absent, train, rollout, log_ratio, ratio, scale, values, accepted, kept, weights)
 
 
-@dataclass(frozen=True)
-class BlockSequences:
-    """The sequences of a block, over which its tokens are added up: [n] each, as wide as the tokens or wider."""
-
-    lengths: Tensor | None = None  # [n] int64, tokens of each sequence of a flat block; None for a block [n, length]
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sums to a relative 1e-6: torch adds float32 numbers pairwise, and in vectors if compiled."""
-        return values.sum(1) if self.lengths is None else self._segments(values, "sum")
-
-    def exact_sum(self, values: Tensor) -> Tensor:
-        """Sums with every addition in float64."""
-        return values.sum(1, dtype=torch.float64) if self.lengths is None else self._segments(values, "sum")
-
-    def count(self, flags: Tensor) -> Tensor:
-        """How many flags are True."""
-        return numbers(flags).sum(1, dtype=torch.int32) if self.lengths is None else self._segments(flags, "sum")
-
-    def largest(self, values: Tensor, absent: Tensor) -> Tensor:
-        """The largest value that is not absent; -inf without one."""
-        values = values - absent
-        return values.amax(1) if self.lengths is None else self._segments(values, "max")
-
-    def smallest(self, values: Tensor, absent: Tensor) -> Tensor:
-        """The smallest value that is not absent; +inf without one."""
-        values = values + absent
-        return values.amin(1) if self.lengths is None else self._segments(values, "min")
-
-    def _segments(self, values: Tensor, how: str) -> Tensor:
-        if not values.numel() and self.lengths is not None:
-            return values.new_full(self.lengths.shape, {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[how]).double()
-        return torch.segment_reduce(values.double(), how, lengths=self.lengths, unsafe=True)
-
-
 def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
     """The blocks that bound the memory of the arithmetic on one micro-batch."""
     if part.mask.device.type != "cpu":
@@ -123,17 +88,15 @@ def blocks_of(part: Part, *, compile: bool = False) -> list[Block]:
 
 def token_blocks(
     shards: Shards, config: RolloutCorrectionConfig, *, compile: bool = False
-) -> Iterator[tuple[int, Block, Tokens, BlockSequences]]:
-    """(number of the micro-batch, block, its tokens, its sequences), one after the other; at least one."""
+) -> Iterator[tuple[int, Block, Tokens]]:
+    """(number of the micro-batch, block, its tokens), one after the other; at least one."""
     scale = config.staleness_scale
     for number, part in enumerate(shards.parts):
         for block in blocks_of(part, compile=compile):
             train, rollout = (block.take(values).to(shards.dtype) for values in (part.train, part.rollout))
             negative = None if part.advantages is None else block.take(part.advantages) < 0
             level = None if scale is None else _levels(part, block, shards, scale)
-            lengths = None if block.lengths is None else block.lengths.to(part.mask.device, non_blocking=True)
-            tokens = Tokens(train, rollout, block.take(part.mask), negative, level)
-            yield number, block, tokens, BlockSequences(lengths)
+            yield number, block, Tokens(train, rollout, block.take(part.mask), negative, level)
 
 
 def _levels(part: Part, block: Block, shards: Shards, scale: StalenessScale) -> Tensor:
