@@ -72,7 +72,7 @@ def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
     return map_record(record, lambda _, sign: next(rest[sign]))
 
 
-def joined(records: Sequence[R]) -> R:
+def concatenated(records: Sequence[R]) -> R:
     """The records of consecutive blocks as one: their tensors one behind the other, in float64."""
 
     def one(values: tuple[Tensor, ...]) -> Tensor:

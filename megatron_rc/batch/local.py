@@ -21,7 +21,7 @@ from megatron_rc.measures.token_measures import (
     measure_sequences,
     measure_tokens,
 )
-from megatron_rc.parallel.collectives import joined
+from megatron_rc.parallel.collectives import concatenated
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 # By default the compiler for CPUs makes several loops that read the tokens anew and pass results through memory; with
@@ -65,7 +65,7 @@ def sequence_sums(shards: Shards, config: RolloutCorrectionConfig, *, compile: b
         counter.add(codes)
         records.append(record)
         del of_tokens, codes, values  # before the next block needs room
-    sums, measures, per_sequence = joined(records)
+    sums, measures, per_sequence = concatenated(records)
     every = torch.ones_like(sums.valid, dtype=torch.bool)
     bins = bins_from_codes(counter.counts, counter.num_values - sums.valid.sum())
     totals = add_sequences(per_sequence, sums, every)

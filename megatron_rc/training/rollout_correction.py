@@ -16,13 +16,13 @@ from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.settings.objective import denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
+from megatron_rc.training.finish_step import Steps
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
+from megatron_rc.training.optimizer_step import StepResult
 from megatron_rc.training.plan import Plan, PlannedStep, Setup
 from megatron_rc.training.result import TrainingResult, index_of
-from megatron_rc.training.step import StepResult
-from megatron_rc.training.steps import Steps
 
 
 class RolloutCorrection:

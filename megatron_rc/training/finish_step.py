@@ -17,8 +17,8 @@ from megatron_rc.loss.metrics import LossStatistics
 from megatron_rc.parallel.collectives import broadcast_record, first_text, pack, unpack
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted
 from megatron_rc.training.misuse import Misuse, StepError
+from megatron_rc.training.optimizer_step import OpenStep, StepHeader, StepResult
 from megatron_rc.training.plan import PlannedStep, Setup
-from megatron_rc.training.step import OpenStep, StepHeader, StepResult
 
 
 class Steps:
