@@ -198,3 +198,22 @@ def test_what_no_test_runs_imports_what_exists(path):
     for name in imports(path):
         if name.startswith(("megatron_rc.", "tests.", "benchmarks.")):
             assert pkgutil.resolve_name(name), name
+
+
+CORE = ("correction", "measures", "batch", "training")
+
+
+def test_the_core_can_be_read_in_one_sitting():
+    lines = {module: len(path.read_text().splitlines()) for module, path in modules().items()}
+    assert sum(number for module, number in lines.items() if module.split(".")[0] in CORE) <= 4000
+
+
+@pytest.mark.parametrize("folder", CORE)
+def test_a_folder_of_the_core_has_few_floors(folder):
+    """A module stands one floor above the highest module of its folder that it imports."""
+
+    @functools.cache
+    def floor_of(module: str) -> int:
+        return 1 + max((floor_of(name) for name in graph()[module] if name.startswith(f"{folder}.")), default=0)
+
+    assert max(floor_of(module) for module in modules() if module.startswith(f"{folder}.")) <= 8
