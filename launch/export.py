@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.flags.export_flags import ExportRequest, parse_export
+from megatron_rc.launch.flags.commands import ExportRequest, parse_export
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.python_specs import is_python_spec
 from megatron_rc.launch.run_config import RunConfig

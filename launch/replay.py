@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.launch.errors import ConfigurationError, require
-from megatron_rc.launch.flags.replay_flags import ReplayRequest, parse_replay
+from megatron_rc.launch.flags.commands import ReplayRequest, parse_replay
 from megatron_rc.launch.flags.stored import stored_config
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.advantages import AdvantageSection

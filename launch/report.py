@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rc.launch.errors import ConfigurationError
-from megatron_rc.launch.flags.report_flags import parse_report
+from megatron_rc.launch.flags.commands import parse_report
 from megatron_rc.launch.standard_error import say_error
 from megatron_rc.launch.train_ppo import FAILURE, USAGE_ERROR
 from megatron_rc.launch.training.run_page.page import PAGE, write_page

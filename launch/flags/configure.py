@@ -1,4 +1,4 @@
-"""The one way from the command line to a run's settings: words, flags, settings, checks."""
+"""Checked settings of a run from its command line."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megatron_rc.launch.tasks import Task
 def configure(
     argv: Sequence[str], world_size: int, *, engine: bool = True, folders: bool = True, elsewhere: bool = False
 ) -> tuple[RunConfig, Task]:
-    """The settings that these words describe, complete and checked, and the task.
+    """Make and check the settings that these words describe, and the task.
 
     Args:
-        argv: flags; ``--config FILE`` is their base, and under that what ``--load-hf DIR`` says of the model.
+        argv: flags; they override ``--config FILE``, which overrides the model of ``--load-hf DIR``.
         world_size: number of processes.
-        engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
-        folders: check that those that are written to can be, and what this machine lets a run have.
-        elsewhere: the run is for other machines, which have GPUs unless ``--cpu`` says otherwise.
+        engine: an engine of this run samples, unless rollouts are read; False: rollouts come from elsewhere.
+        folders: check that folders can be written to, and the limits of this machine.
+        elsewhere: the run is for other machines, which have GPUs unless ``--cpu`` is given.
 
     Raises:
-        ConfigurationError: one sentence: the flag or key, its value and the remedy.
+        ConfigurationError: one sentence with the flag or key, its value and the remedy.
     """
     args = parse_args(argv)
     for module in ("megatron.core", "transformers", "tokenizers", "tensorboard", "matplotlib", "tqdm"):
@@ -55,7 +55,7 @@ def configure(
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Flags and the launch file they name, as one namespace. Values are typed; nothing else is checked here.
+    """Read flags and the launch file that they name into one namespace of typed values.
 
     Raises:
         ConfigurationError: an unknown flag or key, a value of the wrong type, or a launch file that cannot be read.
@@ -74,10 +74,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if rest:
         names = [word.split("=")[0] for word in rest if word.startswith("--")] or rest[:1]
         raise ConfigurationError("; ".join(unknown("flag", name, parser) for name in dict.fromkeys(names)))
-    # The correction's flags override those of the launch file by rules of their own.
+    # The correction's flags override the launch file by rules of their own.
     args.launch_file, args.command_line = launch_file, parser.parse_args(argv)
     args.typed, args.in_launch_file = _names(argv, parser), _names(base, parser)
-    args.own_objects = {}
+    args.own_objects, args.idle = {}, set()
     for namespace in (args, args.launch_file, args.command_line):
         args.own_objects.update(define_own_objects(namespace))
     check_architecture_words(parser, args, architecture)
@@ -85,7 +85,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def processes_meant(argv: Sequence[str]) -> int | None:
-    """The number of processes that the launch file among these words is for; None: there is none, or it does not say.
+    """Number of processes in the launch file that these words name; None without a file or a number.
 
     Raises:
         ConfigurationError: the launch file cannot be read.
@@ -95,7 +95,7 @@ def processes_meant(argv: Sequence[str]) -> int | None:
 
 
 def _check_repeated(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise ConfigurationError where a flag of several values is typed twice: the first ones would be lost."""
+    """Raise ConfigurationError if a flag of several values is typed twice, because the first values would be lost."""
     options = long_options(parser)
     typed = [word.partition("=")[0][2:] for word in argv if word.startswith("--")]
     for name in typed:
@@ -104,13 +104,13 @@ def _check_repeated(argv: Sequence[str], parser: argparse.ArgumentParser) -> Non
 
 
 def _names(words: Sequence[str], parser: argparse.ArgumentParser) -> set[str]:
-    """The flags among these words, with underscores; one that takes a switch back has the switch's name."""
+    """Names of the flags among these words, with underscores; ``--no-x`` has the name of ``--x``."""
     flags, known = (word.partition("=")[0][2:] for word in words if word.startswith("--")), long_options(parser)
     return {known[name].dest for name in flags if name in known}
 
 
 def _sources() -> argparse.ArgumentParser:
-    """The two flags that name files with further flags."""
+    """Parser of the two flags that name files with further flags."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=None)
     parser.add_argument("--load-hf", default=None)

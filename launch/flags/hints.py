@@ -1,4 +1,4 @@
-"""What an unknown flag or key may have meant: other programs' names first, then spelling."""
+"""Hints for an unknown flag or key: first other programs' names, then similar spelling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import difflib
 from megatron_rc.launch.flags.parser import long_options
 from megatron_rc.launch.flags.torchrun import torchrun_parser
 
-# Names in verl, OpenRLHF, slime, NeMo-RL and older Megatron-LM, by the flag that does it here.
+# Names of other programs (verl, OpenRLHF, slime, NeMo-RL, older Megatron-LM), by the flag of the same meaning here.
 _MEANT = {
     "load-hf": "hf-checkpoint model-path pretrain model-name model-name-or-path from-pretrained path",
     "tokenizer-model": "vocab-file merge-file tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",
@@ -71,12 +71,12 @@ _MEANT = {
     "attention-backend": "use-flash-attn use-flash-attention attn-implementation",
     "recompute-granularity": "recompute-activations enable-gradient-checkpointing gradient-checkpointing",
 }
-_LAUNCHERS = "it stands on the command line of `python -m megatron_rc.launch`, or of torchrun before the trainer's file"
-_DEFAULT = "what it asks for is always so here: leave it out"
-_PRETRAINING = "it is of Megatron-LM's data for pretraining; prompts come from --task or --prompt-data: leave it out"
-_OTHER_LOOP = "it is of Megatron-LM's own training loop, which is not the one here: leave it out"
-_LATENT = "it changes how multi-latent attention is computed, not what: leave it out"
-# Names that no flag stands for.
+_LAUNCHERS = "give it to `python -m megatron_rc.launch`, or to torchrun before the trainer's file"
+_DEFAULT = "it is always on here: leave it out"
+_PRETRAINING = "it belongs to Megatron-LM's pretraining data; prompts come from --task or --prompt-data: leave it out"
+_OTHER_LOOP = "it belongs to Megatron-LM's own training loop, which is not used here: leave it out"
+_LATENT = "it changes only the computation of multi-latent attention, not its result: leave it out"
+# Names without a flag here.
 _OTHERWISE = {
     **dict.fromkeys(("n-gpus-per-node", "num-gpus-per-node", "actor-num-gpus-per-node"), "use --nproc-per-node"),
     **dict.fromkeys(("actor-num-nodes", "num-nodes"), "use --nnodes"),
@@ -84,7 +84,7 @@ _OTHERWISE = {
         ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend"), _LAUNCHERS
     ),
     **dict.fromkeys(("rdzv-endpoint", "rdzv-id", "max-restarts", "log-dir", "tee"), _LAUNCHERS),
-    **dict.fromkeys(("dry-run", "print-config", "help-all"), "is a flag of `python -m megatron_rc.launch` alone"),
+    **dict.fromkeys(("dry-run", "print-config", "help-all"), "give it to `python -m megatron_rc.launch`"),
     **dict.fromkeys(("use-mcore-models", "use-dist-ckpt"), _DEFAULT),
     **dict.fromkeys(("use-rotary-position-embeddings", "no-position-embedding"), "use --position-embedding-type rope"),
     **dict.fromkeys(
@@ -102,20 +102,20 @@ _OTHERWISE = {
     **dict.fromkeys("cache-mla-latents mla-down-proj-fusion".split(), _LATENT),
     **dict.fromkeys(("distributed-backend", "device"), "GPUs are used where there are any, unless --cpu is given"),
     "split": "--eval-data names the prompts that are held out",
-    "rollout-num-gpus-per-engine": "what a server of --rollout-url runs on is that server's own flag",
+    "rollout-num-gpus-per-engine": "give the GPUs to the servers of --rollout-url by their own flags",
 }
 _SOURCES = {name: flag for flag, names in _MEANT.items() for name in names.split()}
 
 
 def unknown(what: str, name: str, parser: argparse.ArgumentParser) -> str:
-    """Why a flag or a key is refused, with the one that may have been meant."""
+    """Sentence about an unknown flag or key, with the one that was probably meant."""
     dashes = "--" if what == "flag" else ""
     return f"unknown {what} {name!r}: {_hint(name.lstrip('-').replace('_', '-').lower(), dashes, parser)}"
 
 
 def _hint(name: str, dashes: str, parser: argparse.ArgumentParser) -> str:
     known = [text for text in long_options(parser) if text]
-    # As other programs write nested settings: actor.optim.lr.
+    # The second part is for nested settings of other programs, such as actor.optim.lr.
     for part in (name, name.rpartition(".")[2]):
         if part in long_options(torchrun_parser()):
             return _LAUNCHERS

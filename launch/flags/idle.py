@@ -1,21 +1,15 @@
-"""Flags that would do nothing beside the others, although they have a default: only what was given is refused."""
+"""Flags of this project that would do nothing beside the others: given ones are refused."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.launch.engines.registry import ENGINES
 from megatron_rc.launch.errors import ConfigurationError, flag
-from megatron_rc.launch.flags.resolve_critic import WITH_CRITIC
-from megatron_rc.launch.flags.resolve_data import OF_EVALUATIONS, OF_FILES
 from megatron_rc.launch.rewards.rules import Source
-from megatron_rc.launch.run_config.critic import CriticSection
-from megatron_rc.launch.run_config.options import options_of
+from megatron_rc.launch.run_config import RunConfig, flag_options
+from megatron_rc.launch.run_config.needs import is_met, name_of, why_unmet
 from megatron_rc.loss.objectives import OBJECTIVES
-from megatron_rc.loss.policy import PolicyLossConfig
 
 _OBJECTIVE = (
     *("policy_loss", "loss_type", "bypass_mode"),
@@ -23,144 +17,75 @@ _OBJECTIVE = (
 )
 
 
-@dataclass(frozen=True)
-class _Idle:
-    """A flag that does nothing here.
+def drop_idle(args: argparse.Namespace) -> None:
+    """Refuse given flags whose conditions are not met, and list the idle ones in ``args.idle``.
 
-    Attributes:
-        name: of the flag, with underscores.
-        why: and the remedy.
-        because_of: the flags that decide it.
-    """
-
-    name: str
-    why: str
-    because_of: tuple[str, ...]
-
-
-def check_idle(args: argparse.Namespace, loss: PolicyLossConfig) -> None:
-    """Refuse them. What the launch file says may serve another choice than the one that was typed beside it.
+    A key of the launch file whose condition fails by a typed flag gets its default: it may serve another choice.
 
     Raises:
-        ConfigurationError: names the flag, what makes it idle, and the remedy.
+        ConfigurationError: names the flag, the one that makes it idle, and the remedy.
     """
-    for idle in _idle(args, loss):
-        if idle.name in args.typed:
-            raise ConfigurationError(f"{_as_typed(args.command_line, idle.name)} does nothing {idle.why}")
-        if idle.name in args.in_launch_file and args.typed.isdisjoint(idle.because_of):
-            value = _shown(args.launch_file, idle.name)
-            key = flag(idle.name).removeprefix("--")
-            raise ConfigurationError(f"--config {args.config}: {key}: {value} does nothing {idle.why}")
-
-
-def idle_names(args: argparse.Namespace, loss: PolicyLossConfig) -> set[str]:
-    """The flags that do nothing here, of which ``check_idle`` lets some stand in a launch file."""
-    return {idle.name for idle in _idle(args, loss)}
-
-
-def _as_typed(given: argparse.Namespace, name: str) -> str:
-    """The flag with its value; a switch has none."""
-    value = getattr(given, name)
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no_{name}")
-    return f"{flag(name)} {_shown(given, name)}"
-
-
-def _shown(given: argparse.Namespace, name: str) -> str:
-    value = getattr(given, name)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(value) if isinstance(value, list) else str(value)
-
-
-def _idle(args: argparse.Namespace, loss: PolicyLossConfig) -> Iterator[_Idle]:
-    used = ENGINES[args.rollout_engine].settings
-    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
-        users = " or ".join(other for other, engine in ENGINES.items() if name in engine.settings)
-        if name not in used:
-            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
-            yield _Idle(name, why, ("rollout_engine",))
-    if not args.group_query_attention:
-        why = "without --group-query-attention: give both, or neither"
-        yield _Idle("num_query_groups", why, ("group_query_attention",))
-    if args.multi_latent_attention:
-        why = "with --multi-latent-attention, whose heads have widths of their own: drop it"
-        yield _Idle("kv_channels", why, ("multi_latent_attention",))
-    if not args.use_rope_scaling:
-        why = "without --use-rope-scaling: give both, or neither"
-        yield _Idle("rope_scaling_factor", why, ("use_rope_scaling",))
-    if not args.save_rollouts:
-        yield _Idle("save_log_probs", "without --save-rollouts DIR: give both, or neither", ("load_rollouts",))
+    for _, option in flag_options().values():
+        need = next((need for need in option.needs if not is_met(need, args)), None)
+        if need is not None:
+            # A typed --task takes the place of a launch file's --prompt-data.
+            because_of = (name_of(need), *["task"] * (name_of(need) in ("prompt_data", "eval_interval")))
+            _refuse(args, option.flag, why_unmet(need, args), because_of, default=option.default)
+            if option.flag in args.in_launch_file:
+                setattr(args, option.flag, option.default)
+    _drop_engines_settings(args)
+    source = Source(args.task, args.seed, args.reward)
+    if source.is_harmless and not args.load_rollouts:
+        for name in ("reward_workers", "reward_timeout"):
+            _refuse(args, name, f"with {source.name}, which the trainer itself scores: drop it", ("task", "reward"))
     if args.optimizer == "sgd" and not (args.sgd_momentum or args.bf16 or args.fp16):
-        why = "with --optimizer sgd, --sgd-momentum 0 and float32, which keep no state: drop it"
-        yield _Idle("optimizer_offload", why, ("optimizer", "sgd_momentum"))
-    if args.lr_decay_style != "WSD":
-        why = f"with --lr-decay-style {args.lr_decay_style}: use WSD, or drop it"
-        yield _Idle("lr_wsd_decay_style", why, ("lr_decay_style",))
-    if args.prompt_data:
-        yield _Idle("task", "with --prompt-data: drop one of them", ("prompt_data",))
-    else:
-        for name in ("prompt_data", *OF_FILES):
-            yield _Idle(name, "without --prompt-data: give both, or neither", ("task",))
-    if args.eval_interval is None:
-        for name in OF_EVALUATIONS:
-            yield _Idle(name, "without --eval-interval: give both, or neither", ("task",))
+        why = "with --optimizer sgd, --sgd-momentum 0 and float32, which have no state: drop it"
+        _refuse(args, "optimizer_offload", why, ("optimizer", "sgd_momentum"), default=False)
+
+
+def drop_idle_in_loss(args: argparse.Namespace, config: RunConfig) -> None:
+    """Refuse given flags of the objective and of the reference policy that this objective does not use.
+
+    Raises:
+        ConfigurationError: names the flag, the reason, and the remedy.
+    """
+    loss = config.loss
     if loss.kl_coef == 0:
         because_of = ("grpo_kl_beta", "rollout_is_batch_normalize", *_OBJECTIVE)
-        yield _Idle("kl_estimator", "with --grpo-kl-beta 0: give that, or drop it", because_of)
+        _refuse(args, "kl_estimator", "with --grpo-kl-beta 0: raise that, or drop it", because_of)
     if loss.algorithm is not None and not OBJECTIVES[loss.algorithm].clips:
         clipping = ", ".join(name for name, objective in OBJECTIVES.items() if objective.clips)
         why = f"with the objective {loss.algorithm}, which clips no ratio: drop it, or use one of {clipping}"
         for name in ("grpo_clamp_eps_lower", "grpo_clamp_eps_upper"):
-            yield _Idle(name, why, _OBJECTIVE)
-    if args.advantage_estimator != WITH_CRITIC:
-        why = f"without a critic: give --advantage-estimator {WITH_CRITIC}, or drop it"
-        for option in options_of(CriticSection):
-            yield _Idle(option.flag, why, ("advantage_estimator",))
-    elif args.critic_lr_decay_style == "constant":
-        why = "with --critic-lr-decay-style constant: use another, or drop it"
-        yield _Idle("critic_min_lr", why, ("critic_lr_decay_style",))
-    yield from _idle_guards(args)
-    yield from _idle_rewards(args)
-    yield from _idle_advantages(args)
+            _refuse(args, name, why, _OBJECTIVE)
+    if not config.needs_reference:
+        because_of = ("grpo_kl_beta", "kl_in_reward", *_OBJECTIVE)
+        for name in ("ref_load", "ref_load_hf", "ref_update_interval"):
+            _refuse(args, name, "without --grpo-kl-beta or --kl-in-reward: give one of them, or drop it", because_of)
 
 
-def _idle_guards(args: argparse.Namespace) -> Iterator[_Idle]:
-    if args.load_rollouts:
-        why = f"with --load-rollouts {args.load_rollouts}, whose responses are there already: drop one of them"
-        yield _Idle("bad_samples", why, ("load_rollouts",))
-    if args.bad_samples != "resample" or args.load_rollouts:
-        why = f"with --bad-samples {args.bad_samples}: drop it, or use resample"
-        yield _Idle("bad_sample_attempts", why, ("bad_samples", "load_rollouts"))
+def _drop_engines_settings(args: argparse.Namespace) -> None:
+    for name in dict.fromkeys(setting for engine in ENGINES.values() for setting in engine.settings):
+        if name not in ENGINES[args.rollout_engine].settings:
+            users = " or ".join(engine for engine, kind in ENGINES.items() if name in kind.settings)
+            why = f"with --rollout-engine {args.rollout_engine}: drop it, or use {users}"
+            _refuse(args, name, why, ("rollout_engine",))
 
 
-def _idle_rewards(args: argparse.Namespace) -> Iterator[_Idle]:
-    workers, errors = ("reward_workers", "reward_timeout"), ("reward_errors", "reward_on_error")
-    if args.load_rollouts:
-        why = f"with --load-rollouts {args.load_rollouts}, which has rewards: drop one of them"
-        for name in ("reward", *workers, *errors, "dynamic_sampling"):
-            yield _Idle(name, why, ("load_rollouts",))
-    source = Source(args.task, args.seed, args.reward)
-    if source.is_harmless:
-        for name in workers:
-            yield _Idle(name, f"with {source.name}, which is scored by the trainer itself: drop it", ("task", "reward"))
-    if args.reward_errors == "stop":
-        yield _Idle("reward_on_error", "with --reward-errors stop: drop one of them", ("reward_errors",))
-    if args.overlong != "penalise":
-        for name in ("overlong_buffer", "overlong_penalty_factor"):
-            yield _Idle(name, f"with --overlong {args.overlong}: drop it, or use penalise", ("overlong",))
-
-
-def _idle_advantages(args: argparse.Namespace) -> Iterator[_Idle]:
-    estimator, because_of = args.advantage_estimator, ("advantage_estimator",)
-    for name, users in {
-        "gamma": ("reinforce-pp", "gae"),
-        "gae_lambda": ("gae",),
-        "gpg_f_norm": ("gpg",),
-        "advantage_scope": (*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae"),
-    }.items():
-        if estimator not in users:
-            why = f"with --advantage-estimator {estimator}: drop it, or use {' or '.join(users)}"
-            yield _Idle(name, why, because_of)
-    if args.kl_in_reward == 0:
-        yield _Idle("kl_in_reward_estimator", "with --kl-in-reward 0: give that, or drop it", ("kl_in_reward",))
+def _refuse(args: argparse.Namespace, name: str, why: str, because_of: tuple[str, ...], default: object = None) -> None:
+    """Refuse an idle flag that was typed, or is in a launch file beside none of the flags that make it idle."""
+    args.idle.add(name)
+    is_typed = name in args.typed
+    if not is_typed and (name not in args.in_launch_file or not args.typed.isdisjoint(because_of)):
+        return
+    value = getattr(args.command_line if is_typed else args.launch_file, name)
+    if isinstance(value, bool):
+        if value == default:
+            return
+        typed, shown = flag(name) if value else flag(f"no_{name}"), str(value).lower()
+    else:
+        shown = " ".join(value) if isinstance(value, list) else str(value)
+        typed = f"{flag(name)} {shown}"
+    if is_typed:
+        raise ConfigurationError(f"{typed} does nothing {why}")
+    raise ConfigurationError(f"--config {args.config}: {name.replace('_', '-')}: {shown} does nothing {why}")

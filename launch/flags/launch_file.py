@@ -1,7 +1,7 @@
-"""Launch files and Hugging Face directories as the flags that they stand for.
+"""Flags from launch files and Hugging Face directories.
 
-A launch file (``--config FILE``) is YAML: one ``name: value`` a line, the name of a flag without its dashes. The fields
-of the correction may stand below ``rollout_correction:``, with underscores.
+A launch file (``--config FILE``) is YAML with one ``name: value`` a line; the name is a flag without its dashes. Fields
+of the correction may be nested below ``rollout_correction:``, with underscores.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.settings.flags import is_correction_flag
 
 _CORRECTION = "rollout_correction"
-# No flag: the processes that a file is for, which a dry run takes where nothing else says how many.
+# Number of processes of the file's run, which a dry run takes unless flags say otherwise.
 _PROCESSES = "world-size"
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """A launch file by path, or by the name of one that the package brings (``count_up``).
+    """Path of a launch file, from a path or the name of a file in the package (``count_up``).
 
     Raises:
         ConfigurationError: there is no such file.
@@ -39,10 +39,10 @@ def find_config(name: str) -> Path:
 
 
 def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
-    """The launch file as the flags it stands for.
+    """Read a launch file as flags.
 
     Raises:
-        ConfigurationError: it cannot be read, or has an unknown key or a value of the wrong kind.
+        ConfigurationError: the file cannot be read, or has an unknown key or a value of the wrong type.
     """
     path = find_config(name)
     options = long_options(parser)
@@ -52,18 +52,21 @@ def words_of_file(parser: argparse.ArgumentParser, name: str) -> list[str]:
     nested = _correction(path, content, options, parser)
     for key, value in content.items():
         if key not in options or key in ("config", "help"):
-            raise ConfigurationError(f"{path}: {_unknown_key(key, value, parser)}")
+            nested_key = f"unknown key {key!r}: only {_CORRECTION} is nested; give other flags a line of their own"
+            raise ConfigurationError(
+                f"{path}: {nested_key if isinstance(value, dict) else unknown('key', key, parser)}"
+            )
         if options[key].dest in nested:
-            raise ConfigurationError(f"{path}: {key} is given twice, below {_CORRECTION} too: keep one")
+            raise ConfigurationError(f"{path}: {key} is given twice, also below {_CORRECTION}: keep one")
         words += _as_flag(path, key, value, options[key])
     return [*words, *(word for found in nested.values() for word in found)]
 
 
 def processes_of_file(name: str) -> int | None:
-    """The number of processes that a launch file is for; None: it does not say.
+    """Number of processes of a launch file's run; None if the file does not say.
 
     Raises:
-        ConfigurationError: the file cannot be read, or the number is none.
+        ConfigurationError: the file cannot be read, or its number is not a positive integer.
     """
     path = find_config(name)
     given = _read_mapping(path).get(_PROCESSES)
@@ -74,15 +77,15 @@ def processes_of_file(name: str) -> int | None:
     return int(given)
 
 
-# What a directory has not that says nothing of it.
+# Flags that contradict a directory that does not mention them.
 _ABSENT = ("num_experts", "q_lora_rank", "moe_shared_expert_intermediate_size", "moe_router_group_topk")
 
 
 def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[str]:
-    """The model of a Hugging Face directory as the flags it stands for.
+    """Read the model of a Hugging Face directory as flags.
 
     Raises:
-        ConfigurationError: no ``config.json``, or of a model that is not known.
+        ConfigurationError: there is no ``config.json``, or its model is unknown.
     """
     options, path = long_options(parser), Path(folder) / "config.json"
     found = read_architecture(folder).items()
@@ -90,7 +93,7 @@ def words_of_architecture(parser: argparse.ArgumentParser, folder: str) -> list[
 
 
 def check_architecture_words(parser: argparse.ArgumentParser, args: argparse.Namespace, words: list[str]) -> None:
-    """Refuse flags that say something else of the model than the directory whose words these are."""
+    """Refuse flags that contradict the model of ``--load-hf``, whose flags ``words`` are."""
     if not words:
         return
     wanted = vars(parser.parse_args(words))
@@ -106,7 +109,7 @@ def check_architecture_words(parser: argparse.ArgumentParser, args: argparse.Nam
 def _correction(
     path: Path, content: dict[str, Any], options: Mapping[str, argparse.Action], parser: argparse.ArgumentParser
 ) -> dict[str, list[str]]:
-    """The flags that what is nested below ``rollout_correction`` stands for, by their fields; it is taken out."""
+    """Take the nested correction out of the file's content; return its flags by their fields."""
     fields, found = content.pop(_CORRECTION, {}), dict[str, list[str]]()
     where = f"{path}: below {_CORRECTION}"
     if not isinstance(fields, dict):
@@ -120,16 +123,10 @@ def _correction(
             raise ConfigurationError(f"{where}: {name} is no field of the correction: give it a line of its own")
         if field in found:
             raise ConfigurationError(f"{where}: {name} is given twice: keep one")
-        # Programs that nest it write null for what is off.
+        # Programs with nested settings write null to turn a field off.
         value = "none" if value in ("null", "~") and options[key].nargs != 0 else value
         found[field] = _as_flag(where, key, value, options[key])
     return found
-
-
-def _unknown_key(key: str, value: Any, parser: argparse.ArgumentParser) -> str:
-    if isinstance(value, dict):
-        return f"unknown key {key!r}: nothing is nested but {_CORRECTION}; every other flag has a line of its own"
-    return unknown("key", key, parser)
 
 
 def _as_flag(where: Path | str, key: str, value: Any, action: argparse.Action) -> list[str]:
@@ -142,12 +139,9 @@ def _as_flag(where: Path | str, key: str, value: Any, action: argparse.Action) -
     if action.nargs == "+" and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
         return [f"--{key}", *value]
     if not isinstance(value, str) or value in ("", "null", "true", "false"):
-        raise ConfigurationError(f"{where}: {key}: {value!r} must be one number or one string{_or_list(action)}")
+        more = ", or a list of them" if action.nargs == "+" else ""
+        raise ConfigurationError(f"{where}: {key}: {value!r} must be one number or one string{more}")
     return [f"--{key}={value}"]
-
-
-def _or_list(action: argparse.Action) -> str:
-    return ", or a list of them" if action.nargs == "+" else ""
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -155,7 +149,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.BaseLoader):
-        """Leaves values as they are written (the flags know their types), and refuses a key that is given twice."""
+        """Loader that keeps values as text, because the flags know their types, and refuses a repeated key."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]

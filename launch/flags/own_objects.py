@@ -1,4 +1,4 @@
-"""Objectives and rejection criteria of the user's own modules: named by a flag, they join the tables of the library."""
+"""Objectives and rejection criteria from the user's own modules, which join the library's tables."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TABLES: dict[type[Any], tuple[dict[str, Any], Any]] = {
     Objective: (OBJECTIVES, define_objective),
     Criterion: (CRITERIA, define_criterion),
 }
-# What the objects named by a flag are.
+# Types of the objects that flags name.
 _KINDS: dict[str, type[Any]] = {"policy_loss": Objective, "loss_type": Objective, "rollout_rs": Criterion}
 
 
 def define_own_objects(args: argparse.Namespace) -> dict[str, str]:
-    """Put the name of the object in the place of each ``python:pkg.module:OBJECT``, and define the object.
+    """Define the object of each ``python:pkg.module:OBJECT``, and put its name in the flag's place.
 
     Returns:
-        What was in its place, by name.
+        The ``python:`` texts by the names that replaced them.
 
     Raises:
-        ConfigurationError: it cannot be loaded, is of another type, or has the name of something else.
+        ConfigurationError: an object cannot be loaded, has a wrong type, or a name that is taken.
     """
     specs = {}
     for name, kind in _KINDS.items():
@@ -42,14 +42,14 @@ def define_own_objects(args: argparse.Namespace) -> dict[str, str]:
 
 
 def as_given(name: str, value: Any, specs: Mapping[str, str]) -> Any:
-    """The value of a flag with what was given in the place of own objects' names."""
+    """Value of a flag with the ``python:`` texts in the place of own objects' names."""
     if name not in _KINDS or not isinstance(value, str):
         return value
     return ",".join(specs.get(part, part) for part in value.split(","))
 
 
 def _name_of(part: str, flag: str, kind: type[Any]) -> str:
-    """The name of the object that one entry of the flag's list stands for."""
+    """Name of the object that one entry of a flag's list stands for."""
     if not is_python_spec(part):
         return part
     found = load_python(part, flag)
@@ -59,7 +59,7 @@ def _name_of(part: str, flag: str, kind: type[Any]) -> str:
         )
     table, define = _TABLES[kind]
     name: str = found.name
-    # A module may have put its object into the table by itself.
+    # The module may have defined its object already.
     if table.get(name) is not found:
         try:
             define(found)

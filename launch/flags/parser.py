@@ -1,7 +1,7 @@
-"""The parser of all flags, with Megatron-LM's names and meanings where it has them.
+"""Parser of all flags, with Megatron-LM's names and meanings if Megatron-LM has them.
 
-Most flags are declared as fields of the sections in ``run_config/``. Here stand those from which such fields follow,
-and those of the loss and the correction, which are the library's.
+Most flags are declared as fields of the sections in ``run_config/``. This module adds flags from which such fields
+follow, and the library's flags of the loss and the correction.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron_rc.launch.engines.rounding import DTYPES
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron_fields import MegatronField
+from megatron_rc.launch.run_config.needs import in_words
 from megatron_rc.launch.run_config.options import Option, options_of
 from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.objectives import OBJECTIVES
@@ -46,25 +47,24 @@ _TITLES = {
     "rollouts": "rollouts",
     "engine": "rollout engine",
 }
-# Values of flags whose choices are the entries of a table elsewhere.
+# Choices that are the entries of a table elsewhere.
 _CHOICES = {"rollout_engine": tuple(ENGINES), "rollout_dtype": DTYPES, "tokenizer_type": TOKENIZERS}
 
-
-# Megatron-LM's weights of the penalties; filled in later, since what was not given is 0 where there can be none.
+# Megatron-LM's weights of the penalties, filled in by resolve.py: some corrections exclude penalties.
 PENALTIES = {"grpo_kl_beta": 0.001, "grpo_entropy_term_weight": 0.0}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are raised instead of printed.
+    """Argument parser that raises its errors instead of printing them.
 
     Attributes:
-        listing: the flag that shows all flags.
+        listing: flag that shows all flags.
     """
 
     listing = "--help"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but for a value of two dashes, of which it makes no value before Python 3.13.
+        """Parse as argparse does, but refuse the value ``--``, which argparse drops before Python 3.13.
 
         Raises:
             ConfigurationError: a word is wrong.
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the parser's message instead of ending the process.
+        """Raise the parser's message as a ConfigurationError.
 
         Raises:
             ConfigurationError: always.
@@ -85,14 +85,14 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Names the default of a flag that has one; else the text says what follows."""
+    """Adds the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every flag of the launcher."""
+    """Build the parser of every flag of a run."""
     parser = Parser(
         prog="python -m megatron_rc.launch",
         description="PPO with Rollout Correction on Megatron-Core. Flags are Megatron-LM's where it has them.",
@@ -116,12 +116,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Every flag by its name without dashes."""
+    """Every option of a parser by its name without dashes."""
     return {text[2:]: action for action in parser._actions for text in action.option_strings}
 
 
 def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """What makes a flag's value: of a function's ValueError the user sees what it says, not the function's name."""
+    """Function that makes a flag's value, with a ValueError's own words in the parser's message."""
     if isinstance(read, type):
         return read
 
@@ -136,9 +136,9 @@ def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:
-    """The flag of a field. A section that may be absent has its defaults filled in later, where it is there."""
+    """Add the flag of a field; ``resolve.py`` fills in the defaults of a section that may be absent."""
     name = f"--{option.flag.replace('_', '-')}"
-    default, help = option.default, option.help
+    default, help = option.default, option.help + in_words(option.needs)
     if is_optional and default is not None:
         default, help = None, f"{help}; default: {default}"
     if option.kind is not bool:
@@ -151,24 +151,24 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
     elif option.inverted or name.startswith("--no-"):
         group.add_argument(name, action="store_true", help=help)
     else:
-        # --no-<name> takes back what the launch file said.
+        # --no-<name> turns off a switch of the launch file.
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=help)
 
 
 class _Switch(argparse.Action):
-    """A switch with names that turn it on and names that turn it off."""
+    """Switch with names that turn it on and names that turn it off."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, off: Sequence[str], **how: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **how)
         self.off = off
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Take note of it."""
+        """Set the switch."""
         setattr(namespace, self.dest, option_string not in self.off)
 
 
 def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) -> None:
-    """The flag of a field that Megatron has a default for: None where it is not given."""
+    """Add the flag of a Megatron field; its value is None if it is not given."""
     on, off = [f"--{name}" for name in field.on], [f"--{name}" for name in field.off]
     shown = "" if field.default in (None, "") else f"; default: {field.default}"
     help = (field.help.rstrip(".") + shown).replace("%", "%%")
@@ -181,24 +181,31 @@ def _add_megatron_field(group: argparse._ArgumentGroup, field: MegatronField) ->
 
 
 def _add_sources(groups: dict[str, argparse._ArgumentGroup]) -> None:
-    """Flags that are no fields: others follow from them."""
+    """Add flags that are no fields, but from which fields follow."""
     launch, parallel, layers = groups["launch"], groups["parallel"], groups["transformer"]
     switch = argparse.BooleanOptionalAction
-    launch.add_argument("--config", metavar="FILE", help="launch file (YAML) that flags override")
-    text = "train on the CPU with gloo even where a CUDA device is found"
+    launch.add_argument(
+        "--config", metavar="FILE", help="launch file (YAML), or its name in configs/launch; flags override it"
+    )
+    text = "train on the CPU with gloo even if there is a GPU"
     launch.add_argument("--cpu", action=switch, default=False, help=text)
-    parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, help="layers a model chunk (VPP)")
-    text = "share keys and values between query heads"
+    chunk = "layers of a virtual pipeline stage; default: one stage on each rank; needs --pipeline-model-parallel-size"
+    parallel.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, help=chunk)
+    text = "share keys and values between query heads, in --num-query-groups groups"
     layers.add_argument("--group-query-attention", action=switch, default=False, help=text)
 
 
 def _add_loss_args(parser: argparse.ArgumentParser) -> None:
-    """Flags of the objective that are not the library's: with Megatron-LM's defaults, or for modules of one's own."""
+    """Add flags of the objective with Megatron-LM's defaults, and one that also takes the user's own modules."""
     group = parser.add_argument_group("loss")
-    # No choices: a module of the user's can name another one.
+    # No choices, because a module of the user's may define another objective.
     known, text = ",".join(OBJECTIVES), "objective, or python:pkg.module:OBJECTIVE; default: ppo_clip, or --loss-type"
     group.add_argument("--policy-loss", metavar=f"{{{known}}}", help=text)
-    group.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01, help="PPO clips r below 1 - this")
-    group.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01, help="PPO clips r above 1 + this")
-    # No default here: beside batch normalisation in the loss the default is 0, which resolve.py works out.
-    group.add_argument("--grpo-kl-beta", type=float, help="weight of the KL to the initial model; default: 0.001")
+    group.add_argument(
+        "--grpo-clamp-eps-lower", type=float, default=0.01, help="clip the ratio below 1 minus this number"
+    )
+    group.add_argument(
+        "--grpo-clamp-eps-upper", type=float, default=0.01, help="clip the ratio above 1 plus this number"
+    )
+    # No default here: resolve.py sets 0 if batch normalisation in the loss excludes penalties.
+    group.add_argument("--grpo-kl-beta", type=float, help="weight of the KL to the reference policy; default: 0.001")

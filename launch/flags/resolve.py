@@ -1,7 +1,7 @@
-"""From flags to settings: what a flag leaves open is worked out from the others.
+"""Settings from flags: values that a flag leaves open follow from the others.
 
-A default that is a constant stands with its flag: with its field in ``run_config/``, or in ``parser.py``. Which
-settings go together is in ``checks/``.
+A constant default is declared with its flag, in ``run_config/`` or ``parser.py``. ``checks/`` says which settings go
+together.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
-from megatron_rc.launch.flags.idle import check_idle
+from megatron_rc.launch.flags.idle import drop_idle, drop_idle_in_loss
 from megatron_rc.launch.flags.parser import PENALTIES
-from megatron_rc.launch.flags.resolve_critic import resolve_critic
 from megatron_rc.launch.flags.resolve_data import choose_prompts
 from megatron_rc.launch.flags.resolve_samples import resolve_samples
 from megatron_rc.launch.flags.resolve_task import resolve_task
-from megatron_rc.launch.run_config import RunConfig, passed_through, sections_of
-from megatron_rc.launch.run_config.critic import CriticSection
-from megatron_rc.launch.run_config.megatron import ExpertSection, LatentSection
+from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
+from megatron_rc.launch.run_config.megatron import ExpertSection
+from megatron_rc.launch.run_config.needs import is_met
 from megatron_rc.launch.run_config.options import Section, options_of, out_of_range
 from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
@@ -36,43 +35,42 @@ _log = logging.getLogger("megatron_rc")
 
 
 def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
-    """The settings that the flags describe, and the task that they name.
+    """Make the settings and the task that the flags describe.
 
     Args:
-        args: as ``parse_args`` gives them; written to.
+        args: namespace from ``parse_args``; changed.
         world_size: number of processes.
-        engine: rollouts are sampled by an engine of this run, unless they are read.
+        engine: an engine of this run samples, unless rollouts are read.
 
     Raises:
-        ConfigurationError: a value that is missing or out of its range, or a flag that does nothing beside the others.
+        ConfigurationError: a value is missing or out of its range, or a flag does nothing beside the others.
     """
+    choose_prompts(args)
+    absent = _fill_optional_sections(args)
+    drop_idle(args)
     resolve_samples(args)
     _check_values(args)
-    choose_prompts(args)
     args.world_size = world_size
     args.knows_versions = (engine and not args.load_rollouts) or args.rollout_staleness is not None
     _resolve_launch(args)
     _resolve_layers(args)
     _resolve_stages(args)
-    _resolve_experts(args)
-    _resolve_optional(args, LatentSection, "multi_latent_attention")
-    _resolve_packing(args)
     args.given = {name: _single(args, name) for name in passed_through() if getattr(args, name) is not None}
-    experts = None if args.num_experts is None else _section(ExpertSection, args)
-    latent = _section(LatentSection, args) if args.multi_latent_attention else None
+    experts = None if "experts" in absent else _section(ExpertSection, args)
     correction, loss = _resolve_correction(args, experts)
-    has_critic = resolve_critic(args, correction)
-    critic = _section(CriticSection, args) if has_critic else None
-    check_idle(args, loss)
+    if "critic" not in absent:
+        _resolve_critic(args, correction)
     task = resolve_task(args)
-    kinds = {name: kind for name, kind, is_optional in sections_of(RunConfig) if not is_optional}
-    sections: dict[str, Any] = {"experts": experts, "latent": latent, "critic": critic}
-    sections |= {name: _section(kind, args) for name, kind in kinds.items()}
-    return RunConfig(**sections, correction=correction, loss=loss), task
+    sections: dict[str, Any] = {
+        name: None if name in absent else _section(kind, args) for name, kind, _ in sections_of(RunConfig)
+    }
+    config = RunConfig(**sections, correction=correction, loss=loss)
+    drop_idle_in_loss(args, config)
+    return config, task
 
 
 def _section(section: type[Section], args: argparse.Namespace) -> Section:
-    """The section, its fields under the names of their flags in the namespace."""
+    """Make a section; its fields are in the namespace under the names of their flags."""
     flags = {option.field: option for option in options_of(section)}
     values = {}
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
@@ -82,16 +80,27 @@ def _section(section: type[Section], args: argparse.Namespace) -> Section:
     return section(**values)
 
 
+def _fill_optional_sections(args: argparse.Namespace) -> set[str]:
+    """Give the flags of each optional section that is wanted their defaults; return the names of the others."""
+    absent = set()
+    for name, section, is_optional in sections_of(RunConfig):
+        if not is_optional:
+            continue
+        if not is_met(section.NEEDS, args):  # type: ignore[attr-defined]
+            absent.add(name)
+            continue
+        for option in options_of(section):
+            if getattr(args, option.flag) is None:
+                setattr(args, option.flag, option.default)
+    return absent
+
+
 def _check_values(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for a value that is wrong by itself."""
-    options = [option for _, section, _ in sections_of(RunConfig) for option in options_of(section)]
+    """Raise ConfigurationError for a missing value, or one that is out of its range."""
+    options = [option for _, option in flag_options().values()]
     for option in options:
         if option.required and getattr(args, option.flag) is None:
             raise ConfigurationError(f"{flag(option.flag)} is missing: give it as a flag or in the launch file")
-    if args.num_layers_per_virtual_pipeline_stage is not None and args.num_layers_per_virtual_pipeline_stage <= 0:
-        raise ConfigurationError(
-            f"--num-layers-per-virtual-pipeline-stage {args.num_layers_per_virtual_pipeline_stage} must be positive"
-        )
     for option in options:
         value = getattr(args, option.flag)
         words = out_of_range(option, value)
@@ -103,10 +112,11 @@ def _resolve_launch(args: argparse.Namespace) -> None:
     args.on_cpu = args.cpu or not (args.elsewhere or torch.cuda.is_available())
     args.run_name = args.run_name or (Path(args.config).stem if args.config else "ppo")
     has_engine = args.elsewhere or importlib.util.find_spec("transformer_engine") is not None
-    args.transformer_impl = args.transformer_impl or (
-        "transformer_engine" if has_engine and not args.on_cpu else "local"
-    )
+    default = "transformer_engine" if has_engine and not args.on_cpu else "local"
+    args.transformer_impl = args.transformer_impl or default
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    size = args.micro_batch_size * args.seq_length
+    args.rl_sequence_packing_bin_size = args.rl_sequence_packing_bin_size or size
 
 
 def _resolve_layers(args: argparse.Namespace) -> None:
@@ -117,57 +127,31 @@ def _resolve_layers(args: argparse.Namespace) -> None:
     if args.kv_channels is None:
         require_multiple("hidden_size", args.hidden_size, "num_attention_heads", args.num_attention_heads)
         args.kv_channels = args.hidden_size // args.num_attention_heads
-
-
-def _resolve_stages(args: argparse.Namespace) -> None:
-    """Model chunks of a pipeline stage, from the layers of a chunk."""
-    chunk, pp = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
-    args.virtual_pipeline_model_parallel_size = None
-    if chunk is None:
-        return
-    if pp == 1:
-        raise ConfigurationError(
-            f"--num-layers-per-virtual-pipeline-stage {chunk} needs --pipeline-model-parallel-size above 1"
-        )
-    name = "num_layers_per_virtual_pipeline_stage"
-    require_multiple("num_layers", args.num_layers, name, chunk, factor=pp)
-    chunks = args.num_layers // pp // chunk
-    # One chunk a stage is the plain schedule.
-    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-
-
-def _resolve_optional(args: argparse.Namespace, section: type, switch: str) -> None:
-    """Without the flag that brings a section none of its others may be given; with it they have their defaults."""
-    is_there = bool(getattr(args, switch))
-    for option in options_of(section):
-        value = getattr(args, option.flag)
-        if not is_there and value is not None and option.flag != switch:
-            words = flag(option.flag) if value is True else f"{flag(option.flag)} {value}"
-            raise ConfigurationError(f"{words} does nothing without {flag(switch)}: give both, or neither")
-        if is_there and value is None:
-            setattr(args, option.flag, option.default)
-
-
-def _resolve_experts(args: argparse.Namespace) -> None:
-    _resolve_optional(args, ExpertSection, "num_experts")
     if args.num_experts is not None:
         args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
 
 
+def _resolve_stages(args: argparse.Namespace) -> None:
+    """Work out the model chunks of a pipeline stage from the layers of a chunk."""
+    name = "num_layers_per_virtual_pipeline_stage"
+    layers, pp = getattr(args, name), args.pipeline_model_parallel_size
+    args.virtual_pipeline_model_parallel_size = None
+    if layers is None:
+        return
+    if layers <= 0:
+        raise ConfigurationError(f"{flag(name)} {layers} must be positive")
+    if pp == 1:
+        raise ConfigurationError(f"{flag(name)} {layers} needs --pipeline-model-parallel-size above 1")
+    require_multiple("num_layers", args.num_layers, name, layers, factor=pp)
+    chunks = args.num_layers // pp // layers
+    # One chunk a stage is the plain schedule.
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+
+
 def _single(args: argparse.Namespace, name: str) -> Any:
-    """A given value; of some flags a list of one word stands for the word."""
+    """Value of a given Megatron field; for some fields a list of one word stands for the word."""
     value = getattr(args, name)
     return value[0] if passed_through()[name].single and len(value) == 1 else value
-
-
-def _resolve_packing(args: argparse.Namespace) -> None:
-    size = args.rl_sequence_packing_bin_size
-    if size is not None and not args.rl_use_sequence_packing:
-        raise ConfigurationError(
-            f"--rl-sequence-packing-bin-size {size} does nothing without --rl-use-sequence-packing: give both, or "
-            "neither"
-        )
-    args.rl_sequence_packing_bin_size = size or args.micro_batch_size * args.seq_length
 
 
 def _resolve_correction(
@@ -189,9 +173,9 @@ def _resolve_correction(
 
 
 def _resolve_coefficients(args: argparse.Namespace, correction: RolloutCorrectionConfig) -> None:
-    """Weights of the penalties that were not given: Megatron-LM's, or 0 where there can be none.
+    """Set penalties that were not given to Megatron-LM's weights, or to 0 if the correction excludes penalties.
 
-    Batch normalisation inside the loss scales all gradients by one factor when they are done, penalties' among them.
+    Batch normalisation inside the loss scales all finished gradients by one factor, the penalties' gradients too.
     """
     excluded = correction.rollout_is_batch_normalize and correction.corrects_in_loss
     for name, default in PENALTIES.items():
@@ -199,6 +183,12 @@ def _resolve_coefficients(args: argparse.Namespace, correction: RolloutCorrectio
             continue
         setattr(args, name, 0.0 if excluded else default)
         if excluded and default:
-            _log.warning(
-                "%s is 0, not %s: --rollout-is-batch-normalize inside the loss excludes it", flag(name), default
-            )
+            _log.warning("%s is 0, not %s: --rollout-is-batch-normalize in the loss excludes it", flag(name), default)
+
+
+def _resolve_critic(args: argparse.Namespace, correction: RolloutCorrectionConfig) -> None:
+    """Fill in the critic's settings from the policy's."""
+    args.critic_lr = args.lr if args.critic_lr is None else args.critic_lr
+    args.critic_min_lr = min(args.min_lr, args.critic_lr) if args.critic_min_lr is None else args.critic_min_lr
+    if args.correct_values is None:
+        args.correct_values = "none" if correction.corrects_in_loss else "mask"

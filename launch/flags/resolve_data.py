@@ -1,4 +1,4 @@
-"""Where prompts come from: a task, or the user's files."""
+"""Prompts of a task or of the user's files, and the defaults of evaluations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from megatron_rc.launch.tasks.prompt_data.rows import RowFormat
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.tasks.text import CharacterText, Text
 
-OF_EVALUATIONS = ("eval_data", "eval_problems", "eval_samples", "eval_temperature", "eval_answers")
 DEFAULT_TASK, DEFAULT_LABEL = "count_up", "label"
-# Flags that say what is in files of prompts.
-OF_FILES = ("eval_data", "input_key", "label_key", "overlong_prompts")
 
 
 def choose_prompts(args: argparse.Namespace) -> None:
-    """Settle on a task or on files; what only the launch file says gives way to what was typed.
+    """Choose the task or the files; a typed one takes the place of the launch file's.
 
     Raises:
-        ConfigurationError: both were given in the same place.
+        ConfigurationError: both are typed, or both are in the launch file.
     """
     if args.task and args.prompt_data:
         typed = {"task", "prompt_data"} & args.typed
@@ -46,15 +43,15 @@ def choose_prompts(args: argparse.Namespace) -> None:
 
 
 def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
-    """Open the files, and look at every row.
+    """Open the files and check every row.
 
     Raises:
-        ConfigurationError: a file or a row that cannot be used, or a flag that is missing.
+        ConfigurationError: a file or a row is unusable, or a flag is missing.
     """
     if args.max_response_length is None:
         raise ConfigurationError(
-            f"--prompt-data {' '.join(args.prompt_data)} does not say how long responses get: give "
-            "--max-response-length"
+            f"--prompt-data {' '.join(args.prompt_data)} needs --max-response-length: files do not say how long "
+            "responses get"
         )
     check_room(args.seq_length, args.max_response_length)
     if args.eval_interval is not None and not args.eval_data:
@@ -64,7 +61,7 @@ def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
     row_format = RowFormat(
         input_key=args.input_key,
         label_key=args.label_key or DEFAULT_LABEL,
-        # Of recorded rollouts nothing is scored any more.
+        # Recorded rollouts have their rewards already.
         needs_label=args.label_key is not None or not (args.load_rollouts or is_python_spec(args.reward)),
         chat=text.chat,
         alphabet=text.alphabet if isinstance(text, CharacterText) else None,
@@ -80,12 +77,7 @@ def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
 
 
 def resolve_evaluation(args: argparse.Namespace, held_out: int) -> None:
-    """Fill in what was not said of evaluations.
-
-    Args:
-        args: written to.
-        held_out: problems of an evaluation.
-    """
+    """Fill in the settings of evaluations that were not given; ``held_out``: number of problems to try."""
     args.eval_problems = args.eval_problems or held_out
     args.eval_samples = args.eval_samples or EVAL_SAMPLES
     if args.eval_temperature is None and args.eval_samples > 1:

@@ -1,4 +1,4 @@
-"""The task, its tokenizer and the vocabulary that the model gets for it."""
+"""Task, its tokenizer, and the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _log = logging.getLogger("megatron_rc")
 
 
 def resolve_task(args: argparse.Namespace) -> Task:
-    """Make the task; fill in what depends on it and was not given.
+    """Make the task, and fill in the settings that follow from it.
 
     Raises:
-        ConfigurationError: no such task or tokenizer, a vocabulary that is too small for it, or a flag that does
-            nothing.
+        ConfigurationError: no such task or tokenizer, or a vocabulary that is too small for it.
     """
     text, most = _text(args), EVAL_PROBLEMS
     if args.prompt_data:
@@ -42,7 +41,7 @@ def resolve_task(args: argparse.Namespace) -> Task:
 
 
 def _text(args: argparse.Namespace) -> Text | None:
-    """The tokenizer that the flags name; None: the task's own characters."""
+    """Tokenizer that the flags name; None: the task's own characters."""
     folder = args.tokenizer_model or args.load_hf
     kind = args.tokenizer_type = args.tokenizer_type or (HUGGING_FACE if folder else CHARACTERS)
     if kind == HUGGING_FACE:
@@ -70,6 +69,6 @@ def _hugging_face_text(args: argparse.Namespace, folder: str) -> Text:
 
 
 def _drop_template(args: argparse.Namespace, tokenizer: str) -> None:
-    """What the launch file says serves its own tokenizer; another one may come without a template."""
+    """Drop the launch file's template with a warning: it was meant for another tokenizer."""
     _log.warning("%s has no chat template: apply-chat-template of --config %s is dropped", tokenizer, args.config)
     args.apply_chat_template = False

@@ -1,4 +1,4 @@
-"""The settings that a checkpoint brings along, as those of a process that only reads it."""
+"""Settings stored with a checkpoint, for a process that only reads it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
 Sections = Mapping[str, Mapping[str, Any] | None]
-# Whatever these say is another model; elsewhere a later version may have added what nobody here needs.
+# An unknown field in these sections means another model; in other sections it can be ignored.
 _OF_THE_MODEL = ("transformer", "latent", "experts", "model")
 
 
 def stored_config(sections: Sections, where: str) -> RunConfig:
-    """The run that wrote a checkpoint, as one process on a CPU that has its whole model.
+    """Settings of the run that wrote a checkpoint, for one process on a CPU with the whole model.
 
     Args:
-        sections: of its settings, field by field.
-        where: they stand, for messages.
+        sections: the stored sections, field by field.
+        where: name of the file, for messages.
 
     Raises:
-        ConfigurationError: a section or a field is missing, unknown or of the wrong kind.
+        ConfigurationError: a section or a field is missing, unknown or of the wrong type.
     """
     found: dict[str, Any] = {}
     for name, kind, is_optional in sections_of(RunConfig):
@@ -91,7 +91,7 @@ def _section(kind: type[Section], values: Mapping[str, Any], where: str, *, stri
 
 
 def _is_in_range(value: Any, option: Option) -> bool:
-    """Whether the flag would take the value."""
+    """Whether the flag would accept the value."""
     try:
         return not out_of_range(option, value) and (option.read is None or option.read(value) == value)
     except ValueError:
@@ -99,7 +99,7 @@ def _is_in_range(value: Any, option: Option) -> bool:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is one of an annotation: ``int``, ``float | None``, ``Literal[...]``."""
+    """Whether a JSON value has the type of an annotation such as ``int``, ``float | None`` or ``Literal[...]``."""
     kinds = (hint,) if get_origin(hint) is tuple else get_args(hint) or (hint,)
     if isinstance(value, list):
         return any(get_origin(kind) is tuple and all(_is_of(one, get_args(kind)[0]) for one in value) for kind in kinds)

@@ -1,4 +1,4 @@
-"""The flags of ``python -m megatron_rc.launch`` alone: what it does instead of a run, and torchrun's own."""
+"""Flags of ``python -m megatron_rc.launch`` itself: dry run, help, and torchrun's flags."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any, NoReturn
 from megatron_rc.launch.errors import ConfigurationError, flag
 from megatron_rc.launch.flags.parser import Parser
 
-# torchrun's, handed on as they were typed. Not here: what names the program that it starts, which is the trainer.
+# Flags that torchrun gets as they were typed.
 _HANDED_ON = (
     *("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr", "role", "monitor_interval"),
     *("log_dir", "redirects", "tee", "local_ranks_filter", "numa_binding", "shutdown_timeout"),
 )
 _OF_MEETINGS = ("--rdzv-", "--local-addr")
+_ADDRESSES = ("node_rank", "master_addr", "master_port")
 _STATIC = "static"
-# More than any cluster has, and what a table of ranks is made of in seconds.
+# No cluster has more, and a table of this many ranks takes seconds.
 _MOST_PROCESSES = 2**18
 
 
 @dataclass(frozen=True)
 class Machines:
-    """How many processes torchrun starts.
+    """Numbers of machines and processes that torchrun starts.
 
     Attributes:
-        processes: on each machine.
-        fewest: machines that the run starts with.
-        most: machines that may take part; more than the fewest where they come and go.
+        processes: processes on each machine.
+        fewest: machines with which the run starts.
+        most: machines that may take part; equal to ``fewest`` unless machines come and go.
     """
 
     processes: int
@@ -37,12 +38,12 @@ class Machines:
     most: int
 
     def world_sizes(self) -> list[int]:
-        """Processes altogether, with the fewest and with the most machines."""
+        """Total numbers of processes, with the fewest and with the most machines."""
         return sorted({self.fewest * self.processes, self.most * self.processes})
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
-    """The parser of these flags; the trainer's are unknown to it."""
+    """Build the parser of these flags, without the trainer's."""
     parser = Parser(prog="python -m megatron_rc.launch", allow_abbrev=False, add_help=False)
     parser.listing = "--help-all"
     group = parser.add_argument_group("torchrun")
@@ -50,16 +51,16 @@ def torchrun_parser() -> argparse.ArgumentParser:
     group.add_argument("--help-all", action="store_true", help="show torchrun's and the trainer's flags, by group")
     text = "check the flags, print all of them as a launch file, and start nothing"
     group.add_argument("--print-config", action="store_true", help=text)
-    text = "check the flags, say what the run would need on its ranks, and start nothing; no GPU is needed"
+    text = "check the flags, print memory, batches and collectives of each rank, and start nothing; needs no GPU"
     group.add_argument("--dry-run", action="store_true", help=text)
-    group.add_argument("--json", action="store_true", help="the dry run as one JSON object")
-    text = "what a rank's device has: a dry run ends with 2 where a rank needs more"
+    group.add_argument("--json", action="store_true", help="print the dry run as one JSON object; needs --dry-run")
+    text = "memory of a device in GiB: a dry run ends with 2 if a rank needs more; needs --dry-run"
     group.add_argument("--device-memory-gib", type=float, metavar="GIB", help=text)
-    text = "processes on this machine: a number, auto (one a GPU, else one a core), gpu or cpu; default: 1"
+    text = "processes on this machine: a number, auto (one a GPU, or one a core without GPUs), gpu or cpu; default: 1"
     group.add_argument("--nproc-per-node", "--nproc_per_node", default="1", metavar="N", help=text)
-    text = "start all ranks again, from the newest checkpoint, when one has failed; at most this often; default: 0"
+    text = "times that all ranks start again from the newest checkpoint after one has failed; default: 0"
     group.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="N", help=text)
-    text = "machines, or FEWEST:MOST where machines come and go; default: 1"
+    text = "number of machines, or FEWEST:MOST if machines come and go; default: 1"
     group.add_argument("--nnodes", default="1", metavar="N", help=text)
     group.add_argument("--node-rank", "--node_rank", type=int, metavar="N", help="number of this machine; default: 0")
     group.add_argument("--master-addr", "--master_addr", help="address of machine 0; default: 127.0.0.1")
@@ -73,21 +74,20 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 
 def typed_of(words: Sequence[str]) -> set[str]:
-    """The flags among these words, with underscores."""
+    """Names of the flags among these words, with underscores."""
     return {word.partition("=")[0][2:].replace("-", "_") for word in words if word.startswith("--")}
 
 
 def machines_of(mine: argparse.Namespace) -> Machines:
-    """How many processes these flags ask for, and on how many machines.
+    """Read the numbers of processes and machines, and check them.
 
     Raises:
-        ConfigurationError: a number that cannot be, or a flag that would do nothing beside the others.
+        ConfigurationError: an impossible number, or a flag that does nothing beside the others.
     """
     machines = Machines(_processes(mine.nproc_per_node), *_range(mine.nnodes))
     if machines.processes * machines.most > _MOST_PROCESSES:
         raise ConfigurationError(
-            f"--nproc-per-node {mine.nproc_per_node} · --nnodes {mine.nnodes} must be at most {_MOST_PROCESSES} "
-            "processes"
+            f"--nproc-per-node {mine.nproc_per_node} · --nnodes {mine.nnodes} must be at most {_MOST_PROCESSES}"
         )
     _check_dry_run(mine)
     if mine.max_restarts < 0:
@@ -97,7 +97,7 @@ def machines_of(mine: argparse.Namespace) -> Machines:
 
 
 def words_for_torchrun(mine: argparse.Namespace, machines: Machines) -> list[str]:
-    """The arguments that are torchrun's own, without what it starts."""
+    """Arguments of torchrun, without the program that it starts."""
     words = ["--nproc-per-node", str(machines.processes)]
     if mine.max_restarts:
         words += ["--max-restarts", str(mine.max_restarts)]
@@ -114,10 +114,10 @@ def words_for_torchrun(mine: argparse.Namespace, machines: Machines) -> list[str
 
 
 class _HandOn(argparse.Action):
-    """Keeps a flag of torchrun's, with its value, as a word."""
+    """Action that keeps a flag of torchrun's, with its value, as a word."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Take note of it."""
+        """Keep the word."""
         name = flag(self.dest)
         namespace.handed_on = [*namespace.handed_on, name if self.nargs == 0 else f"{name}={values}"]
 
@@ -143,7 +143,7 @@ def _processes(text: str) -> int:
         found = int(determine_local_world_size(text))
     except ValueError as error:
         raise ConfigurationError(
-            f"--nproc-per-node {text} is neither a number nor one of auto, cpu, gpu that this machine has ({error})"
+            f"--nproc-per-node {text} must be a number, auto, cpu or gpu, and this machine must have it ({error})"
         ) from error
     if found < 1:
         raise ConfigurationError(f"--nproc-per-node {text} must be positive")
@@ -156,13 +156,11 @@ def _range(text: str) -> tuple[int, int]:
     try:
         fewest, most = parse_min_max_nnodes(text)
     except (ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"--nnodes {text} is neither a number nor FEWEST:MOST, as in 1:4") from error
+        raise ConfigurationError(f"--nnodes {text} must be a number or FEWEST:MOST, as in 1:4") from error
     if fewest < 1:
         raise ConfigurationError(f"--nnodes {text} must be positive")
     if fewest > most:
-        raise ConfigurationError(
-            f"--nnodes {text} has more machines at the least than at the most: give {most}:{fewest}"
-        )
+        raise ConfigurationError(f"--nnodes {text} must have the smaller number first: give {most}:{fewest}")
     return fewest, most
 
 
@@ -178,10 +176,10 @@ def _check_dry_run(mine: argparse.Namespace) -> None:
 
 
 def _check_handed_on(words: Sequence[str]) -> argparse.Namespace:
-    """What torchrun reads from these words.
+    """Let torchrun read these words.
 
     Raises:
-        ConfigurationError: it would refuse them.
+        ConfigurationError: torchrun refuses them.
     """
     from torch.distributed.run import config_from_args
 
@@ -191,58 +189,47 @@ def _check_handed_on(words: Sequence[str]) -> argparse.Namespace:
     parser = _torchruns_own()
     parser.error = refuse  # type: ignore[method-assign]
     theirs = parser.parse_args([*words, "module"])
-    # Read apart from the folder, which only a run makes; without a name torchrun would make one.
+    # Without a name here torchrun would make a folder, which only a run does.
     checked = argparse.Namespace(**{**vars(theirs), "log_dir": os.devnull})
     try:
         config_from_args(checked)
     except (ValueError, AssertionError) as error:
         refuse(f"arguments {' '.join(words)}: {error}")
     if theirs.redirects != "0" and not theirs.log_dir:
-        raise ConfigurationError(f"--redirects {theirs.redirects} needs --log-dir DIR, which keeps what the ranks say")
+        raise ConfigurationError(f"--redirects {theirs.redirects} needs --log-dir DIR for the ranks' output")
     return theirs
 
 
 def _is_elastic(words: Sequence[str]) -> bool:
-    """Machines find each other by a store that numbers them, not by numbers of the user's."""
+    """Whether a store numbers the machines, instead of ``--node-rank``."""
     backends = [word.partition("=")[2] for word in words if word.startswith("--rdzv-backend=")]
     return backends not in ([], [_STATIC])
 
 
 def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argparse.Namespace) -> None:
-    """Raise ConfigurationError unless the flags say in one way how the machines find each other."""
+    """Raise ConfigurationError unless the flags say in exactly one way how the machines find each other."""
     elastic, many = _is_elastic(mine.handed_on), machines.most > 1
     if theirs.standalone and many:
-        raise ConfigurationError("--standalone is for one machine that meets no other: leave it or --nnodes out")
-    for word in mine.handed_on:
-        if word.startswith(_OF_MEETINGS) and not many:
-            raise ConfigurationError(
-                f"{word.replace('=', ' ', 1)} does nothing without --nnodes above 1: one machine's ranks meet on its "
-                "loopback"
-            )
+        raise ConfigurationError("--standalone is for one machine: drop it or --nnodes")
+    typed = [word.replace("=", " ", 1) for word in mine.handed_on if word.startswith(_OF_MEETINGS)]
+    addresses = [f"{flag(name)} {getattr(mine, name)}" for name in _ADDRESSES if getattr(mine, name) is not None]
+    if not many and (typed or addresses):
+        raise ConfigurationError(f"{(typed + addresses)[0]} does nothing without --nnodes above 1: drop it")
     if elastic and not theirs.rdzv_endpoint:
         raise ConfigurationError(
             f"--rdzv-backend {theirs.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the same on all machines"
         )
     if machines.fewest < machines.most and not elastic:
         raise ConfigurationError(
-            f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, where machines that "
-            "come find the others"
+            f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
         )
-    for name in ("node_rank", "master_addr", "master_port"):
-        value = getattr(mine, name)
-        if value is None:
-            continue
-        if not many:
-            raise ConfigurationError(f"{flag(name)} {value} does nothing without --nnodes above 1")
-        if elastic:
-            raise ConfigurationError(
-                f"{flag(name)} {value} does nothing with --rdzv-backend {theirs.rdzv_backend}, which numbers the "
-                "machines that meet at --rdzv-endpoint: leave it out"
-            )
-        if name != "node_rank" and theirs.rdzv_endpoint:
-            raise ConfigurationError(
-                f"{flag(name)} {value} does nothing with --rdzv-endpoint {theirs.rdzv_endpoint}: leave one out"
-            )
+    if elastic and addresses:
+        raise ConfigurationError(f"{addresses[0]} does nothing with --rdzv-backend {theirs.rdzv_backend}: drop it")
+    of_endpoint = [words for words in addresses if not words.startswith("--node-rank")]
+    if theirs.rdzv_endpoint and of_endpoint:
+        raise ConfigurationError(
+            f"{of_endpoint[0]} does nothing with --rdzv-endpoint {theirs.rdzv_endpoint}: drop one of them"
+        )
     if not 0 <= (mine.node_rank or 0) < machines.most:
         raise ConfigurationError(
             f"--node-rank {mine.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"

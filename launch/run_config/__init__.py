@@ -1,7 +1,7 @@
-"""Everything a run is started with, checked and typed: one frozen section a concern.
+"""Checked settings of a run, in frozen sections.
 
-A field is declared once, in its section, and named as its flag, or as Megatron's dataclass names it where it goes
-there. Flags become a RunConfig in ``flags/`` alone; everything else takes a RunConfig, or the section that it needs.
+A field is declared once, in its section, under the name of its flag or of Megatron's field. Only ``flags/`` makes a
+RunConfig of flags; other modules take a RunConfig or one of its sections.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from megatron_rc.settings.config import RolloutCorrectionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A run; ``flags.configure`` makes it, after all checks.
+    """All settings of a run; ``flags.configure`` makes and checks it.
 
     Attributes:
-        latent: None: attention without latents.
-        experts: None: a dense model.
-        critic: None: advantages come from rewards alone.
-        correction: of the rollouts.
-        loss: the objective.
-        flags: all of them as they were resolved, from which the rest of this follows.
+        latent: multi-latent attention; None: plain attention.
+        experts: mixture of experts; None: a dense model.
+        critic: value model; None: advantages come from rewards alone.
+        correction: Rollout Correction.
+        loss: objective.
+        flags: every resolved flag, from which the other attributes follow.
     """
 
     launch: LaunchSection
@@ -97,7 +97,7 @@ class RunConfig:
 
     @property
     def layers_of_stages(self) -> list[int]:
-        """Layers of each pipeline stage: the first and the last one may have others than those between."""
+        """Number of layers of each pipeline stage; the first and the last may differ from the others."""
         stages, ends = self.parallel.pipeline_model_parallel_size, self.megatron.layers_at_ends
         even = self.transformer.num_layers - sum(layers or 0 for layers in ends)
         even //= max(stages - sum(layers is not None for layers in ends), 1)
@@ -106,7 +106,7 @@ class RunConfig:
 
     @property
     def layers_with_experts(self) -> list[bool]:
-        """Of each layer of the model, whether it has experts; a list that was given may have another length."""
+        """For each layer, whether it has experts; a given list may not have ``num_layers`` entries."""
         if self.experts is None:
             return [False] * self.transformer.num_layers
         pattern = number_or_pattern(self.experts.moe_layer_freq)
@@ -116,12 +116,12 @@ class RunConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL to the reference policy is in the loss, or in the rewards."""
+        """Whether the loss or the rewards contain a KL to the reference policy."""
         return bool(self.loss.kl_coef or self.advantages.kl_in_reward)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
+        """Dtype of the model's computation."""
         return torch.bfloat16 if self.compute.bf16 else torch.float16 if self.compute.fp16 else torch.float32
 
     @property
@@ -130,7 +130,7 @@ class RunConfig:
         return self.experts is not None and self.experts.has_auxiliary_losses
 
     def value_of(self, flag: str) -> Any:
-        """What a flag, named without dashes, is set to; None where its section is absent.
+        """Value of a flag, named without dashes; None if its section is absent.
 
         Raises:
             KeyError: no field has this flag.
@@ -144,7 +144,7 @@ class RunConfig:
 
 
 def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
-    """(name, class, whether it may be absent) of every section of the launcher's own, in their order."""
+    """Name and class of every section of the launcher, in order, and whether it may be absent."""
     found = []
     for name, hint in get_type_hints(config).items():
         classes = [part for part in (get_args(hint) or (hint,)) if part is not NoneType]
@@ -155,7 +155,7 @@ def sections_of(config: type[RunConfig]) -> list[tuple[str, type, bool]]:
 
 @functools.cache
 def flag_options() -> dict[str, tuple[str, Option]]:
-    """(name of the section, option) of every flag that is a field of one, by its name without dashes."""
+    """Section name and option of every declared flag, by the flag's name without dashes."""
     return {
         option.flag.replace("_", "-"): (name, option)
         for name, section, _ in sections_of(RunConfig)
@@ -165,7 +165,7 @@ def flag_options() -> dict[str, tuple[str, Option]]:
 
 @functools.cache
 def passed_through() -> dict[str, MegatronField]:
-    """The fields of Megatron's configs that are no fields here: their flags go unchanged into those configs."""
+    """Fields of Megatron's configs that no section declares; their flags go unchanged into those configs."""
     taken = {option.field for _, option in flag_options().values()}
     flags = set(flag_options())
     return {

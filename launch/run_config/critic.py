@@ -1,40 +1,45 @@
-"""The critic, which ``--advantage-estimator gae`` asks for: where it starts, how it learns, what corrects it."""
+"""Settings of the critic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_rc.launch.run_config.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSection:
-    """A second model, cut over the ranks as the policy is, with an optimizer and a schedule of its own.
+    """Value model with the policy's layout, and an optimizer and a schedule of its own; absent without GAE."""
 
-    A run without a critic has no such section: its flags are refused there.
-    """
+    NEEDS: ClassVar[str] = "advantage_estimator=gae"
 
     critic_lr: float = option("highest learning rate of the critic; default: --lr", positive=True)
-    critic_min_lr: float = option("its lowest learning rate; default: --min-lr", not_negative=True)
-    critic_lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
-        "its schedule", default="constant"
+    critic_min_lr: float = option(
+        "lowest learning rate of the critic; default: --min-lr",
+        needs="critic_lr_decay_style=linear|cosine|inverse-square-root",
+        not_negative=True,
     )
-    critic_lr_warmup_iters: int = option("its steps of linear warm-up", default=0, not_negative=True)
+    critic_lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
+        "schedule of the critic's learning rate", default="constant"
+    )
+    critic_lr_warmup_iters: int = option("optimizer steps of the critic's linear warm-up", default=0, not_negative=True)
     num_critic_only_steps: int = option(
-        "first optimizer steps in which the critic alone learns", default=0, not_negative=True
+        "optimizer steps at the start in which only the critic learns", default=0, not_negative=True
     )
     value_clip: float | None = option(
-        "values that go further than this from those before the rollout batch do not lower the loss; default: no bound",
+        "a value further than this from its value before the rollout batch does not lower the critic's loss; default: "
+        "no bound",
         positive=True,
     )
     critic_load_hf: str | None = option(
-        "start the critic from the layers of this Hugging Face directory; default: from the policy's", metavar="DIR"
+        "start the critic from the layers of this Hugging Face directory; default: from the policy's layers",
+        metavar="DIR",
     )
     critic_offload: bool = option(
-        "keep the critic in host memory while it does not work: its weights, gradients and optimizer", default=False
+        "keep the critic's weights, gradients and optimizer in host memory while it does not work", default=False
     )
     correct_values: Literal["none", "mask", "weights"] = option(
-        "what of the correction the critic's loss has: the rejection (mask), also the importance weights, or nothing; "
-        "default: mask, and none where the correction is made in the policy's loss"
+        "correction of the critic's loss: the rejection mask, mask and importance weights, or none; default: mask, or "
+        "none if the policy's loss makes the correction"
     )

@@ -1,4 +1,4 @@
-"""Prompts from the user's own files, and how the model is tried on problems that are held out."""
+"""Settings of prompt files and of evaluations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ EVAL_PROBLEMS, EVAL_SAMPLES, EVAL_ANSWERS = 96, 1, 8
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Files of prompts, and what their rows hold where.
+    """Files of prompts, and the keys of their rows.
 
-    ``rows_digest``: of all rows, the same number where they are; None: there are no files.
-    ``order_digest``: of all that the order of the training prompts follows from, likewise.
+    ``rows_digest``: hash of all rows, independent of the files' paths; None without files. ``order_digest``: hash of
+    everything that the order of the training prompts depends on; None without files.
     """
 
     prompt_data: tuple[str, ...] | None = option(
-        "train on the prompts of files of JSON lines, or folders saved by the datasets library, in the place of a "
-        "task; all with weights (0.7 a.jsonl 0.3 b.jsonl), or none",
+        "train on prompts from JSON-lines files, or folders saved by the datasets library, instead of a task; give a "
+        "weight before each path (0.7 a.jsonl 0.3 b.jsonl), or before none",
         metavar="PATH",
     )
-    eval_data: tuple[str, ...] | None = option("held-out prompts for --prompt-data, likewise", metavar="PATH")
-    input_key: str = option("key of a row's prompt, which is a string or a list of messages", default="prompt")
+    eval_data: tuple[str, ...] | None = option(
+        "held-out prompts, from files like those of --prompt-data but without weights",
+        needs="prompt_data eval_interval",
+        metavar="PATH",
+    )
+    input_key: str = option(
+        "key of a row's prompt, which is a string or a list of messages", default="prompt", needs="prompt_data"
+    )
     label_key: str | None = option(
-        "key of what the reward compares a response with; if given, every row must have it; default: label"
+        "key of the answer that the reward compares with; if given, every row must have it; default: label",
+        needs="prompt_data",
     )
     overlong_prompts: Literal["drop", "error"] = option(
-        "prompts that leave no room for --max-response-length are left out and counted, or end the run at its start",
+        "prompts too long for --seq-length minus --max-response-length: drop and count them, or end at the start",
         default="drop",
+        needs="prompt_data",
     )
     rows_digest: int | None
     order_digest: int | None
@@ -38,25 +46,31 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """How often, on how many problems, and with how many responses.
+    """Interval and size of evaluations; ``eval_temperature`` None takes the most likely response."""
 
-    ``eval_temperature``: None: the most likely response.
-    """
-
-    eval_interval: int | None = option("optimizer steps between evaluations; default: none are made", positive=True)
+    eval_interval: int | None = option(
+        "optimizer steps between evaluations; default: no evaluations", needs="!load_rollouts", positive=True
+    )
     eval_problems: int = option(
-        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, with --eval-data all of it", positive=True
+        f"held-out problems of an evaluation; default: {EVAL_PROBLEMS}, or all of --eval-data",
+        needs="eval_interval",
+        positive=True,
     )
     eval_samples: int = option(
-        f"responses to each of them, for pass@1, pass@2, pass@4, ... up to this; default: {EVAL_SAMPLES}",
+        "responses to each problem of an evaluation, for pass@1, pass@2, pass@4, ... up to this number; default: "
+        f"{EVAL_SAMPLES}",
+        needs="eval_interval",
         positive=True,
     )
     eval_temperature: float | None = option(
-        "of these responses; default: one alone is the most likely one, several have --rl-default-temperature",
+        "temperature of evaluations; default: the most likely response, or --rl-default-temperature with "
+        "--eval-samples above 1",
+        needs="eval_interval",
         positive=True,
     )
     eval_answers: int = option(
-        "the first problems of an evaluation whose graded answers are written to eval/ in the run's folder; "
-        f"default: {EVAL_ANSWERS}",
+        "problems of an evaluation whose graded answers are written to eval/ in the run's folder; default: "
+        f"{EVAL_ANSWERS}",
+        needs="eval_interval",
         not_negative=True,
     )

@@ -1,4 +1,4 @@
-"""What is done about steps that must not be made and bad responses, and which metrics end a run."""
+"""Settings that end a run, leave out bad steps, or replace bad responses."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ _FORM = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*(\S+?)(?:\s+for\s+(\S+))?\s*
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSection:
-    """Bad steps, steps that change nothing, bad responses, and conditions that a run ends on."""
+    """Treatment of bad steps and bad responses, and conditions that end the run."""
 
     bad_steps: Literal["stop", "skip"] = option(
-        "a step whose loss or gradient norm fails a check, and the steps of a rollout batch whose log-probs cannot be "
-        "used, end the run, or are left out on all ranks; the batch is written to bad/ in the run's folder",
+        "a step with a loss or gradient norm that fails a check, or a rollout batch with unusable log-probs: end the "
+        "run, or skip the steps on all ranks; the batch is written to bad/ in the run's folder",
         default="stop",
     )
     max_skipped_steps: int = option(
-        "steps in a row that may leave the model as it was, left out or with a gradient of 0, before the run ends",
+        "optimizer steps in a row that leave the model unchanged (skipped, or gradient 0) before the run ends",
         default=6,
         positive=True,
     )
     bad_samples: Literal["stop", "drop", "resample"] = option(
-        "a response with a log-prob that is none (unless --bad-log-probs rejects it), with ids out of the vocabulary, "
-        "empty or too long ends the run, is left out, or is sampled again before it is left out; it is written to bad/",
+        "a response that is empty, too long, has ids out of the vocabulary or a log-prob that is no number (unless "
+        "--bad-log-probs rejects it): end the run, drop it, or sample it again; it is written to bad/",
         default="stop",
+        needs="!load_rollouts",
     )
-    bad_sample_attempts: int = option("tries more of such a response", default=3, positive=True)
+    bad_sample_attempts: int = option(
+        "times that a bad response is sampled again before it is dropped",
+        default=3,
+        needs="bad_samples=resample !load_rollouts",
+        positive=True,
+    )
     stop_if: tuple[str, ...] | None = option(
-        "end the run when a metric is out of bounds in each of N steps in a row, like 'rollout_corr/k3_kl > 0.5 for 5'",
+        "end the run if a metric is out of bounds in N steps in a row, as in 'rollout_corr/k3_kl > 0.5 for 5'",
         metavar="CONDITION",
     )
     doctor_interval: int | None = option(
-        "look at the metrics every N steps, and say in one line what is wrong with the log-probs when that changes; "
+        "check the metrics every N optimizer steps, and log one line if the diagnosis of the log-probs changes; see "
         "docs/doctor.md",
         metavar="N",
         positive=True,
@@ -48,14 +54,14 @@ class GuardSection:
 
 @dataclass(frozen=True)
 class Condition:
-    """``METRIC < NUMBER``, with ``<=``, ``>`` or ``>=``, in each of some steps in a row.
+    """Bound on a metric that ends the run: ``METRIC < NUMBER for STEPS``.
 
     Attributes:
-        text: as the user wrote it.
-        metric: its name in ``metrics.jsonl``.
-        comparison: of the metric and the limit.
+        text: the user's words.
+        metric: name of the metric in ``metrics.jsonl``.
+        comparison: one of ``<``, ``<=``, ``>``, ``>=``.
         limit: a finite number.
-        steps: at least 1.
+        steps: number of steps in a row, at least 1.
     """
 
     text: str
@@ -66,10 +72,10 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """The condition that a text spells.
+        """Read a condition.
 
         Raises:
-            ValueError: it spells none.
+            ValueError: the text is no condition.
         """
         match = _FORM.fullmatch(text)
         if match is None:
@@ -86,5 +92,5 @@ class Condition:
         return cls(text, metric, comparison, limit, int(times or 1))
 
     def holds(self, value: float) -> bool:
-        """Whether it holds of a value; of one that is no number it does."""
+        """Whether a value meets the condition; NaN does."""
         return math.isnan(value) or bool(_COMPARISONS[self.comparison](value, self.limit))

@@ -1,4 +1,4 @@
-"""What each layer has, as Megatron-LM's flags say it: a number, or a list that may be written as sums and products."""
+"""Megatron-LM's patterns of layers: a number, or a list written as sums and products."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import contextlib
 from itertools import groupby
 from typing import Any
 
-# More would fill the memory before anything is compared with --num-layers.
+# A longer list would fill the memory before it is compared with --num-layers.
 _MOST_LAYERS = 100_000
 
 
 def number_or_pattern(word: str) -> int | list[int]:
-    """A number, or what each layer has: ``[0,1,1]``, ``[0]*3+[1]*9``.
+    """Read a number or a list with one entry a layer, such as ``[0]*3+[1]*9``; nothing is run as code.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the word is neither.
     """
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         value = _pattern(ast.parse(word, mode="eval").body)
@@ -41,10 +41,10 @@ def _pattern(node: ast.expr) -> Any:
 
 
 def expert_layers(word: str) -> str:
-    """A value of ``--moe-layer-freq`` in one form: ``1`` for all layers, else ``3``, or ``[0]*3+[1]*58``.
+    """Normal form of a value of ``--moe-layer-freq``: ``1`` for all layers, else ``3``, or ``[0]*3+[1]*58``.
 
     Raises:
-        ValueError: neither a number above 0 nor a list of 0 (an MLP) and 1 (experts).
+        ValueError: neither a number above 0 nor a list of 0 (MLP) and 1 (experts).
     """
     value = number_or_pattern(word)
     if isinstance(value, int):

@@ -1,15 +1,11 @@
-"""What goes unchanged into Megatron-Core's dataclasses, under the names of their fields.
-
-``TransformerConfig(**values_of(config.transformer), ...)``: a field that is added here has its flag, and is in
-Megatron's config, with no other line.
-"""
+"""Settings that go unchanged into Megatron-Core's dataclasses, under the names of their fields."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_rc.launch.run_config.layer_patterns import expert_layers
 from megatron_rc.launch.run_config.options import option
@@ -17,137 +13,175 @@ from megatron_rc.launch.run_config.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How the model is cut over the ranks: fields of ``ModelParallelConfig``, the base of ``TransformerConfig``.
+    """Distribution of the model over the ranks: fields of ``ModelParallelConfig``.
 
-    ``virtual_pipeline_model_parallel_size``: model chunks of each pipeline stage; None: one, in the plain schedule.
+    ``virtual_pipeline_model_parallel_size``: model chunks of a pipeline stage; None: one, in the plain schedule.
     """
 
-    tensor_model_parallel_size: int = option("TP", default=1, positive=True)
-    pipeline_model_parallel_size: int = option("PP", default=1, positive=True)
-    context_parallel_size: int = option("CP", default=1, positive=True)
-    expert_model_parallel_size: int = option("EP, over the data and CP ranks", default=1, positive=True)
+    tensor_model_parallel_size: int = option("TP size: ranks that share each layer", default=1, positive=True)
+    pipeline_model_parallel_size: int = option("PP size: number of pipeline stages", default=1, positive=True)
+    context_parallel_size: int = option("CP size: ranks that share each sequence", default=1, positive=True)
+    expert_model_parallel_size: int = option(
+        "EP size: data and context parallel ranks that share the experts", default=1, positive=True
+    )
     sequence_parallel: bool = option("split norms and residuals over the sequence inside the TP group", default=False)
     virtual_pipeline_model_parallel_size: int | None
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Number of ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def micro_batch_unit(self) -> int:
-        """What the number of micro-batches must be a multiple of: virtual stages take turns in rounds of PP."""
+        """Divisor of the number of micro-batches: virtual stages take turns in rounds of the PP size."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size else 1
 
     @property
     def sequence_unit(self) -> int:
-        """What the length of a packed sequence must be a multiple of: two chunks for each CP rank."""
+        """Divisor of the length of a packed sequence: two chunks for each CP rank."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def packing_unit(self) -> int:
-        """What the length of a packed micro-batch must be a multiple of: that, and whole slices under SP."""
+        """Divisor of the length of a packed micro-batch: ``sequence_unit``, and equal slices under SP."""
         slices = self.tensor_model_parallel_size * self.context_parallel_size if self.sequence_parallel else 1
         return math.lcm(self.sequence_unit, slices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSection:
-    """The shape of a layer, without its experts: fields of ``TransformerConfig``."""
+    """Shape of a layer without experts: fields of ``TransformerConfig``."""
 
-    num_layers: int = option("transformer layers", required=True, positive=True, most=1000)
+    num_layers: int = option("number of transformer layers", required=True, positive=True, most=1000)
     hidden_size: int = option("width of the residual stream", required=True, positive=True, most=2**20)
-    ffn_hidden_size: int = option("width of the MLP; default: Megatron-LM's 4·hidden-size", positive=True, most=2**24)
-    num_attention_heads: int = option("query heads", required=True, positive=True, most=2**16)
-    kv_channels: int = option("width of a head; default: hidden-size / heads", positive=True, most=2**16)
-    num_query_groups: int = option("key/value heads with --group-query-attention", default=1, positive=True)
+    ffn_hidden_size: int = option("width of the MLP; default: 4 times --hidden-size", positive=True, most=2**24)
+    num_attention_heads: int = option("number of query heads", required=True, positive=True, most=2**16)
+    kv_channels: int = option(
+        "width of an attention head; default: --hidden-size divided by --num-attention-heads",
+        needs="!multi_latent_attention",
+        positive=True,
+        most=2**16,
+    )
+    num_query_groups: int = option(
+        "number of key and value heads", default=1, needs="group_query_attention", positive=True
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("kind of norm", default="LayerNorm")
     layernorm_epsilon: float = option("epsilon of the norms", flag="norm_epsilon", default=1e-5, positive=True)
-    gated_linear_unit: bool = option("gated MLP with SiLU instead of GELU", flag="swiglu", default=False)
+    gated_linear_unit: bool = option("use a gated MLP with SiLU instead of one with GELU", flag="swiglu", default=False)
     add_bias_linear: bool = option("linear layers without a bias", flag="disable_bias_linear", inverted=True)
-    add_qkv_bias: bool = option("a bias in the query, key and value projection alone", default=False)
-    qk_layernorm: bool = option("norms on queries and keys", default=False)
-    init_method_std: float = option("std of the initial weights", default=0.02, positive=True)
-    attention_dropout: float = option("must be 0: the policy would be noisy", default=0.0)
-    hidden_dropout: float = option("must be 0: the policy would be noisy", default=0.0)
+    add_qkv_bias: bool = option(
+        "give the query, key and value projection a bias", default=False, needs="disable_bias_linear"
+    )
+    qk_layernorm: bool = option("normalise queries and keys", default=False)
+    init_method_std: float = option("standard deviation of the initial weights", default=0.02, positive=True)
+    attention_dropout: float = option("attention dropout; must be 0, dropout would make the policy noisy", default=0.0)
+    hidden_dropout: float = option("hidden dropout; must be 0, dropout would make the policy noisy", default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSection:
-    """Multi-latent attention (MLA, of DeepSeek-V2): fields of ``MLATransformerConfig``.
+    """Multi-latent attention (MLA) of DeepSeek-V2: fields of ``MLATransformerConfig``; absent without the switch."""
 
-    Queries, keys and values come from narrow vectors (latents) of each token. Another model has no such section: its
-    flags are refused without ``--multi-latent-attention``. Defaults are those of Megatron-LM's parser.
-    """
+    NEEDS: ClassVar[str] = "multi_latent_attention"
 
-    multi_latent_attention: bool = option("queries, keys and values from narrow latents", default=False)
+    multi_latent_attention: bool = option(
+        "compute queries, keys and values from narrow latent vectors of each token", default=False
+    )
     q_lora_rank: int | None = option(
-        "width of the queries' latent; default: none, they come directly", positive=True, most=2**16
+        "width of the queries' latent; default: queries without a latent", positive=True, most=2**16
     )
     kv_lora_rank: int = option("width of the latent of keys and values", default=32, positive=True, most=2**16)
     qk_head_dim: int = option(
-        "width of a head's query and key without position", default=128, positive=True, most=2**16
+        "width of a head's query and key without rotary position", default=128, positive=True, most=2**16
     )
-    qk_pos_emb_head_dim: int = option("further width, with rotary position", default=64, positive=True, most=2**16)
+    qk_pos_emb_head_dim: int = option(
+        "width of a head's query and key with rotary position", default=64, positive=True, most=2**16
+    )
     v_head_dim: int = option("width of a head's value", default=128, positive=True, most=2**16)
     rope_type: Literal["rope", "yarn"] = option("rotary frequencies: plain, or stretched by YaRN", default="yarn")
-    rotary_scaling_factor: float = option("YaRN: by this much", default=1.0, positive=True)
-    original_max_position_embeddings: int = option("YaRN: length before that", default=4096, positive=True, most=2**24)
-    beta_fast: float = option(
-        "YaRN: turns over that length, above which none is stretched", default=32.0, positive=True
+    rotary_scaling_factor: float = option(
+        "YaRN's factor on the length", default=1.0, needs="rope_type=yarn", positive=True
     )
-    beta_slow: float = option("YaRN: turns below which all are", default=1.0, positive=True)
-    mscale: float = option("YaRN: scale of the rotated part", default=1.0, not_negative=True)
-    mscale_all_dim: float = option("YaRN: scale of all of a head", default=0.0, not_negative=True)
+    original_max_position_embeddings: int = option(
+        "length in tokens before YaRN's stretching", default=4096, needs="rope_type=yarn", positive=True, most=2**24
+    )
+    beta_fast: float = option(
+        "frequencies with more turns than this over the original length are not stretched by YaRN",
+        default=32.0,
+        needs="rope_type=yarn",
+        positive=True,
+    )
+    beta_slow: float = option(
+        "frequencies with fewer turns than this over the original length are fully stretched by YaRN",
+        default=1.0,
+        needs="rope_type=yarn",
+        positive=True,
+    )
+    mscale: float = option(
+        "YaRN's attention scale of the rotated part", default=1.0, needs="rope_type=yarn", not_negative=True
+    )
+    mscale_all_dim: float = option(
+        "YaRN's attention scale of a whole head", default=0.0, needs="rope_type=yarn", not_negative=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSection:
-    """A mixture of experts in the place of each MLP: fields of ``TransformerConfig``.
+    """Mixture of experts instead of MLPs: fields of ``TransformerConfig``; absent in a dense model."""
 
-    A dense model has no such section: its flags are refused without ``--num-experts``, and have their defaults with it.
-    """
+    NEEDS: ClassVar[str] = "num_experts"
 
     num_moe_experts: int = option(
-        "experts in the place of each MLP; default: a dense model", flag="num_experts", positive=True, most=2048
+        "number of experts that replace each MLP; default: a dense model", flag="num_experts", positive=True, most=2048
     )
     moe_ffn_hidden_size: int = option("width of an expert; default: --ffn-hidden-size", positive=True, most=2**24)
-    moe_router_topk: int = option("experts of each token", default=2, positive=True)
+    moe_router_topk: int = option("number of experts of each token", default=2, positive=True)
     moe_router_pre_softmax: bool = option(
-        "weigh a token's experts by their softmax over all experts, not over the chosen ones", default=False
+        "weigh a token's experts by their softmax over all experts, not over the chosen ones",
+        default=False,
+        needs="moe_router_score_function=softmax",
     )
     moe_layer_freq: str = option(
-        "layers with experts: 1, all; N, every N-th from the first on; [0]*3+[1]*58, those with a 1",
+        "layers with experts: 1 all, N every N-th from the first on, [0]*3+[1]*58 those with a 1",
         default="1",
         read=expert_layers,
         metavar="PATTERN",
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        "width of the experts that every token passes, all together; default: none", positive=True, most=2**24
+        "total width of the experts that every token passes; default: none", positive=True, most=2**24
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
-        "what makes an expert's score of its logit", default="softmax"
+        "function that makes an expert's score of its logit", default="softmax"
     )
     moe_router_topk_scaling_factor: float | None = option(
         "factor on the weights of a token's experts; default: none", positive=True
     )
-    moe_router_num_groups: int | None = option("groups of equally many experts; default: none", positive=True)
+    moe_router_num_groups: int | None = option(
+        "number of equal groups of experts; default: no groups", needs="moe_router_group_topk", positive=True
+    )
     moe_router_group_topk: int | None = option(
-        "groups from which a token's experts are chosen; default: all", positive=True
+        "number of groups from which a token's experts are chosen; default: no groups",
+        needs="moe_router_num_groups",
+        positive=True,
     )
     moe_router_enable_expert_bias: bool = option(
-        "add a bias of each expert to its score for the choice alone, with sigmoid", default=False
+        "add a bias of each expert to its score for the choice alone",
+        default=False,
+        needs="moe_router_score_function=sigmoid",
     )
     moe_router_bias_update_rate: float = option(
-        "must be 0: the bias would move outside of the optimizer", default=0.0, not_negative=True
+        "rate at which the expert bias follows the load; must be 0, the optimizer alone moves the policy",
+        default=0.0,
+        not_negative=True,
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = option(
-        "how tokens are spread over the experts", default="aux_loss"
+        "loss that spreads tokens over the experts", default="aux_loss"
     )
-    moe_aux_loss_coeff: float = option("weight of that loss", default=0.0, not_negative=True)
+    moe_aux_loss_coeff: float = option("weight of the load-balancing loss", default=0.0, not_negative=True)
     moe_z_loss_coeff: float | None = option("weight of the router's z-loss; default: none", not_negative=True)
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = option(
-        "how tokens reach experts of other ranks; flex: by DeepEP, on GPUs", default="allgather"
+        "transport of tokens to experts of other ranks; flex: DeepEP, on GPUs", default="allgather"
     )
 
     @property
@@ -158,52 +192,58 @@ class ExpertSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSection:
-    """In which numbers, what is kept and what is computed again: fields of ``TransformerConfig``."""
+    """Precision and recomputation: fields of ``TransformerConfig``."""
 
     bf16: bool = option("bfloat16 weights with float32 master weights", default=False)
-    fp16: bool = option("float16 weights with float32 master weights, and a loss that is scaled", default=False)
+    fp16: bool = option("float16 weights with float32 master weights and a scaled loss", default=False)
     calculate_per_token_loss: bool = option(
-        "let Megatron normalise by tokens; the gradients are the same", default=False
+        "let Megatron normalise gradients by tokens; the gradients are the same", default=False
     )
-    recompute_granularity: Literal["full", "selective"] | None = option("recompute activations")
-    recompute_method: Literal["uniform", "block"] | None = option("which layers, for 'full'")
-    recompute_num_layers: int | None = option("layers of a recomputed unit, for 'full'", positive=True)
+    recompute_granularity: Literal["full", "selective"] | None = option(
+        "activations to recompute in the backward pass; default: none"
+    )
+    recompute_method: Literal["uniform", "block"] | None = option(
+        "choice of the layers to recompute", needs="recompute_granularity=full"
+    )
+    recompute_num_layers: int | None = option(
+        "number of layers of a recomputed unit", needs="recompute_granularity=full", positive=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """Fields of ``OptimizerConfig``; ``use_distributed_optimizer`` is one of Megatron's DDP too."""
+    """Fields of ``OptimizerConfig``; ``use_distributed_optimizer`` is a field of Megatron's DDP config too."""
 
-    optimizer: Literal["adam", "sgd"] = option("Megatron-Core's optimizer", default="adam")
+    optimizer: Literal["adam", "sgd"] = option("optimizer of Megatron-Core", default="adam")
     lr: float = option("highest learning rate", required=True, positive=True)
     min_lr: float = option("lowest learning rate", default=0.0, not_negative=True)
     weight_decay: float = option("decoupled weight decay", default=0.01, not_negative=True)
-    adam_beta1: float = option("decay of the first moment", default=0.9)
-    adam_beta2: float = option("decay of the second moment", default=0.999)
-    adam_eps: float = option("epsilon of Adam", default=1e-8, positive=True)
-    sgd_momentum: float = option("momentum of SGD", default=0.9, not_negative=True)
-    clip_grad: float = option("largest gradient norm; 0 turns clipping off", default=1.0, not_negative=True)
+    adam_beta1: float = option("Adam's decay of the first moment, below 1", default=0.9, not_negative=True, below=1)
+    adam_beta2: float = option("Adam's decay of the second moment, below 1", default=0.999, not_negative=True, below=1)
+    adam_eps: float = option("Adam's epsilon", default=1e-8, positive=True)
+    sgd_momentum: float = option("momentum of --optimizer sgd", default=0.9, not_negative=True)
+    clip_grad: float = option("largest gradient norm; 0: no clipping", default=1.0, not_negative=True)
     use_distributed_optimizer: bool = option("split the optimizer state over the data-parallel ranks", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSection:
-    """Fields of Megatron's configs that no other section has: those that were given, by their names."""
+    """Given fields of Megatron's configs that no other section has, by name."""
 
     given: dict[str, Any]
 
     @property
     def expert_tensor_parallel_size(self) -> int | None:
-        """Ranks that share an expert's matrices; None: as many as share the others'."""
+        """Number of ranks that share an expert's matrices; None: the TP size."""
         return self.given.get("expert_tensor_parallel_size")
 
     @property
     def layers_at_ends(self) -> tuple[int | None, int | None]:
-        """Layers of the first and of the last pipeline stage; None: as many as each of the others has."""
+        """Layers of the first and of the last pipeline stage; None: as many as the stages between have."""
         first, last = (self.given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
         return first, last
 
     def values_for(self, config: type) -> dict[str, Any]:
-        """Those that a dataclass of Megatron's has: arguments for it."""
+        """Given fields that a dataclass of Megatron's has: arguments for it."""
         names = {field.name for field in dataclasses.fields(config)}
         return {name: value for name, value in self.given.items() if name in names}

@@ -1,4 +1,4 @@
-"""Megatron's own configs of a run: what the sections say, what the launcher sets, and the fields that were given."""
+"""Megatron's configs of a run, from the sections, the launcher's own choices and the given fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
-    """Megatron's config of the layers and of how they are split; its derived fields follow from the settings."""
+    """Megatron's config of the layers and of their distribution over the ranks."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
@@ -37,24 +37,25 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         "use_cpu_initialization": on_cpu,
         "params_dtype": config.dtype,
         "pipeline_dtype": config.dtype,
-        "overlap_p2p_comm": overlaps,
         "batch_p2p_comm": not on_cpu and not overlaps,
-        # Ranks that waited for each other at every timer would run slower than those that are timed.
+        # Barriers at every timer would slow the ranks that are timed.
         "barrier_with_L1_time": False,
         "gradient_accumulation_fusion": not on_cpu and has_module("fused_weight_gradient_mlp_cuda"),
     }
+    # Megatron refuses the overlap without virtual stages.
+    overlap = {"overlap_p2p_comm": overlaps}
     sections = values_of(config.parallel) | values_of(config.transformer) | values_of(config.compute)
     if config.experts:
         pattern = {"moe_layer_freq": number_or_pattern(config.experts.moe_layer_freq)}
         sections |= values_of(config.experts) | pattern
     if config.latent:
         sections |= values_of(config.latent) | {"rotary_base": config.model.rotary_base}
-        return MLATransformerConfig(**(sections | own | given))
-    return TransformerConfig(**(sections | own | given))
+        return MLATransformerConfig(**(sections | own | given | overlap))
+    return TransformerConfig(**(sections | own | given | overlap))
 
 
 def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
-    """Megatron's config of data parallelism. Gradients are summed in float32 unless the flags say otherwise."""
+    """Megatron's config of data parallelism; gradients are summed in float32 unless the flags say otherwise."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     own = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": config.optimizer.use_distributed_optimizer}
@@ -67,17 +68,17 @@ def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
 
     given = config.megatron.values_for(OptimizerConfig)
     given |= {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype")}
-    # Megatron-LM's parser: all of the optimizer, where nothing else is said.
+    # Megatron-LM's parser offloads the whole optimizer unless the flag says otherwise.
     own = {"bf16": config.compute.bf16, "fp16": config.compute.fp16, "params_dtype": config.dtype}
     own |= {"optimizer_offload_fraction": 1.0, "barrier_with_L1_time": False}
     return OptimizerConfig(**(values_of(config.optimizer) | own | given))
 
 
 def has_module(module: str) -> bool:
-    """Whether a module could be imported."""
+    """Whether a module is installed."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 

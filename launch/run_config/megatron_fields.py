@@ -1,7 +1,6 @@
-"""The fields of the installed Megatron-Core's configs as flags: names, types, defaults and help.
+"""Flags for the fields of the installed Megatron-Core's configs: names, types, defaults and help.
 
-They are read from the source, since importing Megatron takes seconds that ``--help`` does not have. What the sections
-of the launcher declare themselves is not among them.
+The fields are read from Megatron's source, because importing Megatron would make ``--help`` seconds slower.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 from megatron_rc.launch.run_config.layer_patterns import number_or_pattern
 
-# File below megatron/core, class; a base class first. The title is that of the group in --help.
+# Title of the group in --help, file below megatron/core, class; a base class comes first.
 _CONFIGS = (
     ("Megatron-Core's transformer", "model_parallel_config.py", "ModelParallelConfig"),
     ("Megatron-Core's transformer", "transformer/transformer_config.py", "TransformerConfig"),
@@ -27,37 +26,23 @@ _CONFIGS = (
     ),
     ("Megatron-Core's optimizer", "optimizer/optimizer_config.py", "OptimizerConfig"),
 )
-# Fields that are no flags, with the reason.
-_BY_LAUNCHER = "the launcher sets it"
-_NO_FLAG = "Megatron-LM has no flag for it"
-_TIMERS = "belongs to timers and logs that this program keeps in its own way"
-_KITCHEN = "belongs to a library that is not published"
-NOT_FLAGS: dict[str, str] = {
-    **dict.fromkeys(
-        "virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm batch_p2p_sync "
-        "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads bf16".split(),
-        _BY_LAUNCHER,
-    ),
-    **dict.fromkeys(
-        "enable_autocast num_microbatches_with_partial_activation_checkpoints tp_comm_overlap_disable_qkv "
-        "tp_comm_overlap_disable_fc1 tp_comm_atomic_ag tp_comm_atomic_rs cpu_offloading cpu_offloading_activations "
-        "cpu_offloading_weights cpu_offloading_double_buffering softmax_scale activation_func_fp8_input_store "
-        "test_mode memory_efficient_layer_norm fused_single_qkv_rope fp8_dot_product_attention "
-        "fp8_multi_head_attention tp_only_amax_red moe_token_dropping moe_router_topk_limited_devices "
-        "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph disable_parameter_transpose_cache "
-        "inference_sampling_seed use_inference_optimized_layers heterogeneous_block_specs "
-        "hetereogenous_dist_checkpoint gtp_weight_remat_size expert_gtp_weight_remat_size is_hybrid_model "
-        "preserve_fp32_weights fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad "
-        "megatron_fsdp_cuda_graph_mode".split(),
-        _NO_FLAG,
-    ),
-    **dict.fromkeys("barrier_with_L1_time log_num_zeros_in_grad log_max_attention_logit".split(), _TIMERS),
-    **dict.fromkeys(
-        "fp8_param_gather fp4_param_gather".split(), "a field of another config has its flag, and is refused"
-    ),
-    **dict.fromkeys("use_kitchen use_kitchen_attention kitchen_attention_backend".split(), _KITCHEN),
-}
-# Names that do not follow from the field: those that set it, or turn it on; and those that turn it off.
+# Fields without a flag: the launcher sets them, another field has the flag, or Megatron-LM has none either.
+NOT_FLAGS = frozenset(
+    "virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm batch_p2p_sync "
+    "deallocate_pipeline_outputs check_for_nan_in_grad check_for_large_grads bf16 barrier_with_L1_time "
+    "log_num_zeros_in_grad log_max_attention_logit fp8_param_gather fp4_param_gather "
+    "enable_autocast num_microbatches_with_partial_activation_checkpoints tp_comm_overlap_disable_qkv "
+    "tp_comm_overlap_disable_fc1 tp_comm_atomic_ag tp_comm_atomic_rs cpu_offloading cpu_offloading_activations "
+    "cpu_offloading_weights cpu_offloading_double_buffering softmax_scale activation_func_fp8_input_store "
+    "test_mode memory_efficient_layer_norm fused_single_qkv_rope fp8_dot_product_attention "
+    "fp8_multi_head_attention tp_only_amax_red moe_token_dropping moe_router_topk_limited_devices "
+    "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph disable_parameter_transpose_cache "
+    "inference_sampling_seed use_inference_optimized_layers heterogeneous_block_specs "
+    "hetereogenous_dist_checkpoint gtp_weight_remat_size expert_gtp_weight_remat_size is_hybrid_model "
+    "preserve_fp32_weights fsdp_all_gather_in_start_param_sync megatron_fsdp_use_decoupled_grad "
+    "megatron_fsdp_cuda_graph_mode use_kitchen use_kitchen_attention kitchen_attention_backend".split()
+)
+# Flags whose names do not follow from the field: names that set it or turn it on, names that turn it off.
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "overlap_p2p_comm": (("overlap-p2p-communication",), ("no-overlap-p2p-communication",)),
     "bias_activation_fusion": (
@@ -85,31 +70,31 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "muon_split_qkv": (("muon-split-qkv",), ("muon-no-split-qkv",)),
     "muon_use_nesterov": (("muon-nesterov",), ("no-muon-nesterov",)),
 }
-# Fields of type torch.dtype, by the values of their flags.
+# Values of the flags of fields of type torch.dtype.
 _DTYPES = {
     "main_grads_dtype": ("fp32", "bf16"),
     "main_params_dtype": ("fp32", "fp16"),
     "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-# Where Megatron-LM's parser has another default than the dataclass, and the other one is wanted here.
+# Defaults of Megatron-LM's parser that differ from the dataclass and are used here.
 _DEFAULTS: dict[str, Any] = {"grad_reduce_in_fp32": True, "optimizer_offload_fraction": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronField:
-    """A field of Megatron's configs, and its flag.
+    """Field of Megatron's configs, and its flag.
 
     Attributes:
-        title: of its group in ``--help``.
-        name: of the field; one flag serves all configs that have it.
-        kind: what makes a value of a word; bool: a switch.
-        choices: all values, where there are few.
+        title: title of its group in ``--help``.
+        name: name of the field; one flag serves all configs that have it.
+        kind: function that makes a value of a word; bool: a switch.
+        choices: all values, if there are few.
         many: the flag takes one value or more.
-        single: of many values a single one stands for itself, not for a list.
-        default: what it is where it is not given; None too where the source computes it.
+        single: a single value stands for itself, not for a list of one.
+        default: value if the flag is not given; also None if the source computes it.
         help: Megatron's own text.
-        on: names without dashes that set it, or turn it on; the first one is its key in a launch file.
+        on: names without dashes that set the field or turn it on; the first is its key in a launch file.
         off: names that turn it off.
     """
 
@@ -125,7 +110,7 @@ class MegatronField:
     off: tuple[str, ...] = ()
 
     def as_flag(self, value: Any) -> str:
-        """The flag with this value, as it would be typed."""
+        """Text of the flag with this value, as typed."""
         if self.kind is bool:
             return f"--{(self.on if value else self.off)[0]}"
         words = " ".join(map(str, value)) if self.many and isinstance(value, list) else str(value)
@@ -134,7 +119,7 @@ class MegatronField:
 
 @functools.cache
 def megatron_fields() -> dict[str, MegatronField]:
-    """Every plain field of the installed Megatron-Core by its name; none where it is not installed."""
+    """Every plain field of the installed Megatron-Core by name; empty if Megatron-Core is not installed."""
     core = _core_folder()
     found: dict[str, MegatronField] = {}
     for title, file, name in _CONFIGS if core else ():
@@ -161,7 +146,7 @@ def _class_body(path: Path, name: str) -> list[ast.stmt]:
 
 
 def _fields(body: list[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
-    """Each field with the text below it."""
+    """Yield each field with the text below it."""
     for number, node in enumerate(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             below = body[number + 1] if number + 1 < len(body) else None
@@ -170,7 +155,7 @@ def _fields(body: list[ast.stmt]) -> Iterator[tuple[ast.AnnAssign, str]]:
 
 
 def _made(title: str, field: ast.AnnAssign, text: str, core: Path) -> MegatronField | None:
-    """The flag of a field; None where it has none."""
+    """Flag of a field; None if it has none."""
     name = field.target.id  # type: ignore[union-attr]
     kind = {"kind": str, "choices": _DTYPES[name]} if name in _DTYPES else _kind_of(field.annotation, core)
     if kind is None or name in NOT_FLAGS or name.startswith("_"):
@@ -182,9 +167,9 @@ def _made(title: str, field: ast.AnnAssign, text: str, core: Path) -> MegatronFi
 
 
 def _names_of(name: str, is_switch: bool, is_on: bool, said: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """(names that set it, names that turn it off); ``said``: those that the source gives, of what is not the default.
+    """Names that set a field, and names that turn it off; ``said``: the names that the source gives.
 
-    As Megatron-LM makes them: a switch that is on has ``--no-`` and ``--disable-``. Here each has its opposite too.
+    As in Megatron-LM, a switch that is on by default has ``--no-`` and ``--disable-``. Here each has its opposite too.
     """
     if name in _NAMES:
         return _NAMES[name]
@@ -198,7 +183,7 @@ def _names_of(name: str, is_switch: bool, is_on: bool, said: tuple[str, ...]) ->
 
 
 def _default_and_names(value: ast.expr | None) -> tuple[Any, tuple[str, ...]]:
-    """A field's default, and the names that its metadata gives to the flag."""
+    """Default of a field, and names of the flag from the field's metadata."""
     if not isinstance(value, ast.Call):
         return _constant(value), ()
     given = {keyword.arg: keyword.value for keyword in value.keywords}
@@ -208,7 +193,7 @@ def _default_and_names(value: ast.expr | None) -> tuple[Any, tuple[str, ...]]:
 
 
 def _constant(node: ast.expr | None) -> Any:
-    """The value of a literal, of a product or power of two, or of an enum's member by its name; else None."""
+    """Value of a literal, of a product or power of two, or name of an enum's member; else None."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow):
         left, right = _constant(node.left), _constant(node.right)
         return left * right if isinstance(node.op, ast.Mult) else left**right
@@ -220,12 +205,12 @@ def _constant(node: ast.expr | None) -> Any:
         return None
 
 
-# Enums of Megatron's, by the file that has them.
+# Files of Megatron's enums.
 _ENUMS = {"AttnBackend": "transformer/enums.py"}
 
 
 def _kind_of(annotation: ast.expr, core: Path) -> dict[str, Any] | None:
-    """What an annotation says of a flag's values; None where nobody could type one."""
+    """Kind of a flag's values from an annotation; None if no word could be such a value."""
     if isinstance(annotation, ast.BinOp):
         return _kind_of_union(_alternatives(annotation), core)
     text = ast.unparse(annotation)
@@ -251,7 +236,7 @@ def _kind_of(annotation: ast.expr, core: Path) -> dict[str, Any] | None:
 
 
 def _kind_of_union(parts: list[ast.expr], core: Path) -> dict[str, Any] | None:
-    """One type, or one type and the list of it; a number and a list of numbers are one word, as Megatron-LM has it."""
+    """Kind of a union: one type, one type and its list, or a number and a pattern of numbers, which is one word."""
     names = [ast.unparse(part) for part in parts if ast.unparse(part) != "None"]
     if len(names) == 1:
         return _kind_of(next(part for part in parts if ast.unparse(part) != "None"), core)
@@ -265,6 +250,6 @@ def _kind_of_union(parts: list[ast.expr], core: Path) -> dict[str, Any] | None:
 
 
 def _alternatives(node: ast.expr) -> list[ast.expr]:
-    """The parts of ``A | B | None``."""
+    """Parts of ``A | B | None``."""
     is_union = isinstance(node, ast.BinOp)
     return [*_alternatives(node.left), *_alternatives(node.right)] if is_union else [node]  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
-"""How a setting of the launcher is declared: once, as a field of a section, from which its flag follows.
+"""Declaration of a setting: a field of a section, from which its flag follows.
 
-    num_layers: int = option("transformer layers", required=True, positive=True)
+    num_layers: int = option("number of transformer layers", required=True, positive=True)
 
-makes ``--num-layers``: the type comes from the annotation, a ``Literal`` lists the choices, a ``bool`` is a switch, a
-``tuple`` takes one value or more.
-A field without ``option`` has no flag of its own: ``flags/resolve.py`` works it out from the others.
+makes ``--num-layers``. The annotation gives the type: a ``Literal`` lists the choices, a ``bool`` is a switch, a
+``tuple`` takes one value or more. A field without ``option`` has no flag: ``flags/resolve.py`` works it out.
 """
 
 from __future__ import annotations
@@ -17,30 +16,33 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _KEY = "option"
-# Whole numbers beyond are none of any run, and not exact as float64.
+# Larger whole numbers are not exact as float64, and no run has them.
 MOST = 2**53
 Section = TypeVar("Section")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """The flag of a field.
+    """Flag of a field.
 
     Attributes:
-        help: what it sets, for ``--help``.
-        default: where it is not given; None: what is worked out, or nothing.
-        flag: its name with underscores, where it is not the field's: Megatron-LM's parser calls some otherwise.
+        help: text for ``--help``; stands alone, with the unit and any default that is worked out.
+        default: value if the flag is not given; None: worked out from other flags, or nothing.
+        flag: name with underscores, if it is not the field's name.
         inverted: the flag says the opposite of the field.
-        required: there is no default.
-        positive: must be a finite number above 0 where it is given.
-        not_negative: must be a finite number of at least 0 where it is given.
-        most: the largest whole number that it may be: more would fill time and memory before anything objects.
-        metavar: stands for the value in ``--help``.
-        read: makes a value of a word, where its type would take words that mean nothing.
+        required: the user has to give it.
+        needs: conditions of an effect, all of which must hold: ``name`` (that flag is given), ``!name`` (it is not) or
+            ``name=value|value`` (it has one of these values). Without an effect a given flag is refused.
+        positive: the value must be a finite number above 0.
+        not_negative: the value must be a finite number of at least 0.
+        below: the value must be smaller; None: no such bound.
+        most: largest value; a larger one would fill time or memory before any other check.
+        metavar: name of the value in ``--help``.
+        read: function that makes the value of a word, if the type alone would accept words without a meaning.
         field: name of the field.
         kind: type of one value.
-        choices: all values, where there are few.
-        many: the flag takes one value or more, the field holds them all.
+        choices: all values, if there are few.
+        many: the flag takes one value or more.
     """
 
     help: str
@@ -48,9 +50,11 @@ class Option:
     flag: str = ""
     inverted: bool = False
     required: bool = False
+    needs: tuple[str, ...] = ()
     positive: bool = False
     not_negative: bool = False
-    most: int = MOST
+    below: float | None = None
+    most: float = MOST
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
     field: str = ""
@@ -59,49 +63,47 @@ class Option:
     many: bool = False
 
 
-def option(help: str, **how: Any) -> Any:
-    """A field with a flag; see :class:`Option` for what may be said of it."""
-    return dataclasses.field(metadata={_KEY: Option(help=help, **how)})
-
-
-def options_of(section: type) -> tuple[Option, ...]:
-    """The flags of a section, complete, in the order of its fields."""
-    return _read_options(section)
+def option(help: str, *, needs: str = "", **how: Any) -> Any:
+    """Declare a field with a flag. ``needs`` separates conditions by blanks; the rest is as in :class:`Option`."""
+    return dataclasses.field(metadata={_KEY: Option(help=help, needs=tuple(needs.split()), **how)})
 
 
 @functools.cache
-def _read_options(section: type) -> tuple[Option, ...]:
-    hints = get_type_hints(section)
+def options_of(section: type) -> tuple[Option, ...]:
+    """Complete options of a section, in the order of its fields; all of them need the section's ``NEEDS``."""
+    hints, switch = get_type_hints(section), getattr(section, "NEEDS", "")
     found = []
     for field in dataclasses.fields(section):
         declared = field.metadata.get(_KEY)
         if declared is not None:
+            flag = declared.flag or field.name
+            needs = declared.needs if flag == switch or not switch else (switch, *declared.needs)
             found.append(
-                dataclasses.replace(
-                    declared, field=field.name, flag=declared.flag or field.name, **_kind_of(hints[field.name])
-                )
+                dataclasses.replace(declared, field=field.name, flag=flag, needs=needs, **_kind_of(hints[field.name]))
             )
     return tuple(found)
 
 
 def out_of_range(option: Option, value: Any) -> str:
-    """What a value must be that it is not, in words; nothing where it may stand."""
+    """Words that say which range a value misses; empty if it lies in the range."""
     if not isinstance(value, int | float):
         return ""
     if option.positive and not 0 < value < float("inf"):
         return "must be positive"
     if option.not_negative and not 0 <= value < float("inf"):
         return "must be 0 or more"
-    return f"must be at most {option.most}" if isinstance(value, int) and value > option.most else ""
+    if value > option.most:
+        return f"must be at most {option.most}"
+    return f"must be below {option.below}" if option.below is not None and value >= option.below else ""
 
 
 def values_of(section: Any) -> dict[str, Any]:
-    """The fields of a section by name: arguments for the dataclass of Megatron's that has these names."""
+    """Fields of a section by name: arguments for a dataclass of Megatron's that has these names."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
 def _kind_of(hint: Any) -> dict[str, Any]:
-    """What ``int``, ``int | None``, ``Literal[...]`` and ``tuple[str, ...]`` say of a flag's values."""
+    """Type, choices and number of a flag's values, from ``int``, ``int | None``, ``Literal`` or ``tuple[str, ...]``."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     if get_origin(hint) is Literal:

@@ -1,4 +1,4 @@
-"""The optimizer steps, rollout batches and checkpoints of a run, as ``--grpo-iterations`` makes them."""
+"""Numbers of optimizer steps, rollout batches and checkpoints of a run, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_rc.launch.run_config import RunConfig
 
 
 def passes_in_words(config: RunConfig) -> str:
-    """One line for the dry run and for the beginning of a run."""
+    """Line for the dry run and for the start of a run."""
     steps, last, interval = config.updates_per_rollout, config.training.train_iters, config.checkpoints.save_interval
     saved = f"; --save-interval {interval}: after every {interval // steps} of them" if interval else ""
     return (

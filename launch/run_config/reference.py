@@ -1,4 +1,4 @@
-"""The reference policy of a KL penalty: what it starts from, and when it follows the policy."""
+"""Settings of the reference policy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from megatron_rc.launch.run_config.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSection:
-    """Where there is a KL penalty; else the reference is the policy as it begins."""
+    """Weights of the reference policy; without any of these flags it is the policy at the start of the run."""
 
     ref_load: str | None = option(
-        "compare with the newest checkpoint here; default: the policy as it begins", metavar="DIR"
+        "checkpoints whose newest one is the reference policy of the KL; default: the policy at the start",
+        needs="!ref_load_hf",
+        metavar="DIR",
     )
-    ref_load_hf: str | None = option("compare with the model of this Hugging Face directory", metavar="DIR")
+    ref_load_hf: str | None = option(
+        "Hugging Face directory of the reference policy of the KL; default: the policy at the start", metavar="DIR"
+    )
     ref_update_interval: int | None = option(
-        "compare with the policy of every N optimizer steps; default: the reference stays", metavar="N", positive=True
+        "optimizer steps after which the reference becomes the current policy; default: it never changes",
+        metavar="N",
+        positive=True,
     )

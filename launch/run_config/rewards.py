@@ -1,4 +1,4 @@
-"""What scores responses, and what becomes of those that reach their longest length."""
+"""Settings of rewards and of responses that reach the longest length."""
 
 from __future__ import annotations
 
@@ -10,25 +10,37 @@ from megatron_rc.launch.run_config.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSection:
-    """The rule, the processes it runs in, and responses without an end."""
+    """Rule that scores responses, its processes, and responses without an end."""
 
     reward: str | None = option(
-        "scores responses: exact, math-verify or python:pkg.module:function; default: the task's own rule",
+        "rule that scores responses: exact, math-verify or python:pkg.module:function; default: the task's own rule",
+        needs="!load_rollouts",
         metavar="RULE",
     )
     reward_workers: int | None = option(
-        "processes that score, for each data-parallel replica; default: the cores of the machine by its ranks, up to 8",
+        "scoring processes of each data-parallel replica; default: cores of the machine per rank, at most 8",
+        needs="!load_rollouts",
         positive=True,
     )
-    reward_timeout: float = option("seconds to score one response", default=10.0, positive=True)
-    reward_errors: Literal["continue", "stop"] = option(
-        "a response that cannot be scored gets --reward-on-error, or ends the run", default="continue"
+    reward_timeout: float = option(
+        "seconds that scoring one response may take", default=10.0, needs="!load_rollouts", positive=True
     )
-    reward_on_error: float = option("reward of a response that cannot be scored", default=0.0)
+    reward_errors: Literal["continue", "stop"] = option(
+        "a response that cannot be scored: give it --reward-on-error, or end the run",
+        default="continue",
+        needs="!load_rollouts",
+    )
+    reward_on_error: float = option(
+        "reward of a response that cannot be scored", default=0.0, needs="!load_rollouts reward_errors=continue"
+    )
     overlong: Literal["keep", "mask", "penalise"] = option(
-        "a response that reaches --max-response-length without its end trains as any other, not at all, or with a "
-        "reward that falls over the last --overlong-buffer tokens",
+        "a response that reaches --max-response-length without its end: train on it, leave it out, or subtract a "
+        "penalty that grows over the last --overlong-buffer tokens",
         default="keep",
     )
-    overlong_buffer: int | None = option("tokens before the longest length over which the reward falls", positive=True)
-    overlong_penalty_factor: float = option("what is taken off at the longest length", default=1.0, positive=True)
+    overlong_buffer: int | None = option(
+        "tokens before --max-response-length over which the penalty grows", needs="overlong=penalise", positive=True
+    )
+    overlong_penalty_factor: float = option(
+        "penalty at --max-response-length", default=1.0, needs="overlong=penalise", positive=True
+    )

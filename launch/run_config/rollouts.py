@@ -1,4 +1,4 @@
-"""What is learnt, what a rollout batch is, and which engine samples it."""
+"""Settings of the task, of rollout batches, and of the engine that samples them."""
 
 from __future__ import annotations
 
@@ -9,58 +9,62 @@ from megatron_rc.launch.run_config.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """Problems, and their tokens.
-
-    ``task``: None: the prompts of ``--prompt-data``.
-    """
+    """Problems and their tokenizer; ``task`` is None with the prompts of ``--prompt-data``."""
 
     task: str | None = option(
-        "what is learnt: count_up, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, "
-        "or --prompt-data"
+        "task to learn: count_up, reasoning_gym:<data set> or python:pkg.module:Class; default: count_up, or the "
+        "prompts of --prompt-data",
+        needs="!prompt_data",
     )
     tokenizer_type: str = option(
-        "default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else one token a character"
+        "kind of tokenizer; default: HuggingFaceTokenizer with --load-hf or --tokenizer-model, else one token a "
+        "character"
     )
-    tokenizer_model: str | None = option("holds the tokenizer; default: --load-hf", metavar="DIR")
+    tokenizer_model: str | None = option("directory of a Hugging Face tokenizer; default: --load-hf", metavar="DIR")
     apply_chat_template: bool = option(
-        "show problems as turns of a conversation, by the tokenizer's template", default=False
+        "present problems as turns of a conversation, by the tokenizer's chat template", default=False
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
-    """A rollout batch, and where it comes from.
+    """Size and source of rollout batches; ``knows_versions``: policy versions count optimizer steps of this run."""
 
-    ``knows_versions``: the versions of the rollouts are optimizer steps of this run.
-    """
-
-    max_response_length: int = option("longest response; default: what the task needs", positive=True)
+    max_response_length: int = option(
+        "most tokens of a response; default: the length that the task needs", positive=True
+    )
     grpo_prompts_per_step: int = option("prompts of a rollout batch", default=32, positive=True)
     grpo_group_size: int = option("responses sampled for each prompt", default=2, positive=True)
     grpo_iterations: int = option("passes over each rollout batch", default=2, positive=True)
     dynamic_sampling: int = option(
-        "replace a prompt by another one, up to N times, where all responses to it have the same reward",
+        "replace a prompt whose responses all have the same reward, up to N times",
         default=0,
+        needs="!load_rollouts",
         metavar="N",
         not_negative=True,
     )
-    rl_default_temperature: float = option("of sampling and of log-probs", default=1.0, positive=True)
-    save_rollouts: str | None = option("write every rollout batch here", metavar="DIR")
-    save_log_probs: bool = option(
-        "with --save-rollouts: write the trainer's log-probs too, when the last optimizer step on a batch is made",
-        default=False,
+    rl_default_temperature: float = option("temperature of sampling and scoring", default=1.0, positive=True)
+    save_rollouts: str | None = option(
+        "folder that every rollout batch is written to; default: none", needs="!load_rollouts", metavar="DIR"
     )
-    load_rollouts: str | None = option("train on the rollouts of this folder, without an engine", metavar="DIR")
+    save_log_probs: bool = option(
+        "add the trainer's log-probs to --save-rollouts, after the last optimizer step on a batch",
+        default=False,
+        needs="save_rollouts",
+    )
+    load_rollouts: str | None = option(
+        "train on the rollouts in this folder, without an engine; default: an engine samples", metavar="DIR"
+    )
     rollout_staleness: int | None = option(
-        "train on rollouts of weights up to K optimizer steps old (a multiple of the steps that a rollout batch makes),"
-        " sampled while training goes on where the engine is another process; with --load-rollouts: older ones are an"
-        " error; default: 0, with --load-rollouts no limit",
+        "largest age of rollouts in optimizer steps, a multiple of the steps made of a rollout batch; engines in "
+        "processes of their own sample ahead; older rollouts of --load-rollouts are an error; default: 0, or no limit "
+        "with --load-rollouts",
         metavar="K",
         not_negative=True,
         most=10_000,
     )
     allow_truncated_sampling: bool = option(
-        "take rollouts of top_p < 1 or top_k > 0, which are not the policy's", default=False
+        "accept rollouts with top_p < 1 or top_k > 0, whose log-probs are not the policy's", default=False
     )
     knows_versions: bool
 
@@ -72,30 +76,31 @@ class RolloutSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """What samples responses, and how it is reached."""
+    """Engine that samples responses."""
 
-    rollout_engine: str = option("what samples responses", default="transformers")
-    rollout_url: str | None = option("of the servers, comma-separated: one a data-parallel replica")
-    rollout_model: str | None = option("name of the served model, where a vLLM server has several")
+    rollout_engine: str = option("engine that samples responses", default="transformers", needs="!load_rollouts")
+    rollout_url: str | None = option("addresses of the servers, comma-separated, one for each data-parallel replica")
+    rollout_model: str | None = option("name of the served model, if a vLLM server has several")
     rollout_weights_dir: str | None = option(
-        "where servers find new weights; vllm's default: a folder in memory", metavar="DIR"
+        "folder in which servers find new weights; vllm's default: a folder in memory", metavar="DIR"
     )
     rollout_concurrency: int = option("requests that a server gets at once", default=64, positive=True)
     rollout_timeout: float = option(
-        "seconds for one answer, for a server to start, and for one that is gone to come back",
+        "seconds to wait for an answer, for a server to start, and for a lost server to come back",
         default=600.0,
         positive=True,
     )
     rollout_attempts: int = option(
-        "tries of a request that a server fails on (status 500) before the run ends", default=6, positive=True
+        "tries of a request that a server answers with status 500 before the run ends", default=6, positive=True
     )
     rollout_dtype: str = option(
-        "the rollout engine's weights are rounded to this at every sync (servers: as they were started)",
+        "number format to which the engine's weights are rounded at every sync; servers keep the format that they "
+        "were started with",
         default="bf16",
     )
     rollout_check_tolerance: float | None = option(
-        "mean |difference| of log-probs that ends the run after a weight sync, or fails check_engine; default: by "
-        "--rollout-dtype and --bf16",
+        "mean |difference| of log-probs, in nats, that ends the run after a weight sync and fails check_engine; "
+        "default: by --rollout-dtype and --bf16",
         metavar="NATS",
         positive=True,
     )

@@ -1,4 +1,4 @@
-"""What the launcher itself needs to train: where, the model beside its layers, batches, schedule, files, logs."""
+"""Settings of the launcher's own: processes, model, batches, schedule, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from megatron_rc.launch.run_config.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection:
-    """The run and its processes.
+    """Name, folder and processes of the run; ``on_cpu``: gloo on the CPU, ``world_size``: number of processes."""
 
-    ``on_cpu``: with gloo, without a GPU. ``world_size``: number of processes.
-    """
-
-    run_name: str = option("name of the folder in runs/; default: the launch file's name, else 'ppo'")
-    runs_dir: str = option("where run folders are written", default="runs", metavar="DIR")
-    distributed_timeout_minutes: int = option("limit for one collective", default=10, positive=True)
+    run_name: str = option("name of the run's folder; default: name of the launch file, or 'ppo'")
+    runs_dir: str = option("folder that holds the runs' folders", default="runs", metavar="DIR")
+    distributed_timeout_minutes: int = option("minutes that one collective may take", default=10, positive=True)
     rollout_wait_minutes: float = option(
-        "limit for all answers to one rollout batch, check or evaluation", default=240.0, positive=True
+        "minutes that all answers to a rollout batch, a check or an evaluation may take", default=240.0, positive=True
     )
     on_cpu: bool
     world_size: int
@@ -35,179 +32,259 @@ class LaunchSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Megatron's GPTModel beside its layers."""
+    """Positions, vocabulary and implementation of the model."""
 
-    max_position_embeddings: int = option("longest sequence that the model can take", positive=True, most=2**31)
-    position_embedding_type: Literal["learned_absolute", "rope"] = option("positions", default="learned_absolute")
+    max_position_embeddings: int = option(
+        "tokens of the longest sequence that the model accepts; default: --seq-length", positive=True, most=2**31
+    )
+    position_embedding_type: Literal["learned_absolute", "rope"] = option(
+        "kind of position embedding", default="learned_absolute"
+    )
     rotary_base: int = option("base of the rotary frequencies", default=10000, positive=True)
-    rotary_percent: float = option("share of a head's width that is rotated", default=1.0, positive=True)
+    rotary_percent: float = option(
+        "share of a head's width that is rotated, at most 1",
+        default=1.0,
+        needs="position_embedding_type=rope",
+        positive=True,
+        most=1,
+    )
     rope_scaling: bool = option(
-        "stretch the low rotary frequencies as Llama 3.1 does", flag="use_rope_scaling", default=False
+        "lower the low rotary frequencies as Llama 3.1 does",
+        flag="use_rope_scaling",
+        default=False,
+        needs="position_embedding_type=rope",
     )
-    rope_scaling_factor: float = option("by this much", default=8.0, positive=True)
+    rope_scaling_factor: float = option(
+        "divisor of the low rotary frequencies", default=8.0, needs="use_rope_scaling", positive=True
+    )
     sliding_window: int | None = option(
-        "tokens that each one attends to in the published model: no sequence may be longer; default: all", positive=True
+        "tokens that each token attends to in the published model; a longer --seq-length is refused; default: all",
+        positive=True,
     )
-    openai_gelu: bool = option("GELU by its tanh approximation, as GPT-2 was published", default=False)
-    untie_embeddings_and_output_weights: bool = option("an output layer with weights of its own", default=False)
-    vocab_size: int = option("tokens of the model; default: the tokenizer's", positive=True, most=2**31)
-    make_vocab_size_divisible_by: int = option("pads the vocabulary, times TP", default=128, positive=True, most=2**20)
-    padded_vocab_size: int = option("rows of the embedding; default: the padded vocabulary", positive=True, most=2**31)
+    openai_gelu: bool = option(
+        "compute GELU by its tanh approximation, as the published GPT-2 does", default=False, needs="!swiglu"
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        "give the output layer weights of its own instead of the embedding's", default=False
+    )
+    vocab_size: int = option("tokens of the vocabulary; default: the tokenizer's", positive=True, most=2**31)
+    make_vocab_size_divisible_by: int = option(
+        "the padded vocabulary is a multiple of this number times the TP size", default=128, positive=True, most=2**20
+    )
+    padded_vocab_size: int = option(
+        "rows of the embedding; default: --vocab-size padded by --make-vocab-size-divisible-by",
+        positive=True,
+        most=2**31,
+    )
     hf_model_type: str | None = option(
-        "model_type of Hugging Face's that the model is to other programs; default: that of --load-hf, else what its "
-        "shape is"
+        "Hugging Face model_type of the exported model; default: the one of --load-hf, or the first that fits"
     )
     transformer_impl: Literal["local", "transformer_engine"] = option(
-        "layers; default: transformer_engine on a GPU where it is installed, else local"
+        "implementation of the layers; default: transformer_engine if it is installed and there is a GPU, else local"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
-    """Steps and batches."""
+    """Batches, optimizer steps and checks of a step."""
 
     seq_length: int = option(
         "tokens of a sequence: prompt, response and padding", required=True, positive=True, most=2**31
     )
-    micro_batch_size: int = option("sequences of one forward-backward", default=1, positive=True, most=2**21)
+    micro_batch_size: int = option("sequences of one forward-backward pass", default=1, positive=True, most=2**21)
     optimizer_offload: bool = option(
-        "keep the policy's moments and float32 weights in host memory between optimizer steps", default=False
+        "keep the policy's optimizer state in host memory between optimizer steps", default=False
     )
     global_batch_size: int = option("sequences of one optimizer step, over all ranks", required=True, positive=True)
     train_iters: int = option(
-        "optimizer steps in all, those before a checkpoint included", required=True, positive=True
+        "optimizer steps of the run, including those before a loaded checkpoint", required=True, positive=True
     )
     fused_linear_log_probs: bool = option(
-        "log-probs from hidden states chunk by chunk, without any logits", default=False
+        "compute log-probs from hidden states in chunks, without storing logits", default=False
     )
     rl_use_sequence_packing: bool = option(
-        "train on sequences one after the other, without the padding behind", default=False
+        "pack sequences of a micro-batch one after another, without padding", default=False
     )
     rl_sequence_packing_bin_size: int = option(
-        "most tokens of a packed micro-batch; default: micro-batch-size · seq-length", positive=True
+        "most tokens of a packed micro-batch; default: --micro-batch-size times --seq-length",
+        needs="rl_use_sequence_packing",
+        positive=True,
     )
     check_for_nan_in_loss_and_grad: bool = option(
-        "stop before a step whose loss or gradient norm is not finite", default=True
+        "treat a step with a loss or gradient norm that is not finite as a bad step", default=True
     )
     check_for_spiky_loss: bool = option(
-        "stop before a step whose loss is ten times the largest of the first 100 steps", default=False
+        "treat a step whose loss is ten times the largest of the first 100 steps as a bad step", default=False
     )
-    check_for_large_grads: bool = option("the same for the norm of the gradient", default=False)
-    train_samples: int | None = option("sequences in all, in the place of --train-iters", positive=True)
-    seed: int = option("of weights, prompts and sampling", default=1234, not_negative=True)
+    check_for_large_grads: bool = option(
+        "treat a step whose gradient norm is ten times the largest of the first 100 steps as a bad step",
+        default=False,
+    )
+    train_samples: int | None = option("sequences of the run, instead of --train-iters", positive=True)
+    seed: int = option("seed of weights, prompts and sampling", default=1234, not_negative=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """The learning rate over the optimizer steps, up to ``--lr`` and down to ``--min-lr``.
-
-    Numbers of steps that were given in sequences need not be whole.
-    """
+    """Learning rate and weight decay over the optimizer steps; steps that were given as sequences may be fractions."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        "schedule", default="linear"
+        "decay of the learning rate from --lr to --min-lr", default="linear"
     )
-    lr_decay_iters: int = option("steps of the decay; default: --train-iters", positive=True)
-    lr_decay_samples: int | None = option("the same in sequences, with --train-samples", positive=True)
-    lr_warmup_iters: int = option("steps of linear warm-up", default=0, not_negative=True)
-    lr_warmup_samples: int = option("the same in sequences, with --train-samples", default=0, not_negative=True)
-    lr_warmup_fraction: float | None = option("the same as a share of --lr-decay-iters", not_negative=True)
-    lr_warmup_init: float = option("learning rate that the warm-up starts from", default=0.0, not_negative=True)
+    lr_decay_iters: int = option("optimizer steps of the learning rate's decay; default: --train-iters", positive=True)
+    lr_decay_samples: int | None = option(
+        "sequences of the learning rate's decay; default: --train-samples", needs="train_samples", positive=True
+    )
+    lr_warmup_iters: int = option("optimizer steps of linear warm-up", default=0, not_negative=True)
+    lr_warmup_samples: int = option("sequences of linear warm-up", default=0, needs="train_samples", not_negative=True)
+    lr_warmup_fraction: float | None = option(
+        "linear warm-up as a share of --lr-decay-iters, below 1", needs="!lr_warmup_iters", not_negative=True, below=1
+    )
+    lr_warmup_init: float = option("learning rate at the start of the warm-up", default=0.0, not_negative=True)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "how the rate falls at the end of --lr-decay-style WSD", default="exponential"
+        "shape of the final decay of a WSD schedule", default="exponential", needs="lr_decay_style=WSD"
     )
-    lr_wsd_decay_iters: int | None = option("over how many steps", positive=True)
-    lr_wsd_decay_samples: int | None = option("the same in sequences, with --train-samples", positive=True)
-    start_weight_decay: float | None = option("weight decay of the first step", not_negative=True)
-    end_weight_decay: float | None = option("weight decay of the last step", not_negative=True)
+    lr_wsd_decay_iters: int | None = option(
+        "optimizer steps of the final decay of a WSD schedule", needs="lr_decay_style=WSD", positive=True
+    )
+    lr_wsd_decay_samples: int | None = option(
+        "sequences of the final decay of a WSD schedule", needs="train_samples lr_decay_style=WSD", positive=True
+    )
+    start_weight_decay: float | None = option(
+        "weight decay of the first step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
+    )
+    end_weight_decay: float | None = option(
+        "weight decay of the last step", needs="weight_decay_incr_style=linear|cosine", not_negative=True
+    )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        "how it goes from one to the other", default="constant"
+        "change of the weight decay over the run; linear and cosine need --start-weight-decay and --end-weight-decay",
+        default="constant",
     )
 
     @property
     def warmup_steps(self) -> float:
-        """Steps of the warm-up, which need not be whole."""
-        return (
-            self.lr_warmup_iters if self.lr_warmup_fraction is None else self.lr_warmup_fraction * self.lr_decay_iters
-        )
+        """Optimizer steps of the warm-up; may be a fraction."""
+        share = self.lr_warmup_fraction
+        return self.lr_warmup_iters if share is None else share * self.lr_decay_iters
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """What is read at the start and written on the way."""
+    """Checkpoints and Hugging Face directories that are read and written."""
 
-    save: str | None = option("write checkpoints here", metavar="DIR")
-    save_interval: int | None = option("optimizer steps between checkpoints; default: at the end", positive=True)
-    ckpt_format: Literal["torch_dist"] = option("how checkpoints are written", default="torch_dist")
-    async_save: bool = option("write checkpoints in a process of their own while training goes on", default=False)
-    keep_last: int | None = option("remove all but the newest N checkpoints; default: all stay", positive=True)
+    save: str | None = option("folder that checkpoints are written to; default: none is written", metavar="DIR")
+    save_interval: int | None = option(
+        "optimizer steps between checkpoints; default: one at the end", needs="save", positive=True
+    )
+    ckpt_format: Literal["torch_dist"] = option("format of checkpoints", default="torch_dist")
+    async_save: bool = option(
+        "write checkpoints in a process of their own while training goes on",
+        default=False,
+        needs="save save_interval",
+    )
+    keep_last: int | None = option(
+        "newest checkpoints to keep; older ones are removed; default: keep all",
+        needs="save save_interval",
+        positive=True,
+    )
     save_retain_interval: int | None = option(
-        "of older checkpoints those at multiples of this many steps stay; without --keep-last only the newest beside "
-        "them",
+        "keep checkpoints at multiples of this many steps, and the newest --keep-last (1 if not given); remove others",
+        needs="save save_interval",
         positive=True,
     )
     continue_after_failed_save: bool = option(
-        "go on where a checkpoint on the way cannot be written; at the end it is an error still", default=False
+        "go on if a checkpoint before the end cannot be written", default=False, needs="save save_interval"
     )
     save_hf: str | None = option(
-        "write the model as a Hugging Face directory, DIR/step-N, at the end of the run", metavar="DIR"
+        "write the model as a Hugging Face directory, DIR/step-N, at the end of the run; default: no", metavar="DIR"
     )
-    save_hf_interval: int | None = option("and every N optimizer steps", metavar="N", positive=True)
-    load: str | None = option("go on from the newest checkpoint here, if there is one", metavar="DIR")
-    load_hf: str | None = option("start from this Hugging Face directory, which describes the model too", metavar="DIR")
+    save_hf_interval: int | None = option(
+        "also write --save-hf every N optimizer steps; default: at the end only",
+        needs="save_hf",
+        metavar="N",
+        positive=True,
+    )
+    load: str | None = option(
+        "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"
+    )
+    load_hf: str | None = option(
+        "start from the weights, shape and tokenizer of this Hugging Face directory; default: random weights",
+        metavar="DIR",
+    )
     weights_bridge: Literal["mbridge", "none"] = option(
-        "what converts weights to and from Hugging Face's names; default: mbridge on a GPU, where it is installed and "
-        "knows the model, else none: this program's own tables"
+        "converter of weights to and from Hugging Face's names; none: the tables of this program; default: mbridge on "
+        "a GPU if it is installed and knows the model, else none"
     )
-    finetune: bool = option("take the weights of --load alone and start at step 0", default=False)
-    no_save_optim: bool = option("leave the optimizer out of checkpoints", default=False)
-    no_load_optim: bool = option("leave the optimizer of --load alone", default=False)
-    verify_integrity: bool = option("compare all of --load with its checksums before it is read", default=True)
+    finetune: bool = option("take only the weights of --load, and start at step 0", default=False, needs="load")
+    no_save_optim: bool = option("leave the optimizer out of checkpoints", default=False, needs="save")
+    no_load_optim: bool = option("do not load the optimizer of --load", default=False, needs="load")
+    verify_integrity: bool = option(
+        "compare every file of --load with its checksum before it is read", default=True, needs="load"
+    )
     load_last_valid: bool = option(
-        "where the newest checkpoint of --load is damaged, go on from the last one that is whole", default=False
+        "if the newest checkpoint of --load is damaged, go on from the newest one that is whole",
+        default=False,
+        needs="load",
     )
     override_opt_param_scheduler: bool = option(
-        "go on with this run's learning rate, schedule, weight decay and optimizer, not with the checkpoint's",
+        "use the learning rate, schedule, weight decay and optimizer of the flags, not the checkpoint's",
         default=False,
+        needs="load !finetune !no_load_optim !use_checkpoint_opt_param_scheduler",
     )
     use_checkpoint_opt_param_scheduler: bool = option(
-        "go on with the checkpoint's learning rate, schedule, weight decay and optimizer, whatever the flags say",
+        "use the learning rate, schedule, weight decay and optimizer of the checkpoint, not the flags'",
         default=False,
+        needs="load !finetune !no_load_optim",
     )
 
     def is_save(self, folder: str | None) -> bool:
-        """Whether a folder is that of ``--save``, however it is spelled, through a link too."""
+        """Whether a folder is ``--save``, whichever path names it."""
         return bool(folder and self.save) and os.path.realpath(str(folder)) == os.path.realpath(str(self.save))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSection:
-    """Where metrics go besides the run's folder, and how often."""
+    """TensorBoard, Weights & Biases, timers and profiles."""
 
-    log_interval: int = option("steps between two TensorBoard and W&B entries", default=1, positive=True)
-    tensorboard_dir: str | None = option("default: tensorboard/ in the run's folder", metavar="DIR")
-    wandb_project: str | None = option("also log to this Weights & Biases project")
-    wandb_exp_name: str | None = option("the run's name there; default: --run-name")
-    wandb_entity: str | None = option("the user or the team there; default: the one of the API key")
-    wandb_save_dir: str | None = option("where its files lie here; default: the run's folder", metavar="DIR")
+    log_interval: int = option(
+        "optimizer steps between two TensorBoard and Weights & Biases entries", default=1, positive=True
+    )
+    tensorboard_dir: str | None = option(
+        "folder of TensorBoard's files; default: tensorboard/ in the run's folder", metavar="DIR"
+    )
+    wandb_project: str | None = option("also log to this Weights & Biases project; default: no")
+    wandb_exp_name: str | None = option(
+        "name of the run in Weights & Biases; default: --run-name", needs="wandb_project"
+    )
+    wandb_entity: str | None = option("user or team in Weights & Biases; default: the API key's", needs="wandb_project")
+    wandb_save_dir: str | None = option(
+        "folder of Weights & Biases' files; default: the run's folder", needs="wandb_project", metavar="DIR"
+    )
     device_peak_tflops: float | None = option(
-        "what a device can do at best, in 10^12 operations a second, for perf/utilization; default: known of some GPUs "
-        "in bf16",
+        "peak speed of a device in 10^12 operations a second, for perf/utilization; default: known for some GPUs in "
+        "bf16",
         positive=True,
     )
-    log_timers_to_tensorboard: bool = option("write Megatron's timers of each optimizer step", default=False)
+    log_timers_to_tensorboard: bool = option("log Megatron's timers of each optimizer step", default=False)
     timing_log_level: int | None = option(
-        "which: 0 the step, 1 its passes, collectives and the optimizer's parts, 2 each micro-batch's too; default: 0",
+        "timers to log: 0 the step, 1 also its passes, collectives and the optimizer's parts, 2 also each "
+        "micro-batch; default: 0",
+        needs="log_timers_to_tensorboard",
         not_negative=True,
+        most=2,
     )
-    profile: bool = option("record some optimizer steps with PyTorch's profiler; docs/runs.md", default=False)
-    profile_step_start: int | None = option("record after this many steps; default: 10", not_negative=True)
-    profile_step_end: int | None = option("until this many steps are made; default: 12", positive=True)
-    profile_ranks: tuple[int, ...] | None = option("ranks that record; default: 0")
-    record_memory_history: bool = option("record what takes memory on each GPU, for PyTorch's viewer", default=False)
+    profile: bool = option("record some optimizer steps with PyTorch's profiler; see docs/runs.md", default=False)
+    profile_step_start: int | None = option(
+        "optimizer steps before the profiler records; default: 10", needs="profile", not_negative=True
+    )
+    profile_step_end: int | None = option(
+        "optimizer step after which the profiler stops; default: 12", needs="profile", positive=True
+    )
+    profile_ranks: tuple[int, ...] | None = option("ranks that the profiler records; default: 0", needs="profile")
+    record_memory_history: bool = option("record allocations on each GPU, for PyTorch's memory viewer", default=False)
 
     @property
     def profiled_steps(self) -> tuple[int, int]:
-        """(steps before the recording, steps at its end), as Megatron-LM has them."""
+        """Number of steps before the profiler's recording, and at its end; defaults as in Megatron-LM."""
         start, end = self.profile_step_start, self.profile_step_end
         return 10 if start is None else start, 12 if end is None else end

@@ -1,24 +1,22 @@
-"""Which runs work: checked in one process, before any process group is made.
+"""Checks of the settings of a run, before any process group is made.
 
-Everything here depends on the settings, the files they name and the number of processes alone, so every rank comes to
-the same verdict. An error is one sentence: the flag, its value and the remedy.
+They depend only on the settings, the files that they name and the number of processes, so that every rank raises the
+same error: one sentence with the flag, its value and the remedy.
 """
 
 from __future__ import annotations
 
 from megatron_rc.launch.flags.checks.advantages import check_advantages
-from megatron_rc.launch.flags.checks.batches import check_batches
 from megatron_rc.launch.flags.checks.critic import check_critic
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
-from megatron_rc.launch.flags.checks.guards import check_guards
+from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
-from megatron_rc.launch.flags.checks.parallel import check_parallelism
-from megatron_rc.launch.flags.checks.profiling import check_profiling
+from megatron_rc.launch.flags.checks.parallel import check_batches, check_parallelism
 from megatron_rc.launch.flags.checks.reference import check_reference
 from megatron_rc.launch.flags.checks.rewards import check_rewards
-from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_saved, check_staleness
+from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_staleness
 from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts
 from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge
 from megatron_rc.launch.run_config import RunConfig
@@ -26,15 +24,15 @@ from megatron_rc.launch.tasks import Task
 
 
 def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
-    """Check how settings go together.
+    """Check that the settings go together.
 
     Args:
-        config: the settings.
-        task: where prompts come from.
-        engine: rollouts are sampled by an engine of this run, unless they are read; False: they come from elsewhere.
+        config: settings.
+        task: source of prompts.
+        engine: an engine of this run samples, unless rollouts are read; False: rollouts come from elsewhere.
 
     Raises:
-        ConfigurationError: one sentence: the flag, its value and the remedy.
+        ConfigurationError: one sentence with the flag, its value and the remedy.
     """
     samples = engine and not config.rollouts.load_rollouts
     check_parallelism(config)
@@ -44,7 +42,6 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_architecture(config, samples)
     check_batches(config)
     check_recorded(config)
-    check_saved(config)
     check_staleness(config, samples)
     check_engine(config)
     check_optimizer(config)

@@ -1,4 +1,4 @@
-"""Checkpoints, and folders that are written to."""
+"""Checks of checkpoints, and of folders that are written to."""
 
 from __future__ import annotations
 
@@ -11,83 +11,32 @@ from megatron_rc.launch.run_config.training import CheckpointSection
 
 
 def check_checkpoints(config: RunConfig) -> None:
-    """Settings of checkpoints and of logging that would do nothing."""
-    files, logging = config.checkpoints, config.logging
-    _check_saving(files)
-    _check_loading(files)
-    _check_saving_hugging_face(files.save_hf, files.save_hf_interval, config.training.train_iters)
-    prefix = config.correction.metric_prefix
-    if not prefix.endswith("/") or len(prefix) < 2:
-        raise ConfigurationError(
-            f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/: without them the names of the "
-            "correction's metrics are not told from those of others"
-        )
-    for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
-        if getattr(logging, name) and not logging.wandb_project:
-            raise ConfigurationError(f"{flag(name)} does nothing without --wandb-project")
-    if logging.wandb_project:
-        require("wandb", "--wandb-project", "wandb")
-
-
-def _check_saving_hugging_face(folder: str | None, interval: int | None, last: int) -> None:
-    if interval and not folder:
-        raise ConfigurationError(f"--save-hf-interval {interval} does nothing without --save-hf DIR")
-    if interval and interval > last:
-        raise ConfigurationError(
-            f"--save-hf-interval {interval} does nothing in a run of {last} optimizer steps, whose end is written "
-            f"without it: give {last} or less, or drop it"
-        )
-
-
-def _check_saving(files: CheckpointSection) -> None:
-    for name in ("save_interval", "keep_last", "save_retain_interval"):
-        if getattr(files, name) and not files.save:
-            raise ConfigurationError(f"{flag(name)} {getattr(files, name)} does nothing without --save DIR")
-    for name in ("no_save_optim", "async_save", "continue_after_failed_save"):
-        if getattr(files, name) and not files.save:
-            raise ConfigurationError(f"{flag(name)} does nothing without --save DIR")
-    for name in ("keep_last", "save_retain_interval", "async_save", "continue_after_failed_save"):
-        if getattr(files, name) and not files.save_interval:
-            raise ConfigurationError(f"{flag(name)} does nothing without --save-interval: only the end is saved")
+    """Check intervals of checkpoints, the folder to load from, and the names of metrics and packages of logging."""
+    files, last = config.checkpoints, config.training.train_iters
     if files.save_retain_interval and files.save_interval and files.save_retain_interval % files.save_interval:
         raise ConfigurationError(
             f"--save-retain-interval {files.save_retain_interval} must be a multiple of --save-interval "
             f"{files.save_interval}"
         )
-
-
-def _check_loading(files: CheckpointSection) -> None:
-    names = ["finetune", "no_load_optim", "load_last_valid"]
-    names += ["override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"]
-    for name in names:
-        if getattr(files, name) and not files.load:
-            raise ConfigurationError(f"{flag(name)} does nothing without --load DIR")
     if files.load and not Path(files.load).is_dir() and not files.is_save(files.load):
         raise ConfigurationError(f"--load {files.load}: no such folder")
-    if not files.verify_integrity and not files.load:
-        raise ConfigurationError("--no-verify-integrity does nothing without --load DIR")
-    given = [name for name in names[3:] if getattr(files, name)]
-    if len(given) == 2:
-        raise ConfigurationError(f"{flag(given[0])} contradicts {flag(given[1])}: give one of them")
-    if given and (files.finetune or files.no_load_optim):
-        other = "--finetune" if files.finetune else "--no-load-optim"
-        raise ConfigurationError(f"{flag(given[0])} does nothing with {other}: this run's numbers count; drop it")
-
-
-def _check_begun_anew(files: CheckpointSection) -> None:
-    """A folder of checkpoints is one run's: of two, the older's would later pass for the newer's."""
-    if not files.save or files.is_save(files.load):
-        return
-    # Without what a killed run left: that has another suffix.
-    if any(path.parent.suffix == "" for path in Path(files.save).glob("iter_*/metadata.json")):
+    if files.save_hf_interval and files.save_hf_interval > last:
         raise ConfigurationError(
-            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
-            f"{files.save} to go on from there"
+            f"--save-hf-interval {files.save_hf_interval} does nothing with --train-iters {last}, after which the "
+            "model is written anyway: lower it, or drop it"
         )
+    prefix = config.correction.metric_prefix
+    if not prefix.endswith("/") or len(prefix) < 2:
+        raise ConfigurationError(
+            f"--metric-prefix {prefix!r} must be a word and a /, such as rollout_corr/, to tell the correction's "
+            "metrics from others"
+        )
+    if config.logging.wandb_project:
+        require("wandb", "--wandb-project", "wandb")
 
 
 def check_folders(config: RunConfig) -> None:
-    """Whether the folders that are written to can be; they are made when something is, and not by a refused run."""
+    """Check that the folders can be written to; they are not made yet, so that a refused run leaves nothing."""
     launch, files = config.launch, config.checkpoints
     folders = [(f"--runs-dir {launch.runs_dir}", Path(launch.runs_dir) / launch.run_name)]
     written = {
@@ -111,3 +60,15 @@ def check_folders(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"{given} cannot be written to ({error.strerror}): choose another folder"
             ) from error
+
+
+def _check_begun_anew(files: CheckpointSection) -> None:
+    """Refuse a folder with another run's checkpoints, which would later pass for this run's."""
+    if not files.save or files.is_save(files.load):
+        return
+    # A checkpoint that a killed run left unfinished has a suffix.
+    if any(path.parent.suffix == "" for path in Path(files.save).glob("iter_*/metadata.json")):
+        raise ConfigurationError(
+            f"--save {files.save} holds the checkpoints of another run: name another folder, or give --load "
+            f"{files.save} to go on from there"
+        )

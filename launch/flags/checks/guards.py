@@ -1,4 +1,4 @@
-"""Conditions that a run ends on: whether they can be read, and speak of metrics that a step has; the doctor."""
+"""Checks of conditions that end a run, of the doctor, and of profiles."""
 
 from __future__ import annotations
 
@@ -8,49 +8,52 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.guards import Condition
 
-# What a row of an optimizer step holds, as far as flags say it: the first row of the run says the rest.
+# Metrics of an optimizer step, as far as they are known before the first step: folders, and names without a folder.
 _FOLDERS = ("data", "loss", "perf", "policy", "reward", "rollout")
 _SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps")
 
 
 def check_guards(config: RunConfig) -> None:
-    """``--stop-if`` and ``--doctor-interval``."""
+    """Check ``--doctor-interval``, and that each ``--stop-if`` can be read and names a metric of a step."""
     interval, last = config.guards.doctor_interval, config.training.train_iters
     if interval is not None and interval > last:
-        raise ConfigurationError(
-            f"--doctor-interval {interval} does nothing in a run of {last} optimizer steps: give {last} or less"
-        )
+        raise ConfigurationError(f"--doctor-interval {interval} does nothing with --train-iters {last}: lower it")
     for text in config.guards.stop_if or ():
         try:
             condition = Condition.parse(text)
         except ValueError as error:
             raise ConfigurationError(f"--stop-if '{text}' cannot be read: {error}") from error
-        _check_metric(condition, config.correction.metric_prefix)
-        _check_occasion(condition, config)
+        _check_metric(condition, config)
 
 
-def _check_occasion(condition: Condition, config: RunConfig) -> None:
-    """What only steps after a save or an evaluation have, where there is none on the way."""
-    wanted = {
+def _check_metric(condition: Condition, config: RunConfig) -> None:
+    name, prefix, given = condition.metric, config.correction.metric_prefix, f"--stop-if '{condition.text}'"
+    needed = {
         "perf/save_seconds": ("--save-interval", config.checkpoints.save_interval),
         "perf/eval_seconds": ("--eval-interval", config.evaluation.eval_interval),
     }
-    name, given = wanted.get(condition.metric, ("", True))
-    if not given:
-        raise ConfigurationError(
-            f"--stop-if '{condition.text}' does nothing without {name}: no step has {condition.metric}"
-        )
-
-
-def _check_metric(condition: Condition, prefix: str) -> None:
-    name = condition.metric
+    if name in needed and not needed[name][1]:
+        raise ConfigurationError(f"{given} does nothing without {needed[name][0]}: no step has {name}")
     if name.startswith("eval/"):
-        raise ConfigurationError(
-            f"--stop-if '{condition.text}': evaluations are no metrics of a step: use reward/mean, or another one"
-        )
+        raise ConfigurationError(f"{given} names a metric of evaluations, not of steps: use reward/mean, or another")
     folder, slash, rest = name.partition("/")
     if name in _SINGLE or name.startswith(prefix) or (slash and rest and folder in _FOLDERS):
         return
     close = difflib.get_close_matches(name, [*_SINGLE, f"{prefix}kl", f"{prefix}k3_kl", "reward/mean"], n=1)
     hint = f"did you mean {close[0]}?" if close else f"use one of docs/metrics.md, like {prefix}k3_kl or reward/mean"
-    raise ConfigurationError(f"--stop-if '{condition.text}': no step has a metric {name}: {hint}")
+    raise ConfigurationError(f"{given} names {name}, which no step has: {hint}")
+
+
+def check_profiling(config: RunConfig) -> None:
+    """Check that the steps and ranks to profile exist, and that there is a GPU whose memory can be recorded."""
+    logging, world, last = config.logging, config.launch.world_size, config.training.train_iters
+    if logging.record_memory_history and config.launch.on_cpu:
+        raise ConfigurationError("--record-memory-history needs GPUs: drop it, or use --profile")
+    start, end = logging.profiled_steps
+    if logging.profile and not start < end <= last:
+        raise ConfigurationError(
+            f"--profile-step-start {start} must be below --profile-step-end {end}, at most --train-iters {last}"
+        )
+    for rank in logging.profile_ranks or ():
+        if not 0 <= rank < world:
+            raise ConfigurationError(f"--profile-ranks {rank} must be one of 0 to {world - 1}")

@@ -1,4 +1,4 @@
-"""Limits of this machine that end a run late and under another name: shared memory, open files."""
+"""Checks of this machine's shared memory and limit of open files, whose errors would come late and unclear."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_rc.launch.run_config import RunConfig
 
 SHARED_MEMORY = Path("/dev/shm")
 _PROBED_BYTES = 2**20
-# A rank of a small run opens about 100 files and sockets; more for each process group and its peers.
+# A rank of a small run opens about 100 files and sockets, and more for each process group and peer.
 FEWEST_FILES, ENOUGH_FILES = 256, 4096
 
 
 def check_machine(config: RunConfig) -> None:
-    """Raise ConfigurationError if shared memory cannot be used where it is needed, or too few files can be opened.
+    """Raise ConfigurationError if needed shared memory cannot be used, or too few files can be opened.
 
-    The limit of open files is raised first, as far as this user may: for this process and those that it starts.
+    The limit of open files is first raised as far as this user may, for this process and its children.
     """
     raise_open_files()
     is_used = bool(config.checkpoints.save) or config.engine.rollout_engine == "vllm" or not config.launch.on_cpu
@@ -35,10 +35,10 @@ def check_machine(config: RunConfig) -> None:
 
 
 def raise_open_files() -> None:
-    """Let this process open more files, where its limit is low and the user's own is higher.
+    """Raise a low limit of open files to what the user may have.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: the user may not open enough files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:

@@ -1,4 +1,4 @@
-"""What scores responses, and what is done with those that reach their longest length."""
+"""Checks of the rule that scores responses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,29 @@ from megatron_rc.launch.tasks import Task
 
 
 def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
-    """Whether there is a rule, and a user's own can be loaded, which is tried in a process of its own.
+    """Check that there is a rule, and that a user's own rule loads, in a process of its own.
 
     Args:
-        config: the settings.
-        task: that may have a rule of its own.
-        samples: responses are sampled, and scored, in this run.
+        config: settings.
+        task: task, which may have a rule of its own.
+        samples: this run samples and scores responses.
     """
-    rewards = config.rewards
+    rewards, longest = config.rewards, config.rollouts.max_response_length
     if not abs(rewards.reward_on_error) <= LARGEST:
-        raise ConfigurationError(
-            f"--reward-on-error {rewards.reward_on_error} cannot be trained on: give a number that float32 holds"
-        )
-    _check_overlong(config)
+        raise ConfigurationError(f"--reward-on-error {rewards.reward_on_error} must be a finite float32 number")
+    if rewards.overlong == "penalise":
+        buffer = rewards.overlong_buffer
+        if config.rollouts.load_rollouts:
+            raise ConfigurationError(
+                f"--overlong penalise does nothing with --load-rollouts {config.rollouts.load_rollouts}, which has "
+                "rewards: use --overlong mask or keep"
+            )
+        if buffer is None:
+            raise ConfigurationError("--overlong penalise needs --overlong-buffer N, the tokens of the penalty")
+        if buffer > longest:
+            raise ConfigurationError(
+                f"--overlong-buffer {buffer} is more than --max-response-length {longest}: lower it"
+            )
     if not samples:
         return
     source = source_of(config)
@@ -36,18 +46,3 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
     source.check()
     if is_python_spec(rewards.reward or config.task.task):
         check_loads(source)
-
-
-def _check_overlong(config: RunConfig) -> None:
-    buffer, longest = config.rewards.overlong_buffer, config.rollouts.max_response_length
-    if config.rewards.overlong != "penalise":
-        return
-    if config.rollouts.load_rollouts:
-        raise ConfigurationError(
-            f"--overlong penalise changes rewards, and those of --load-rollouts {config.rollouts.load_rollouts} are "
-            "recorded: use --overlong mask or keep"
-        )
-    if buffer is None:
-        raise ConfigurationError("--overlong penalise needs --overlong-buffer N, the tokens over which it falls")
-    if buffer > longest:
-        raise ConfigurationError(f"--overlong-buffer {buffer} is more than --max-response-length {longest}: lower it")

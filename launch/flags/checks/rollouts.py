@@ -1,4 +1,4 @@
-"""Where rollouts come from, how old they may be, and which engine can serve them."""
+"""Checks of the source of rollouts, their age, and the engine."""
 
 from __future__ import annotations
 
@@ -14,80 +14,63 @@ from megatron_rc.launch.run_config import RunConfig
 
 
 def check_recorded(config: RunConfig) -> None:
-    """Rollouts that are read instead of sampled."""
-    folder, engine, train_iters = (
-        config.rollouts.load_rollouts,
-        config.engine.rollout_engine,
-        config.training.train_iters,
-    )
+    """Check that recorded rollouts suffice, and that a rollout batch is finished before its log-probs are written."""
+    folder, last, each = config.rollouts.load_rollouts, config.training.train_iters, config.updates_per_rollout
+    if config.rollouts.save_log_probs and last < each:
+        raise ConfigurationError(
+            f"--save-log-probs does nothing with --train-iters {last}: log-probs are written after the {each} "
+            f"optimizer steps of a rollout batch; give at least {each}"
+        )
     if not folder:
         return
-    if config.rollouts.save_rollouts:
-        raise ConfigurationError(
-            f"--save-rollouts {config.rollouts.save_rollouts} would write again what --load-rollouts {folder} reads: "
-            "drop one of them"
-        )
     if Path(folder).resolve() == bad_folder(config).resolve():
         raise ConfigurationError(
-            f"--load-rollouts {folder} is where this run writes its own bad batches: name the run otherwise "
-            f"(--run-name, now {config.launch.run_name})"
+            f"--load-rollouts {folder} is the folder of this run's own bad batches: give another --run-name than "
+            f"{config.launch.run_name}"
         )
-    if engine != "transformers":
-        raise ConfigurationError(f"--rollout-engine {engine} does nothing with --load-rollouts {folder}: drop one")
     try:
         batches = len(find_rollouts(folder))
     except ValueError as error:
         raise ConfigurationError(f"--load-rollouts {error}") from error
-    steps = batches * config.updates_per_rollout
-    if steps < train_iters:
+    if batches * each < last:
         raise ConfigurationError(
-            f"--load-rollouts {folder} holds {batches} rollout batches, which make {steps} optimizer steps: "
-            f"--train-iters {train_iters} is more"
-        )
-
-
-def check_saved(config: RunConfig) -> None:
-    """Log-probs are written when the last optimizer step on a rollout batch is made."""
-    last, steps = config.training.train_iters, config.updates_per_rollout
-    if config.rollouts.save_log_probs and last < steps:
-        raise ConfigurationError(
-            f"--save-log-probs does nothing with --train-iters {last}: they are written after the {steps} "
-            f"optimizer steps of a rollout batch; give at least {steps}"
+            f"--load-rollouts {folder} holds {batches} rollout batches, which make {batches * each} optimizer steps: "
+            f"--train-iters {last} is more"
         )
 
 
 def check_staleness(config: RunConfig, samples: bool) -> None:
-    """How old rollouts may be, in optimizer steps, and whether what looks at their age knows it.
+    """Check the largest age of rollouts, in optimizer steps, and that it is known if the correction uses it.
 
     Args:
-        config: the settings.
-        samples: this run's engine samples. What another run or program wrote counts its own steps, unless the user says
-            otherwise.
+        config: settings.
+        samples: this run's engine samples. Other runs and programs count their own steps, unless the user says that
+            they count this run's.
     """
     staleness, steps = config.rollouts.rollout_staleness, config.updates_per_rollout
     if samples and staleness and staleness % steps:
         raise ConfigurationError(
-            f"--rollout-staleness {staleness} counts optimizer steps, of which each rollout batch makes {steps}: give "
-            f"a multiple of {steps}, that is {steps} for every rollout batch that may be sampled ahead"
+            f"--rollout-staleness {staleness} must be a multiple of the {steps} optimizer steps of a rollout batch: "
+            f"{steps} for every batch that may be sampled ahead"
         )
     scale, given = config.correction.staleness_scale, config.correction.rollout_staleness_scale
-    looking = [f"--rollout-staleness-scale {given}"] * (scale is not None)
-    looking += ["--proximal-interpolation"] * config.correction.proximal_interpolation
-    if looking and not config.rollouts.knows_versions:
+    users = [f"--rollout-staleness-scale {given}"] * (scale is not None)
+    users += ["--proximal-interpolation"] * config.correction.proximal_interpolation
+    if users and not config.rollouts.knows_versions:
         raise ConfigurationError(
-            f"{looking[0]} needs rollouts whose versions are steps of this run: say so with --rollout-staleness K, or "
+            f"{users[0]} needs rollouts whose versions are steps of this run: say so with --rollout-staleness K, or "
             "drop it"
         )
     oldest = staleness or 0
     if scale is not None and scale.steps[-1] > oldest:
         raise ConfigurationError(
-            f"--rollout-staleness-scale {given} has bounds for a staleness of {scale.steps[-1]}, --rollout-staleness "
-            f"allows {oldest}: raise that, or drop these bounds"
+            f"--rollout-staleness-scale {given} has bounds for a staleness of {scale.steps[-1]}, but "
+            f"--rollout-staleness allows {oldest}: raise that, or drop these bounds"
         )
 
 
 def check_engine(config: RunConfig) -> None:
-    """The package that an engine needs, and the flags that say where it is."""
+    """Check the engine's package, the flags that it needs, and its servers' addresses."""
     name, dp = config.engine.rollout_engine, config.data_parallel_size
     engine = ENGINES[name]
     if engine.package:

@@ -1,4 +1,4 @@
-"""Which architecture a model is to the engines and to Hugging Face's files."""
+"""Checks of the model's Hugging Face architecture, and of the converter of its weights."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import check_transformers
 
 NO_BRIDGE = "none"
+_FOREIGN = "drop it, or train from --load-rollouts without --load-hf and --save-hf"
 _log = logging.getLogger("megatron_rc")
 
 
 def check_architecture(config: RunConfig, samples: bool) -> None:
-    """The rollout engine, and directories of weights, need an architecture of Hugging Face's for this model."""
+    """Check that engines and Hugging Face directories have an architecture for this model, if they get its weights."""
     named = config.model.hf_model_type
     if named is not None and find_family(config) is None:
         fitting = [family.name for family in FAMILIES.values() if family.matches(config)]
         remedy = f"use {' or '.join(fitting)}" if fitting else "drop it"
-        raise ConfigurationError(f"--hf-model-type {named} is not what the flags of this model describe: {remedy}")
+        raise ConfigurationError(f"--hf-model-type {named} does not fit the flags of this model: {remedy}")
     if not _converts(config, samples):
         return
     check_transformers()
     unknown = model_flags(config)
     if unknown:
         raise ConfigurationError(
-            f"{unknown[0]} is in no Hugging Face architecture here, so no engine can have this model: drop it, or "
-            "train from --load-rollouts without --load-hf and --save-hf"
+            f"{unknown[0]} is in no Hugging Face architecture here, so that no engine can have this model: {_FOREIGN}"
         )
     _check_experts_of_their_own(config)
     if find_family(config):
@@ -38,30 +38,28 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
     raise ConfigurationError(
         "no Hugging Face architecture has this combination of --normalization, --swiglu, --position-embedding-type, "
         "--rotary-percent, --disable-bias-linear, --add-qkv-bias, --qk-layernorm, --group-query-attention, "
-        "--multi-latent-attention, --num-experts and how these are chosen: use RMSNorm with --swiglu, rope and "
-        "--disable-bias-linear (Llama; with --add-qkv-bias Qwen2, with --qk-layernorm Qwen3; with --num-experts "
-        "Mixtral, with both of the latter Qwen3-MoE), Megatron's defaults (GPT-2), or the flags of DeepSeek-V3's or "
-        "GLM-4.5's row in docs/models.md"
+        "--multi-latent-attention, --num-experts and the experts' router: use the flags of Llama (RMSNorm, --swiglu, "
+        "rope, --disable-bias-linear), GPT-2 (Megatron's defaults) or another row of docs/models.md"
     )
 
 
 def _check_experts_of_their_own(config: RunConfig) -> None:
-    """Where experts lie in another way than the rest, or all in one parameter, no table says so."""
+    """Refuse layouts of experts that the tables of weights do not know."""
     etp, tp = config.megatron.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
     if etp not in (None, tp):
         raise ConfigurationError(
-            f"--expert-tensor-parallel-size {etp} other than --tensor-model-parallel-size {tp} cannot go to engines "
-            "nor to Hugging Face's files: drop it, or train from --load-rollouts without --load-hf and --save-hf"
+            f"--expert-tensor-parallel-size {etp} other than --tensor-model-parallel-size {tp} cannot go to engines or "
+            f"Hugging Face's files: {_FOREIGN}"
         )
     if config.megatron.given.get("moe_grouped_gemm"):
         raise ConfigurationError(
-            "--moe-grouped-gemm keeps all experts in one parameter, which cannot go to engines nor to Hugging Face's "
-            "files: drop it, or train from --load-rollouts without --load-hf and --save-hf"
+            "--moe-grouped-gemm keeps all experts in one parameter, which cannot go to engines or Hugging Face's "
+            f"files: {_FOREIGN}"
         )
 
 
 def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
-    """The settings with ``--weights-bridge`` filled in; one line says which it is where there was a choice."""
+    """Fill in ``--weights-bridge``, with a line in the log on a GPU."""
     files = config.checkpoints
     if files.weights_bridge is not None:
         return config
@@ -78,33 +76,31 @@ def choose_bridge(config: RunConfig, samples: bool) -> RunConfig:
 
 
 def check_bridge(config: RunConfig, samples: bool) -> None:
-    """Whether ``--weights-bridge`` can convert this model's weights, and has any to convert."""
+    """Check that ``--weights-bridge`` can convert this model's weights, and has weights to convert."""
     if config.checkpoints.weights_bridge != MBRIDGE:
         return
     user, family = f"--weights-bridge {MBRIDGE}", find_family(config)
     if config.model.transformer_impl != "transformer_engine":
         raise ConfigurationError(
-            f"{user} knows the layers of --transformer-impl transformer_engine alone, got "
-            f"{config.model.transformer_impl}: use them ({pip_install('gpu')}), or drop it"
+            f"{user} needs --transformer-impl transformer_engine, got {config.model.transformer_impl}: use it "
+            f"({pip_install('gpu')}), or drop the bridge"
         )
     require("mbridge", user, "bridge")
     if not _converts(config, samples):
         raise ConfigurationError(f"{user} does nothing without an engine, --load-hf or --save-hf: drop it")
     if family is None or not family.in_bridge:
         known = ", ".join(other.name for other in FAMILIES.values() if other.in_bridge)
-        raise ConfigurationError(
-            f"{user} converts {known} as they are built here, not {family and family.name}: drop it"
-        )
+        raise ConfigurationError(f"{user} converts {known}, not {family and family.name}: drop it")
     tied = not config.model.untie_embeddings_and_output_weights
     if family.name == "llama" and tied and config.parallel.pipeline_model_parallel_size > 1:
         raise ConfigurationError(
-            f"{user} wants an output layer of a tied Llama's last stage: use --pipeline-model-parallel-size 1, or drop"
-            " it"
+            f"{user} needs an output layer on the last stage, which a tied Llama does not have: use "
+            "--pipeline-model-parallel-size 1, or drop it"
         )
 
 
 def _converts(config: RunConfig, samples: bool) -> bool:
-    """Whether weights go to or come from Hugging Face's names in this run."""
+    """Whether this run converts weights to or from Hugging Face's names."""
     files = config.checkpoints
     others = (config.reference.ref_load_hf, config.critic and config.critic.critic_load_hf)
     return bool(samples or files.load_hf or files.save_hf or any(others))
