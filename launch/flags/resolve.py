@@ -47,9 +47,9 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     """
     choose_prompts(args)
     absent = _fill_optional_sections(args)
-    drop_idle(args)
     resolve_samples(args)
     _check_values(args)
+    drop_idle(args)
     args.world_size = world_size
     args.knows_versions = (engine and not args.load_rollouts) or args.rollout_staleness is not None
     _resolve_launch(args)

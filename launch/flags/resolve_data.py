@@ -36,6 +36,7 @@ def choose_prompts(args: argparse.Namespace) -> None:
             args.task = None
     if not args.prompt_data:
         args.task = args.task or DEFAULT_TASK
+        args.idle.add("prompt_data")
     args.rows_digest = args.order_digest = None
     for name in ("prompt_data", "eval_data"):
         words = getattr(args, name)

@@ -95,8 +95,8 @@ IN_THE_LOSS = [
 def test_penalties_that_were_not_given_are_none_beside_batch_normalisation_in_the_loss(tmp_path, words, caplog):
     config = checked_alone(tmp_path, *words)
     assert (config.loss.kl_coef, config.loss.entropy_coef) == (0.0, 0.0)
-    messages = [record.message for record in caplog.records]
-    assert messages == ["--grpo-kl-beta is 0, not 0.001: --rollout-is-batch-normalize inside the loss excludes it"]
+    (message,) = [record.message for record in caplog.records]
+    assert all(part in message for part in ("--grpo-kl-beta", "0.001", "--rollout-is-batch-normalize"))
 
 
 def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
@@ -109,7 +109,7 @@ def test_that_line_is_written_by_rank_0_alone(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("given", ["--grpo-kl-beta=0.001", "--grpo-entropy-term-weight=0.04"])
 @pytest.mark.parametrize("words", IN_THE_LOSS, ids=["bypass", "proximal"])
 def test_given_penalties_are_refused_there(tmp_path, words, given):
-    with pytest.raises(ConfigurationError, match=r"rollout_is_batch_normalize=True in .* scales all gradients"):
+    with pytest.raises(ConfigurationError, match="rollout_is_batch_normalize=True"):
         checked_alone(tmp_path, *words, given)
 
 

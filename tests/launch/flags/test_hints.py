@@ -21,51 +21,59 @@ def test_every_hint_is_for_a_name_that_is_unknown_and_leads_to_one_that_is_not(p
     assert len(_SOURCES) == sum(len(names.split()) for names in _MEANT.values()), "a name stands for one flag"
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        (
-            "--adv-estimator",
-            "did you mean --advantage-estimator?",
-        ),
-        ("algorithm.adv_estimator", "did you mean --advantage-estimator?"),
-        ("actor_rollout_ref.actor.optim.lr", "did you mean --lr?"),
-        ("--nproc_per_node", "it stands on the command line of `python -m megatron_rc.launch`"),
-        ("--output-dir", "did you mean --save?"),
-        ("--n_samples_per_prompt", "did you mean --grpo-group-size?"),
-        ("--attention_backend", "did you mean --attention-backend?"),
-        ("--atention-backend", "did you mean --attention-backend?"),
-        ("--use-flash-attn", "did you mean --attention-backend?"),
-        ("--use-mcore-models", "what it asks for is always so here: leave it out"),
-        ("--use-rotary-position-embeddings", "use --position-embedding-type rope"),
-        ("--mock-data", "it is of Megatron-LM's data for pretraining; prompts come from --task or --prompt-data"),
-        ("--no-load-rng", "it is of Megatron-LM's own training loop"),
-        ("--cache-mla-latents", "it changes how multi-latent attention is computed"),
-        ("--n-samples-per-promt", "did you mean --grpo-group-size?"),
-        ("--nproc_per_nod", "did you mean --nproc-per-node? it stands on the command line of"),
-        ("--nnode", "did you mean --nnodes? it stands on the command line of"),
-        ("--rdzv_endpont", "did you mean --rdzv-endpoint? it stands on the command line of"),
-        ("--max-restart", "did you mean --max-restarts? it stands on the command line of"),
-        ("--mock-dat", "if --mock-data is meant, it is of Megatron-LM's data for pretraining"),
-        ("--eval-iters", "did you mean --eval-problems?"),
-        ("--zzz", "--help-all lists them"),
-    ],
-)
-def test_an_unknown_flag_gets_a_hint(parser, name, hint):
-    assert unknown("flag", name, parser).startswith(f"unknown flag {name!r}: {hint}")
+HINTS = {
+    "--adv-estimator": "--advantage-estimator?",
+    "algorithm.adv_estimator": "--advantage-estimator?",
+    "actor_rollout_ref.actor.optim.lr": "--lr?",
+    "--nproc_per_node": "`python -m megatron_rc.launch`",
+    "--output-dir": "--save?",
+    "--n_samples_per_prompt": "--grpo-group-size?",
+    "--attention_backend": "--attention-backend?",
+    "--atention-backend": "--attention-backend?",
+    "--use-flash-attn": "--attention-backend?",
+    "--use-mcore-models": "leave it out",
+    "--use-rotary-position-embeddings": "--position-embedding-type rope",
+    "--mock-data": "--task or --prompt-data",
+    "--no-load-rng": "leave it out",
+    "--cache-mla-latents": "leave it out",
+    "--n-samples-per-promt": "--grpo-group-size?",
+    "--nproc_per_nod": "--nproc-per-node? ",
+    "--nnode": "--nnodes? ",
+    "--rdzv_endpont": "--rdzv-endpoint? ",
+    "--max-restart": "--max-restarts? ",
+    "--mock-dat": "--mock-data",
+    "--eval-iters": "--eval-problems?",
+    "--zzz": "--help-all",
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_an_unknown_flag_gets_a_hint(parser, name):
+    sentence = unknown("flag", name, parser)
+    assert sentence.startswith(f"unknown flag {name!r}: ")
+    assert HINTS[name] in sentence
 
 
 def test_all_unknown_flags_are_named_at_once():
-    """Who comes with a script of another program has many."""
+    """A script of another program has many."""
     words = "--mock-data --output-dir out --lr 1e-3 --split 99,1 --split=1"
-    hints = "'--mock-data': .*; unknown flag '--output-dir': .*; unknown flag '--split': [^;]*$"
-    with pytest.raises(ConfigurationError, match=hints):
+    with pytest.raises(
+        ConfigurationError, match=r"'--mock-data': .*; .*'--output-dir': .*--save.*; .*'--split': [^;]*$"
+    ):
         parse_args(words.split())
 
 
-def test_the_hint_stands_in_the_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"unknown flag '--output-dir': did you mean --save\?"):
-        parse_args(["--output-dir=out"])
-    (tmp_path / "a.yaml").write_text("eps-clip: 0.2\n")
-    with pytest.raises(ConfigurationError, match=r"unknown key 'eps-clip': did you mean grpo-clamp-eps-lower\?"):
-        parse_args([f"--config={tmp_path}/a.yaml"])
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--config none", "--config none.*count_up"),
+        ("--tensor-model-parallel", "'--tensor-model-parallel': .*--tensor-model-parallel-size"),
+        ("--lr", "--lr"),
+        ("--num-layers two", "--num-layers.*'two'"),
+        ("--normalization BatchNorm", "--normalization.*'BatchNorm'"),
+        ("stray", "'stray'"),
+    ],
+)
+def test_wrong_words_are_named(words, parts):
+    with pytest.raises(ConfigurationError, match=parts):
+        parse_args(words.split())

@@ -70,19 +70,19 @@ def test_the_file_that_a_run_leaves_names_them_too(tmp_path, words):
     [
         (
             [f"--policy-loss={USER}:SEQ_MIN"],
-            r"^--policy-loss \S+ is of type Criterion: name an object Objective of meg",
+            r"^--policy-loss \S+ .*Criterion.*Objective",
         ),
         (
             [f"--rollout-rs={USER}:GOOD_ONLY"],
-            r"^--rollout-rs \S+ is of type Objective: name an object Criterion of meg",
+            r"^--rollout-rs \S+ .*Objective.*Criterion",
         ),
         (
             [f"--rollout-rs={USER}:TAKEN"],
-            r"^--rollout-rs \S+: criterion 'token_k3' is defined already: give it another",
+            r"^--rollout-rs \S+: .*'token_k3'",
         ),
-        ([f"--rollout-rs=token_k1,{USER}:NO"], r"^--rollout-rs python:\S+:NO: tests\.support\.user_objects has no NO"),
-        (["--loss-type=python:nowhere:X"], r"^--loss-type python:nowhere:X: there is no module nowhere"),
-        (["--policy-loss=ppo"], r"^--policy-loss: algorithm='ppo' is unknown: use one of ppo_clip, reinforce"),
+        ([f"--rollout-rs=token_k1,{USER}:NO"], r"^--rollout-rs python:\S+:NO: "),
+        (["--loss-type=python:nowhere:X"], r"^--loss-type python:nowhere:X: .*nowhere"),
+        (["--policy-loss=ppo"], r"^--policy-loss: .*'ppo'.*ppo_clip, reinforce"),
         ([f"--rollout-rs={USER}:SEQ_MIN", "--rollout-rs-threshold=-1"], r"^--rollout-rs-threshold"),
     ],
 )

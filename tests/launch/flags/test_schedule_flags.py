@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron_rc.launch.errors import ConfigurationError
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, run_config
 
@@ -24,29 +23,6 @@ def test_samples_are_steps(tmp_path):
 def test_parts_of_a_step_count(tmp_path):
     schedule = run_config(words(tmp_path, "--train-samples=100 --lr-decay-samples=60 --lr-warmup-samples=5")).schedule
     assert (schedule.lr_decay_iters, schedule.warmup_steps) == (3.75, 0.3125)
-
-
-REFUSED = {
-    "--train-samples=100 --train-iters=6": "--train-samples 100 and --train-iters 6 say the same: drop one",
-    "--train-samples=8": "--train-samples 8 must be at least one --global-batch-size, got 16",
-    "--train-samples=64 --lr-warmup-iters=1": "--lr-warmup-iters 1 counts steps beside --train-samples",
-    "--lr-warmup-samples=16": "--lr-warmup-samples 16 does nothing without --train-samples",
-    "--lr-warmup-fraction=1": "--lr-warmup-fraction 1.0 must be below 1",
-    "--lr-warmup-fraction=0.1 --lr-warmup-iters=2": "must be below 1, and stand without --lr-warmup-iters 2",
-    "--lr-warmup-init=1": "--lr-warmup-init 1.0 is above --lr 0.02",
-    "--lr-decay-style=WSD": "--lr-decay-style WSD with --lr-wsd-decay-iters None: WSD needs both, or neither",
-    "--lr-wsd-decay-iters=3": "WSD needs both, or neither",
-    "--lr-wsd-decay-style=linear": "--lr-wsd-decay-style linear does nothing with --lr-decay-style constant: use WSD",
-    "--start-weight-decay=0.1": "a constant one is --weight-decay, linear and cosine need both",
-    "--weight-decay-incr-style=linear": "linear and cosine need both",
-    "--weight-decay-incr-style=linear --end-weight-decay=0.1": "linear and cosine need both",
-}
-
-
-@pytest.mark.parametrize("more", REFUSED)
-def test_what_does_not_go_together_is_named(tmp_path, more):
-    with pytest.raises(ConfigurationError, match=REFUSED[more]):
-        run_config(words(tmp_path, more))
 
 
 def rates(words, steps):

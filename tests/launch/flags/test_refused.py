@@ -1,0 +1,450 @@
+"""Settings that cannot work: one sentence with the flag, its value and what it collides with."""
+
+import pytest
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.flags.configure import configure
+from megatron_rc.records.rollout import save_rollouts
+from tests.support.recorded_training import GPT2, LLAMA, flags, recorded_batch
+
+USER = "python:tests.support.user_rewards"
+# All heads have keys of their own.
+HEADS = [word for word in LLAMA if "group" not in word]
+SIZES = "--q-lora-rank=12 --kv-lora-rank=8 --qk-head-dim=6 --qk-pos-emb-head-dim=4 --v-head-dim=10"
+PP = "--pipeline-model-parallel-size=2"
+# Model, words in front, whether the run samples, and rows: [@RANKS] WORDS [:: FRAGMENT | FRAGMENT]. The sentence has
+# every fragment; without fragments it has the last flag with its value.
+TABLES = {
+    "layout": (
+        LLAMA,
+        "",
+        True,
+        """
+        --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | 2 processes, got 1
+        @6 --tensor-model-parallel-size=2 --context-parallel-size=2 :: = 4 | 6 processes
+        @3 --tensor-model-parallel-size=3 :: --num-attention-heads 4 | --tensor-model-parallel-size = 3
+        @4 --tensor-model-parallel-size=4 :: --num-query-groups 2 | --tensor-model-parallel-size = 4
+        @2 --tensor-model-parallel-size=2 --ffn-hidden-size=33 :: --ffn-hidden-size 33
+        @3 --pipeline-model-parallel-size=3 :: --num-layers 4 | --pipeline-model-parallel-size = 3
+        --num-layers-per-virtual-pipeline-stage=0 :: must be positive
+        --num-layers-per-virtual-pipeline-stage=1 :: --pipeline-model-parallel-size above 1
+        @2 PP --num-layers-per-virtual-pipeline-stage=3 :: --num-layers 4 | 2 · | = 6
+        @2 PP --num-layers-per-virtual-pipeline-stage=1 --micro-batch-size=16 :: of 2 micro
+        @2 --context-parallel-size=2 --seq-length=18 :: --seq-length 18 | 2 · --context-parallel-size = 4
+        --sequence-parallel :: --sequence-parallel | --tensor-model-parallel-size above 1
+        @2 --tensor-model-parallel-size=2 --sequence-parallel --seq-length=15 :: --seq-length 15 | --tensor-model
+        @2 --padded-vocab-size=15 --tensor-model-parallel-size=2 :: --padded-vocab-size 15 | --tensor-model
+        --padded-vocab-size=12 :: --padded-vocab-size 12 | 13
+        --vocab-size=5 :: --vocab-size 5 | 13
+        --global-batch-size=5 :: --grpo-prompts-per-step 4 · --grpo-group-size 4 = 16 | --global-batch-size 5
+        --micro-batch-size=3 :: --global-batch-size 16 | --micro-batch-size 3
+        @2 --grpo-prompts-per-step=3 :: --grpo-prompts-per-step 3 | 2 data-parallel
+        --save=/tmp/none --save-interval=3 :: --save-interval 3 | 2 optimizer steps
+        --rl-use-sequence-packing --rl-sequence-packing-bin-size=8 :: --rl-sequence-packing-bin-size 8 | --seq-length 16
+        @2 --rl-use-sequence-packing --rl-sequence-packing-bin-size=18 --context-parallel-size=2 :: bin-size 18
+        --optimizer=sgd --use-distributed-optimizer :: --use-distributed-optimizer | --optimizer adam | sgd
+        --seq-length=64 --max-position-embeddings=32 :: --seq-length 64 | --max-position-embeddings 32
+        --seq-length=10 :: --max-response-length 10 | --seq-length 10
+        --seq-length=11 :: --seq-length 11 | --task count_up | of 2 tokens
+        --kv-channels=7 :: --kv-channels 7 | --rotary-percent
+        --transformer-impl=transformer_engine
+        --recompute-granularity=full :: --recompute-method | --recompute-num-layers
+        --recompute-method=block :: --recompute-method block | --recompute-granularity full
+        --normalization=LayerNorm :: --normalization | docs/models.md
+        """,
+    ),
+    "values": (
+        LLAMA,
+        "",
+        True,
+        """
+        --hidden-dropout=0.1
+        --attention-dropout=0.1
+        --lr=0 :: --lr 0.0 must be positive
+        --lr=nan
+        --min-lr=1 :: --min-lr 1.0 | --lr 0.02
+        --adam-beta1=1 :: --adam-beta1 1.0 must be below 1
+        --adam-beta2=-1 :: --adam-beta2 -1.0 must be 0 or more
+        --rotary-percent=1.5 :: --rotary-percent 1.5 must be at most 1
+        --train-iters=0
+        --num-query-groups=0
+        --grpo-clamp-eps-lower=1.5 :: --grpo-clamp-eps-lower
+        --rollout-is=batch :: rollout_is='batch'
+        --rollout-correction-preset=best :: preset='best'
+        --task=chess
+        --task=count_up:x :: --task count_up | 'x'
+        --task=reasoning_gym:nothing :: nothing
+        --tokenizer-model=/nowhere :: /nowhere
+        --load-rollouts=/nowhere
+        --config=/tmp
+        --policy-loss=cispo --bypass-mode :: --policy-loss cispo | --loss-type cispo
+        --save=/dev/null/x
+        --runs-dir=/dev/null/x
+        --load=/nowhere/at/all
+        --save=. --save-interval=6 --save-retain-interval=9 :: --save-retain-interval 9 | --save-interval 6
+        --train-iters=4 --doctor-interval=5 :: --doctor-interval 5 | --train-iters 4
+        --train-iters=4 --save-hf=x --save-hf-interval=5 :: --save-hf-interval 5 | --train-iters 4
+        --doctor-interval=0
+        --metric-prefix=step :: --metric-prefix 'step'
+        --rollout-engine=vllm-server :: --rollout-engine vllm-server needs --rollout-url
+        --rollout-staleness=3 :: --rollout-staleness 3 | 2 optimizer steps
+        --ref-load=/nowhere
+        --ref-update-interval=3
+        --timing-log-level=3 --log-timers-to-tensorboard :: --timing-log-level 3
+        --record-memory-history
+        --profile --train-iters=5 :: --profile-step-end 12 | --train-iters 5
+        --profile --profile-ranks 4 :: --profile-ranks 4
+        --gamma=1.5 --advantage-estimator=gae :: --gamma 1.5
+        --advantage-scope=accepted --bypass-mode :: --advantage-scope accepted | --bypass-mode
+        --reward-scaling=std :: --reward-scaling std | --advantage-estimator grpo
+        """,
+    ),
+    "idle": (
+        LLAMA,
+        "",
+        True,
+        """
+        --save-interval=2 :: --save-interval 2 | --save
+        --keep-last=2 :: --keep-last 2 | --save
+        --save=. --keep-last=2 :: --keep-last 2 | --save-interval
+        --save=. --async-save :: --async-save | --save-interval
+        --continue-after-failed-save :: --continue-after-failed-save | --save
+        --no-save-optim :: --no-save-optim | --save
+        --save-hf-interval=5 :: --save-hf-interval 5 | --save-hf
+        --finetune :: --finetune | --load
+        --load-last-valid :: --load-last-valid | --load
+        --no-verify-integrity :: --no-verify-integrity | --load
+        --override-opt-param-scheduler :: --override-opt-param-scheduler | --load
+        --load=. --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler :: --override | --use-checkpoint
+        --load=. --override-opt-param-scheduler --finetune :: --override-opt-param-scheduler | --finetune
+        --wandb-exp-name=x :: --wandb-exp-name x | --wandb-project
+        --rollout-concurrency=64 :: --rollout-concurrency 64 | --rollout-engine transformers
+        --rollout-attempts=2 :: --rollout-attempts 2 | vllm-server or sglang-server
+        --no-group-query-attention --num-query-groups=2 :: --num-query-groups 2 | --group-query-attention
+        --kl-estimator=k1 --grpo-kl-beta=0 :: --kl-estimator k1 | --grpo-kl-beta 0
+        --ref-update-interval=2 --grpo-kl-beta=0 :: --ref-update-interval 2 | --grpo-kl-beta
+        --grpo-clamp-eps-lower=0.1 --policy-loss=reinforce :: --grpo-clamp-eps-lower 0.1 | reinforce | cispo
+        --grpo-clamp-eps-upper=0.1 --rollout-correction-preset=bypass_pg_is :: --grpo-clamp-eps-upper 0.1 | reinforce
+        --rope-scaling-factor=4 :: --rope-scaling-factor 4.0 | --use-rope-scaling
+        --position-embedding-type=learned_absolute --rotary-percent=0.5 :: --rotary-percent 0.5 | learned_absolute
+        --openai-gelu :: --openai-gelu | --swiglu
+        --rl-sequence-packing-bin-size=64 :: --rl-sequence-packing-bin-size 64 | --rl-use-sequence-packing
+        --profile-step-end=4 :: --profile-step-end 4 | --profile
+        --timing-log-level=1 :: --timing-log-level 1 | --log-timers-to-tensorboard
+        --gae-lambda=0.5 :: --gae-lambda 0.5 | --advantage-estimator grpo | gae
+        --advantage-estimator=remax --advantage-scope=accepted :: --advantage-scope accepted | remax
+        --kl-in-reward-estimator=k2 :: --kl-in-reward-estimator k2 | --kl-in-reward
+        --save-log-probs :: --save-log-probs | --save-rollouts
+        --bad-sample-attempts=2 :: --bad-sample-attempts 2 | --bad-samples stop | resample
+        --optimizer=sgd --sgd-momentum=0 --optimizer-offload :: --optimizer-offload | --sgd-momentum 0
+        --eval-samples=4 :: --eval-samples 4 | --eval-interval
+        --eval-temperature=0.6 :: --eval-temperature 0.6 | --eval-interval
+        --eval-answers=0 :: --eval-answers 0 | --eval-interval
+        --eval-data x --eval-interval=2 :: --eval-data x | --prompt-data
+        --input-key=question :: --input-key question | --prompt-data
+        --label-key=answer :: --label-key answer | --prompt-data
+        --overlong-prompts=error :: --overlong-prompts error | --prompt-data
+        --reward-workers=2 :: --reward-workers 2 | --task count_up
+        --reward-timeout=2 --reward=exact :: --reward-timeout 2.0 | --reward exact
+        --reward-errors=stop --reward-on-error=1 :: --reward-on-error 1.0 | --reward-errors stop
+        --overlong-buffer=4 :: --overlong-buffer 4 | --overlong keep | penalise
+        --overlong=mask --overlong-penalty-factor=2 :: --overlong-penalty-factor 2.0 | --overlong mask
+        --q-lora-rank=12 :: --q-lora-rank 12 | --multi-latent-attention
+        --moe-layer-freq=[0,1,1,1] :: --moe-layer-freq [0]*1+[1]*3 | --num-experts
+        --moe-router-topk=2 :: --moe-router-topk 2 | --num-experts
+        --moe-aux-loss-coeff=0 :: --moe-aux-loss-coeff 0.0 | --num-experts
+        --moe-router-pre-softmax :: --moe-router-pre-softmax | --num-experts
+        @2 --expert-model-parallel-size=2 :: --expert-model-parallel-size 2 | --num-experts
+        @2 --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | --num-experts
+        --critic-lr=0.1 :: --critic-lr 0.1 | --advantage-estimator | gae
+        --critic-offload :: --critic-offload | --advantage-estimator | gae
+        """,
+    ),
+    "bias": (GPT2, "", True, "--add-qkv-bias :: --add-qkv-bias | --disable-bias-linear"),
+    "schedule": (
+        LLAMA,
+        "",
+        True,
+        """
+        --train-samples=100 --train-iters=6 :: --train-iters 6 | --train-samples
+        --train-samples=8 :: --train-samples 8 | --global-batch-size, got 16
+        --train-samples=64 --lr-warmup-iters=1 :: --lr-warmup-iters 1 | --lr-warmup-samples
+        --lr-warmup-samples=16 :: --lr-warmup-samples 16 | --train-samples
+        --lr-warmup-iters=100 :: --lr-warmup-iters 100 | --lr-decay-iters 100
+        --lr-warmup-fraction=1 :: --lr-warmup-fraction 1.0 must be below 1
+        --lr-warmup-fraction=0.1 --lr-warmup-iters=2 :: --lr-warmup-fraction 0.1 | --lr-warmup-iters 2
+        --lr-warmup-init=1 :: --lr-warmup-init 1.0 | --lr 0.02
+        --lr-decay-style=WSD :: --lr-decay-style WSD | --lr-wsd-decay-iters
+        --lr-wsd-decay-iters=3 :: --lr-wsd-decay-iters 3 | WSD
+        --lr-wsd-decay-style=linear :: --lr-wsd-decay-style linear | --lr-decay-style constant | WSD
+        --start-weight-decay=0.1 :: --start-weight-decay 0.1 | --weight-decay-incr-style constant
+        --weight-decay-incr-style=linear :: --start-weight-decay | --end-weight-decay
+        --weight-decay-incr-style=linear --end-weight-decay=0.1 :: --start-weight-decay
+        """,
+    ),
+    "experts": (
+        HEADS,
+        "--num-experts=8 --moe-router-topk=4 --moe-ffn-hidden-size=24",
+        False,
+        """
+        --num-experts=0
+        @2 --num-experts=3 --expert-model-parallel-size=2 :: --num-experts 3 | --expert-model-parallel-size = 2
+        @2 --expert-model-parallel-size=4 :: --expert-model-parallel-size 4 | the 2 data · context
+        @2 --expert-model-parallel-size=2 --pipeline-model-parallel-size=2 :: the 1 data
+        --expert-tensor-parallel-size=2 :: --expert-tensor-parallel-size 2 | the 1 tensor · data · context
+        --moe-router-topk=0
+        --moe-router-topk=1 :: --moe-router-topk 1 | [2, 8]
+        --moe-router-topk=9 :: --moe-router-topk 9 | [2, 8]
+        --moe-router-pre-softmax --moe-router-topk=9 :: --moe-router-topk 9 | [1, 8]
+        --moe-router-topk-scaling-factor=0 :: must be positive
+        --moe-aux-loss-coeff=-1 :: --moe-aux-loss-coeff -1.0 must be 0 or more
+        --moe-z-loss-coeff=nan
+        --moe-router-load-balancing-type=none --moe-aux-loss-coeff=0.1 :: --moe-aux-loss-coeff 0.1 | none
+        @2 --tensor-model-parallel-size=2 :: --sequence-parallel
+        @2 --tensor-model-parallel-size=2 --sequence-parallel --moe-ffn-hidden-size=9 :: --moe-ffn-hidden-size 9
+        @2 --expert-model-parallel-size=2 --rl-use-sequence-packing :: allgather | --rl-use-sequence-packing
+        --moe-token-dispatcher-type=flex
+        --moe-aux-loss-coeff=0.1 --bypass-mode --loss-type=reinforce :: rejection_denominator=original
+        --moe-layer-freq=[0]+[1]*4 :: --moe-layer-freq [0]*1+[1]*4 | 5 layers | --num-layers is 4
+        --moe-layer-freq=[0]*4 :: --moe-layer-freq [0]*4
+        --moe-layer-freq=[0,2,1,1] :: -freq | '[0,2,1,1]'
+        --moe-layer-freq=0 :: -freq | '0'
+        --moe-router-num-groups=4 :: --moe-router-num-groups 4 | --moe-router-group-topk
+        --moe-router-group-topk=2 :: --moe-router-group-topk 2 | --moe-router-num-groups
+        --moe-router-num-groups=3 --moe-router-group-topk=2 :: --num-experts 8 | --moe-router-num-groups = 3
+        --moe-router-num-groups=4 --moe-router-group-topk=3 :: --moe-router-topk 4 | --moe-router-group-topk = 3
+        --moe-router-num-groups=4 --moe-router-group-topk=1 :: --moe-router-group-topk 1 | --moe-router-topk 4
+        --moe-router-enable-expert-bias :: --moe-router-enable-expert-bias | softmax | sigmoid
+        --moe-router-bias-update-rate=0.1
+        --moe-router-score-function=sigmoid --moe-router-pre-softmax :: --moe-router-pre-softmax | sigmoid
+        --moe-router-load-balancing-type=seq_aux_loss --rl-use-sequence-packing :: seq_aux_loss | --rl-use-sequence
+        @2 --moe-z-loss-coeff=0.1 --calculate-per-token-loss --rl-use-sequence-packing :: --calculate-per-token-loss
+        """,
+    ),
+    "biased experts": (
+        GPT2,
+        "--num-experts=4",
+        False,
+        "@2 --tensor-model-parallel-size=2 --sequence-parallel :: --disable-bias-linear",
+    ),
+    "latent": (
+        HEADS,
+        f"--multi-latent-attention {SIZES}",
+        False,
+        """
+        --group-query-attention --num-query-groups=2 :: --group-query-attention | --multi-latent-attention
+        --position-embedding-type=learned_absolute
+        --rotary-percent=0.5
+        --use-rope-scaling :: --use-rope-scaling | yarn
+        --add-qkv-bias :: --add-qkv-bias | --multi-latent-attention
+        --kv-channels=8 :: --kv-channels 8 | --multi-latent-attention
+        --qk-l2-norm :: --qk-l2-norm | --multi-latent-attention
+        --no-rope-freq=2 :: --no-rope-freq | --multi-latent-attention
+        --rope-type=rope --mscale=2 :: --mscale 2.0 | --rope-type rope | yarn
+        --qk-pos-emb-head-dim=5
+        --rope-type=linear :: --rope-type | 'linear'
+        --v-head-dim=0
+        @2 --tensor-model-parallel-size=2 :: --tensor-model-parallel-size 2 | --sequence-parallel
+        """,
+    ),
+    "critic": (
+        LLAMA,
+        "--advantage-estimator=gae --rollout-is=none --rollout-is-threshold=none",
+        False,
+        """
+        --value-clip=0 :: --value-clip 0.0 must be positive
+        --critic-lr=nan
+        --critic-min-lr=1 --critic-lr-decay-style=linear :: --critic-min-lr 1.0 | --critic-lr 0.02
+        --critic-min-lr=1e-3 :: --critic-min-lr 0.001 | --critic-lr-decay-style constant
+        --critic-lr-warmup-iters=100 :: --critic-lr-warmup-iters 100 | --lr-decay-iters 100
+        --num-critic-only-steps=100 :: --num-critic-only-steps 100 | --train-iters 100
+        --num-critic-only-steps=3 :: --num-critic-only-steps 3 | 2 optimizer steps
+        --critic-load-hf=nowhere
+        --correct-values=mask --bypass-mode :: --correct-values mask | --bypass-mode
+        --correct-values=weights :: --correct-values weights | --rollout-is
+        --correct-values=some :: --correct-values | 'some'
+        """,
+    ),
+    "rewards": (
+        LLAMA,
+        "",
+        True,
+        f"""
+        --reward=exactly
+        --reward=python:nowhere:f
+        --reward={USER}:nothing :: --reward | nothing
+        --reward={USER}:NUMBER :: --reward | int
+        --reward={USER} :: python:pkg.module:name
+        --reward={USER}:parts --reward-workers=0
+        --reward={USER}:parts --reward-timeout=-1 :: --reward-timeout -1.0 must be positive
+        --reward-on-error=nan
+        --reward-on-error=1e39 :: --reward-on-error 1e+39
+        --reward={USER}:too_few :: --reward | prompt, response, label and record
+        --task={USER}:BadReward :: --task | prompt, response, label and record
+        --reward-on-error=bad :: --reward-on-error | 'bad'
+        --reward-errors=ignore :: --reward-errors | 'ignore'
+        --overlong=cut :: --overlong | 'cut'
+        --overlong=penalise :: --overlong penalise | --overlong-buffer
+        --overlong=penalise --overlong-buffer=11 :: --overlong-buffer 11 | --max-response-length 10
+        --overlong=penalise --overlong-buffer=4 --overlong-penalty-factor=-1 :: --overlong-penalty-factor -1.0
+        """,
+    ),
+    "evaluations": (
+        LLAMA,
+        f"--task={USER}:Doubles --reward=exact --eval-interval=2",
+        True,
+        """
+        --eval-samples=0
+        --eval-temperature=0 :: --eval-temperature 0.0 must be positive
+        --eval-answers=-1
+        --eval-interval=3 :: --eval-interval 3 | the 2 opt | 4 · --grpo-group-size 4 · --grpo-iterations 2 / --global
+        --eval-interval=3 --rollout-staleness=4 :: --eval-interval 3 | the 4 | --rollout-staleness 4
+        @2 --eval-problems=1 :: --eval-problems 1 | 2 data-parallel
+        """,
+    ),
+    "recorded": (
+        LLAMA,
+        "--load-rollouts=RECORDS --train-iters=2",
+        True,
+        """
+        --reward=exact :: --reward exact | --load-rollouts
+        --eval-interval=2 :: --eval-interval 2 | --load-rollouts
+        --reward-errors=stop :: --reward-errors stop | --load-rollouts
+        --overlong=penalise --overlong-buffer=4 :: --overlong penalise | --load-rollouts
+        --save-rollouts=x :: --save-rollouts x | --load-rollouts
+        --rollout-engine=vllm :: --rollout-engine vllm | --load-rollouts
+        --dynamic-sampling=2 :: --dynamic-sampling 2 | --load-rollouts
+        --bad-samples=drop :: --bad-samples drop | --load-rollouts
+        --advantage-estimator=remax :: --advantage-estimator remax | --load-rollouts
+        --train-iters=4 :: --train-iters 4 | 1 rollout batches | 2 optimizer steps
+        --proximal-interpolation :: --proximal-interpolation | --rollout-staleness
+        """,
+    ),
+    "bounds": (
+        LLAMA,
+        "",
+        True,
+        """
+        --num-layers=1000000000 :: --num-layers 1000000000 must be at most 1000
+        --hidden-size=4000000000000 :: at most 1048576
+        --ffn-hidden-size=10000000000000000 :: at most 16777216
+        --vocab-size=100000000000000000000 :: at most 2147483648
+        --seq-length=100000000000000000000 :: at most 2147483648
+        --seed=100000000000000000000 :: at most 9007199254740992
+        --num-experts=1000000 :: at most 2048
+        --rollout-staleness=1000000000 :: at most 10000
+        --grpo-prompts-per-step=1000000000 :: = 4000000000 sequences | at most 2097152
+        --overlap-grad-reduce --ddp-bucket-size=100000000000000000 :: --ddp-bucket-size 100000000000000000 | at most
+        --grpo-prompts-per-step=2048 --global-batch-size=4 --micro-batch-size=1 :: 2048 batches | --global-batch-size 4
+        --multi-latent-attention --original-max-position-embeddings=1000000000 :: at most 16777216
+        """,
+    ),
+    "megatron": (
+        LLAMA,
+        "",
+        False,
+        """
+        --moe-input-jitter-eps=0.1 --num-experts=4 :: --moe-input-jitter-eps 0.1 | π_old and π_θ
+        --moe-router-force-load-balancing --num-experts=4 :: --moe-router-force-load-balancing | π_old and π_θ
+        --moe-expert-capacity-factor=1 --num-experts=4 :: --moe-expert-capacity-factor 1.0
+        --mtp-num-layers=1
+        --fp8-param-gather :: --fp8-param-gather
+        --use-megatron-fsdp :: --use-megatron-fsdp | --use-distributed-optimizer
+        --num-distributed-optimizer-instances=2
+        --overlap-param-gather-with-optimizer-step :: --overlap-param-gather-with-optimizer-step
+        --delay-wgrad-compute :: --delay-wgrad-compute
+        --overlap-moe-expert-parallel-comm --num-experts=4 :: --overlap-moe-expert-parallel-comm
+        --hybrid-context-parallel :: --hybrid-context-parallel
+        --pipeline-model-parallel-layout=Et|L :: --decoder-first-pipeline-num-layers
+        --account-for-loss-in-pipeline-split :: --decoder-last-pipeline-num-layers
+        --cuda-graph-impl=local
+        --experimental-attention-variant=gated_delta_net
+        --fp16 --bf16 :: --fp16 and --bf16
+        --fp16 --num-experts=4 :: --fp16 with --num-experts
+        --fp8-format=hybrid :: --fp8-format hybrid | delayed
+        --fp8-format=hybrid --fp8-recipe=mxfp8 :: --fp8-format hybrid | --transformer-impl transformer_engine
+        --tp-comm-overlap :: --tp-comm-overlap | --transformer-impl transformer_engine
+        --recompute-granularity=selective --recompute-modules layernorm :: --recompute-modules layernorm | --transf
+        --recompute-granularity=selective --recompute-modules nothing :: Megatron-Core refuses | --recompute-modules
+        --defer-embedding-wgrad-compute --fused-linear-log-probs :: --defer-embedding-wgrad-compute | --fused-linear
+        --defer-embedding-wgrad-compute :: Megatron-Core refuses --defer-embedding-wgrad-compute
+        --no-initialization :: --no-initialization | --load
+        --glu-linear-offset=nan
+        --no-rope-freq=often :: --no-rope-freq | 'often'
+        --ddp-bucket-size=many :: --ddp-bucket-size | 'many'
+        --fp8-format=e5m2 :: --fp8-format | 'e5m2'
+        --recompute-modules :: --recompute-modules
+        --decoder-first-pipeline-num-layers=1 :: --pipeline-model-parallel-size above 1
+        @2 PP --decoder-first-pipeline-num-layers=4 :: --num-layers 4 | leaves 0
+        @2 PP --decoder-last-pipeline-num-layers=0
+        @2 PP --decoder-last-pipeline-num-layers=-1
+        @2 PP --decoder-first-pipeline-num-layers=1 --decoder-last-pipeline-num-layers=2 :: leaves 1
+        @2 PP --decoder-first-pipeline-num-layers=2 --num-layers-per-virtual-pipeline-stage=1 :: virtual
+        """,
+    ),
+    "gelu": (GPT2, "", False, "--bias-activation-fusion :: --bias-activation-fusion | --openai-gelu"),
+    "models": (
+        LLAMA,
+        "",
+        True,
+        """
+        --qk-l2-norm :: --qk-l2-norm | --load-rollouts
+        --rotary-interleaved :: --rotary-interleaved | --load-rollouts
+        --no-rope-freq=2 :: --no-rope-freq 2 | --load-rollouts
+        --num-experts=4 --add-qkv-bias :: --num-experts | docs/models.md
+        --num-experts=4 --moe-router-pre-softmax :: --num-experts | docs/models.md
+        """,
+    ),
+}
+ROWS = [
+    (model, front, samples, row.strip())
+    for model, front, samples, rows in TABLES.values()
+    for row in rows.splitlines()
+    if row.strip()
+]
+
+
+@pytest.mark.parametrize(("model", "front", "samples", "row"), ROWS, ids=[row for *_, row in ROWS])
+def test_one_sentence_names_the_flag(tmp_path, model, front, samples, row):
+    words, _, fragments = row.partition(" :: ")
+    ranks, words = words.split(" ", 1) if words.startswith("@") else ("@1", words)
+    if "RECORDS" in front + words:
+        (tmp_path / "records").mkdir()
+        save_rollouts(recorded_batch(0), tmp_path / "records" / "step-0000000-replica-0000.safetensors")
+    more = f"{front} {words}".replace("RECORDS", f"{tmp_path}/records").replace("PP ", f"{PP} ").split()
+    base = flags(tmp_path / "runs", *more, model=model)
+    if "--train-samples" in words and "--train-iters" not in words:
+        base.remove("--train-iters=100")
+    with pytest.raises(ConfigurationError) as caught:
+        configure(base, int(ranks[1:]), engine=samples)
+    sentence = str(caught.value)
+    missing = [
+        part for part in (fragments or words.split()[-1].replace("=", " ", 1)).split(" | ") if part not in sentence
+    ]
+    assert missing == [], sentence
+    assert "\n" not in sentence
+
+
+# Flags of Megatron's that do nothing here go into its configs, as every other field does.
+PASSED = [
+    "--cross-entropy-loss-fusion",
+    "--sgd-momentum=0.5",
+    "--adam-beta1=0.8 --optimizer=sgd",
+    "--tp-comm-overlap-ag",
+    "--moe-grouped-gemm",
+    "--loss-scale=8",
+    "--qk-clip",
+    "--muon-momentum=0.5",
+    "--ddp-bucket-size=4",
+    "--overlap-p2p-communication",
+    "--recompute-modules mlp",
+    "--attention-softmax-in-fp32",
+    "--fp8-recipe=mxfp8",
+    "--no-critic-offload",
+    "--no-async-save",
+]
+
+
+@pytest.mark.parametrize("words", PASSED)
+def test_what_does_nothing_in_megatron_passes(tmp_path, words):
+    assert configure(flags(tmp_path, *words.split()), 1, engine=False)
