@@ -32,6 +32,13 @@ from megatron_rc.settings.flags import policy_loss_config_from_args, rollout_cor
 from megatron_rc.settings.objective import resolve_objective
 
 _log = logging.getLogger("megatron_rc")
+# Flags that a value of another flag cannot do without.
+_COMPANIONS = {
+    "recompute_granularity=full": ("recompute_method", "recompute_num_layers"),
+    "lr_decay_style=WSD": ("lr_wsd_decay_iters",),
+    "weight_decay_incr_style=linear|cosine": ("start_weight_decay", "end_weight_decay"),
+    "overlong=penalise": ("overlong_buffer",),
+}
 
 
 def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -> tuple[RunConfig, Task]:
@@ -61,6 +68,8 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     if "critic" not in absent:
         _resolve_critic(args, correction)
     task = resolve_task(args)
+    # Again, because other flags bound values by values that were not known before.
+    _check_values(args)
     sections: dict[str, Any] = {
         name: None if name in absent else _section(kind, args) for name, kind, _ in sections_of(RunConfig)
     }
@@ -96,16 +105,21 @@ def _fill_optional_sections(args: argparse.Namespace) -> set[str]:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for a missing value, or one that is out of its range."""
+    """Raise ConfigurationError for a value that is missing or out of its range, and a flag without its companions."""
     options = [option for _, option in flag_options().values()]
     for option in options:
         if option.required and getattr(args, option.flag) is None:
             raise ConfigurationError(f"{flag(option.flag)} is missing: give it as a flag or in the launch file")
     for option in options:
         value = getattr(args, option.flag)
-        words = out_of_range(option, value)
+        words = out_of_range(option, value, args)
         if words:
             raise ConfigurationError(f"{flag(option.flag)} {value} {words}")
+    for need, names in _COMPANIONS.items():
+        missing = [flag(name) for name in names if getattr(args, name) is None]
+        if is_met(need, args) and missing:
+            name, _, _ = need.partition("=")
+            raise ConfigurationError(f"{flag(name)} {getattr(args, name)} needs {' and '.join(missing)}")
 
 
 def _resolve_launch(args: argparse.Namespace) -> None:

@@ -19,13 +19,19 @@ class CriticSection:
         "lowest learning rate of the critic; default: --min-lr",
         needs="critic_lr_decay_style=linear|cosine|inverse-square-root",
         not_negative=True,
+        most="critic_lr",
     )
     critic_lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
         "schedule of the critic's learning rate", default="constant"
     )
-    critic_lr_warmup_iters: int = option("optimizer steps of the critic's linear warm-up", default=0, not_negative=True)
+    critic_lr_warmup_iters: int = option(
+        "optimizer steps of the critic's linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
+    )
     num_critic_only_steps: int = option(
-        "optimizer steps at the start in which only the critic learns", default=0, not_negative=True
+        "optimizer steps at the start in which only the critic learns",
+        default=0,
+        not_negative=True,
+        below="train_iters",
     )
     value_clip: float | None = option(
         "a value further than this from its value before the rollout batch does not lower the critic's loss; default: "

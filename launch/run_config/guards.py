@@ -49,6 +49,7 @@ class GuardSection:
         "docs/doctor.md",
         metavar="N",
         positive=True,
+        most="train_iters",
     )
 
 

@@ -216,7 +216,7 @@ class OptimizerSection:
 
     optimizer: Literal["adam", "sgd"] = option("optimizer of Megatron-Core", default="adam")
     lr: float = option("highest learning rate", required=True, positive=True)
-    min_lr: float = option("lowest learning rate", default=0.0, not_negative=True)
+    min_lr: float = option("lowest learning rate", default=0.0, not_negative=True, most="lr")
     weight_decay: float = option("decoupled weight decay", default=0.01, not_negative=True)
     adam_beta1: float = option("Adam's decay of the first moment, below 1", default=0.9, not_negative=True, below=1)
     adam_beta2: float = option("Adam's decay of the second moment, below 1", default=0.999, not_negative=True, below=1)

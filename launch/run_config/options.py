@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from megatron_rc.launch.errors import flag
+
 _KEY = "option"
 # Larger whole numbers are not exact as float64, and no run has them.
 MOST = 2**53
@@ -35,8 +37,8 @@ class Option:
             ``name=value|value`` (it has one of these values). Without an effect a given flag is refused.
         positive: the value must be a finite number above 0.
         not_negative: the value must be a finite number of at least 0.
-        below: the value must be smaller; None: no such bound.
-        most: largest value; a larger one would fill time or memory before any other check.
+        below: bound that the value must not reach: a number, or the name of another flag; None: no such bound.
+        most: largest value: a number, beyond which time or memory would run out, or the name of another flag.
         metavar: name of the value in ``--help``.
         read: function that makes the value of a word, if the type alone would accept words without a meaning.
         field: name of the field.
@@ -53,8 +55,8 @@ class Option:
     needs: tuple[str, ...] = ()
     positive: bool = False
     not_negative: bool = False
-    below: float | None = None
-    most: float = MOST
+    below: float | str | None = None
+    most: float | str = MOST
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
     field: str = ""
@@ -76,25 +78,32 @@ def options_of(section: type) -> tuple[Option, ...]:
     for field in dataclasses.fields(section):
         declared = field.metadata.get(_KEY)
         if declared is not None:
-            flag = declared.flag or field.name
-            needs = declared.needs if flag == switch or not switch else (switch, *declared.needs)
-            found.append(
-                dataclasses.replace(declared, field=field.name, flag=flag, needs=needs, **_kind_of(hints[field.name]))
-            )
+            name = declared.flag or field.name
+            needs = declared.needs if name == switch or not switch else (switch, *declared.needs)
+            kind = _kind_of(hints[field.name])
+            found.append(dataclasses.replace(declared, field=field.name, flag=name, needs=needs, **kind))
     return tuple(found)
 
 
-def out_of_range(option: Option, value: Any) -> str:
-    """Words that say which range a value misses; empty if it lies in the range."""
+def out_of_range(option: Option, value: Any, settings: Any = None) -> str:
+    """Words that say which range a value misses; empty if it lies in the range.
+
+    Args:
+        option: declaration of the flag.
+        value: its value.
+        settings: values of the flags that bound it, by name as attributes; None: such bounds are not checked.
+    """
     if not isinstance(value, int | float):
         return ""
     if option.positive and not 0 < value < float("inf"):
         return "must be positive"
     if option.not_negative and not 0 <= value < float("inf"):
         return "must be 0 or more"
-    if value > option.most:
-        return f"must be at most {option.most}"
-    return f"must be below {option.below}" if option.below is not None and value >= option.below else ""
+    for bound, is_excluded in ((option.most, False), (option.below, True), (MOST, False)):
+        number, shown = (getattr(settings, bound, None), f"{flag(bound)} ") if isinstance(bound, str) else (bound, "")
+        if number is not None and (value > number or (is_excluded and value == number)):
+            return f"must be {'below' if is_excluded else 'at most'} {shown}{number}"
+    return ""
 
 
 def values_of(section: Any) -> dict[str, Any]:

@@ -39,7 +39,10 @@ class RewardSection:
         default="keep",
     )
     overlong_buffer: int | None = option(
-        "tokens before --max-response-length over which the penalty grows", needs="overlong=penalise", positive=True
+        "tokens before --max-response-length over which the penalty grows",
+        needs="overlong=penalise",
+        positive=True,
+        most="max_response_length",
     )
     overlong_penalty_factor: float = option(
         "penalty at --max-response-length", default=1.0, needs="overlong=penalise", positive=True

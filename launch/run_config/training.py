@@ -135,12 +135,16 @@ class ScheduleSection:
     lr_decay_samples: int | None = option(
         "sequences of the learning rate's decay; default: --train-samples", needs="train_samples", positive=True
     )
-    lr_warmup_iters: int = option("optimizer steps of linear warm-up", default=0, not_negative=True)
+    lr_warmup_iters: int = option(
+        "optimizer steps of linear warm-up", default=0, not_negative=True, below="lr_decay_iters"
+    )
     lr_warmup_samples: int = option("sequences of linear warm-up", default=0, needs="train_samples", not_negative=True)
     lr_warmup_fraction: float | None = option(
         "linear warm-up as a share of --lr-decay-iters, below 1", needs="!lr_warmup_iters", not_negative=True, below=1
     )
-    lr_warmup_init: float = option("learning rate at the start of the warm-up", default=0.0, not_negative=True)
+    lr_warmup_init: float = option(
+        "learning rate at the start of the warm-up", default=0.0, not_negative=True, most="lr"
+    )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "shape of the final decay of a WSD schedule", default="exponential", needs="lr_decay_style=WSD"
     )
@@ -203,6 +207,7 @@ class CheckpointSection:
         needs="save_hf",
         metavar="N",
         positive=True,
+        most="train_iters",
     )
     load: str | None = option(
         "go on from the newest checkpoint in this folder, if it has one; default: start at step 0", metavar="DIR"

@@ -12,8 +12,8 @@ from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
 from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
 from megatron_rc.launch.flags.checks.megatron import check_megatron
-from megatron_rc.launch.flags.checks.model import check_model, check_optimizer
-from megatron_rc.launch.flags.checks.parallel import check_batches, check_parallelism
+from megatron_rc.launch.flags.checks.model import check_model
+from megatron_rc.launch.flags.checks.parallel import check_batches, check_intervals, check_parallelism
 from megatron_rc.launch.flags.checks.reference import check_reference
 from megatron_rc.launch.flags.checks.rewards import check_rewards
 from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_staleness
@@ -41,10 +41,10 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_megatron(config)
     check_architecture(config, samples)
     check_batches(config)
+    check_intervals(config, samples)
     check_recorded(config)
-    check_staleness(config, samples)
+    check_staleness(config)
     check_engine(config)
-    check_optimizer(config)
     check_critic(config)
     check_guards(config)
     check_profiling(config)

@@ -11,20 +11,21 @@ from megatron_rc.launch.run_config.training import CheckpointSection
 
 
 def check_checkpoints(config: RunConfig) -> None:
-    """Check intervals of checkpoints, the folder to load from, and the names of metrics and packages of logging."""
-    files, last = config.checkpoints, config.training.train_iters
+    """Check intervals of checkpoints, folders to load from, and names of metrics."""
+    files = config.checkpoints
     if files.save_retain_interval and files.save_interval and files.save_retain_interval % files.save_interval:
         raise ConfigurationError(
             f"--save-retain-interval {files.save_retain_interval} must be a multiple of --save-interval "
             f"{files.save_interval}"
         )
-    if files.load and not Path(files.load).is_dir() and not files.is_save(files.load):
-        raise ConfigurationError(f"--load {files.load}: no such folder")
-    if files.save_hf_interval and files.save_hf_interval > last:
-        raise ConfigurationError(
-            f"--save-hf-interval {files.save_hf_interval} does nothing with --train-iters {last}, after which the "
-            "model is written anyway: lower it, or drop it"
-        )
+    folders = {
+        "load": None if files.is_save(files.load) else files.load,
+        "ref_load": config.reference.ref_load,
+        "critic_load_hf": config.critic and config.critic.critic_load_hf,
+    }
+    for name, folder in folders.items():
+        if folder and not Path(folder).is_dir():
+            raise ConfigurationError(f"{flag(name)} {folder}: no such folder")
     prefix = config.correction.metric_prefix
     if not prefix.endswith("/") or len(prefix) < 2:
         raise ConfigurationError(

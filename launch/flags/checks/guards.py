@@ -1,4 +1,4 @@
-"""Checks of conditions that end a run, of the doctor, and of profiles."""
+"""Checks of conditions that end a run, and of profiles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _SINGLE = ("grad_norm", "loss_scale", "lr", "skipped_steps", "bad_steps")
 
 
 def check_guards(config: RunConfig) -> None:
-    """Check ``--doctor-interval``, and that each ``--stop-if`` can be read and names a metric of a step."""
-    interval, last = config.guards.doctor_interval, config.training.train_iters
-    if interval is not None and interval > last:
-        raise ConfigurationError(f"--doctor-interval {interval} does nothing with --train-iters {last}: lower it")
+    """Check that each ``--stop-if`` can be read and names a metric of a step."""
     for text in config.guards.stop_if or ():
         try:
             condition = Condition.parse(text)

@@ -1,4 +1,4 @@
-"""Checks of the model without its experts, and of its optimizer."""
+"""Checks of the model without its experts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from megatron_rc.launch.run_config import RunConfig
 
 
 def check_model(config: RunConfig) -> None:
-    """Check layers, positions, vocabulary, recomputation and the layers' implementation."""
+    """Check layers, positions, vocabulary and the layers' implementation."""
     _check_layers(config)
     _check_latents(config)
     _check_positions(config)
     _check_vocabulary(config)
-    compute = config.compute
-    if compute.recompute_granularity == "full" and not (compute.recompute_method and compute.recompute_num_layers):
-        raise ConfigurationError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
     if config.model.transformer_impl == "transformer_engine":
         if config.launch.on_cpu:
             raise ConfigurationError("--transformer-impl transformer_engine needs a CUDA device: use local on the CPU")
@@ -86,27 +83,4 @@ def _check_vocabulary(config: RunConfig) -> None:
     if padded < config.model.vocab_size:
         raise ConfigurationError(
             f"--padded-vocab-size {padded} is smaller than the vocabulary of {config.model.vocab_size}"
-        )
-
-
-def check_optimizer(config: RunConfig) -> None:
-    """Check learning rates, their schedule, and the schedule of the weight decay."""
-    optimizer, schedule = config.optimizer, config.schedule
-    if optimizer.min_lr > optimizer.lr:
-        raise ConfigurationError(f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
-    if schedule.warmup_steps >= schedule.lr_decay_iters:
-        raise ConfigurationError(
-            f"--lr-warmup-iters {schedule.lr_warmup_iters} must be below --lr-decay-iters {schedule.lr_decay_iters}"
-        )
-    if schedule.lr_warmup_init > optimizer.lr:
-        raise ConfigurationError(f"--lr-warmup-init {schedule.lr_warmup_init} is above --lr {optimizer.lr}")
-    if schedule.lr_decay_style == "WSD" and schedule.lr_wsd_decay_iters is None:
-        raise ConfigurationError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
-    if schedule.weight_decay_incr_style != "constant" and None in (
-        schedule.start_weight_decay,
-        schedule.end_weight_decay,
-    ):
-        raise ConfigurationError(
-            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} needs --start-weight-decay and "
-            "--end-weight-decay"
         )

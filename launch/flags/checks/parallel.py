@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rc.launch.errors import ConfigurationError, require_multiple
+from megatron_rc.launch.errors import ConfigurationError, flag, require_multiple
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.numerics import NUM_SEQUENCE_IDS
 
@@ -91,12 +91,6 @@ def check_batches(config: RunConfig) -> None:
             "same"
         )
     _check_micro_batches(config)
-    interval = config.checkpoints.save_interval
-    if interval and interval % config.updates_per_rollout:
-        raise ConfigurationError(
-            f"--save-interval {interval} must be a multiple of the {config.updates_per_rollout} optimizer steps of a "
-            "rollout batch, so that a resumed run takes the same steps"
-        )
 
 
 def _check_micro_batches(config: RunConfig) -> None:
@@ -120,4 +114,37 @@ def _check_micro_batches(config: RunConfig) -> None:
         raise ConfigurationError(
             f"virtual stages need a multiple of {unit} micro-batches (--pipeline-model-parallel-size), got {number}: "
             "change --global-batch-size or --micro-batch-size"
+        )
+
+
+def check_intervals(config: RunConfig, samples: bool) -> None:
+    """Check that whole rollout batches lie between saves, updates of the reference, the critic's start and syncs.
+
+    Args:
+        config: settings.
+        samples: this run's engine samples.
+    """
+    rollouts, training, critic, steps = config.rollouts, config.training, config.critic, config.updates_per_rollout
+    product = (
+        f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size {rollouts.grpo_group_size} · "
+        f"--grpo-iterations {rollouts.grpo_iterations} / --global-batch-size {training.global_batch_size}"
+    )
+    intervals = {
+        "save_interval": config.checkpoints.save_interval,
+        "ref_update_interval": config.reference.ref_update_interval,
+        "num_critic_only_steps": critic and critic.num_critic_only_steps,
+        "rollout_staleness": rollouts.rollout_staleness if samples else None,
+        "eval_interval": config.evaluation.eval_interval,
+    }
+    for name, interval in intervals.items():
+        if interval and interval % steps:
+            raise ConfigurationError(
+                f"{flag(name)} {interval} must be a multiple of the {steps} optimizer steps of a rollout batch "
+                f"({product})"
+            )
+    interval, staleness = config.evaluation.eval_interval, rollouts.rollout_staleness
+    if interval and staleness and interval % staleness:
+        raise ConfigurationError(
+            f"--eval-interval {interval} must be a multiple of --rollout-staleness {staleness}, the optimizer steps "
+            "after which the engine gets new weights"
         )

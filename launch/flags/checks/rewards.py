@@ -19,22 +19,14 @@ def check_rewards(config: RunConfig, task: Task, samples: bool) -> None:
         task: task, which may have a rule of its own.
         samples: this run samples and scores responses.
     """
-    rewards, longest = config.rewards, config.rollouts.max_response_length
+    rewards = config.rewards
     if not abs(rewards.reward_on_error) <= LARGEST:
         raise ConfigurationError(f"--reward-on-error {rewards.reward_on_error} must be a finite float32 number")
-    if rewards.overlong == "penalise":
-        buffer = rewards.overlong_buffer
-        if config.rollouts.load_rollouts:
-            raise ConfigurationError(
-                f"--overlong penalise does nothing with --load-rollouts {config.rollouts.load_rollouts}, which has "
-                "rewards: use --overlong mask or keep"
-            )
-        if buffer is None:
-            raise ConfigurationError("--overlong penalise needs --overlong-buffer N, the tokens of the penalty")
-        if buffer > longest:
-            raise ConfigurationError(
-                f"--overlong-buffer {buffer} is more than --max-response-length {longest}: lower it"
-            )
+    if rewards.overlong == "penalise" and config.rollouts.load_rollouts:
+        raise ConfigurationError(
+            f"--overlong penalise does nothing with --load-rollouts {config.rollouts.load_rollouts}, which has "
+            "rewards: use --overlong mask or keep"
+        )
     if not samples:
         return
     source = source_of(config)

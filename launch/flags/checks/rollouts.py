@@ -39,20 +39,8 @@ def check_recorded(config: RunConfig) -> None:
         )
 
 
-def check_staleness(config: RunConfig, samples: bool) -> None:
-    """Check the largest age of rollouts, in optimizer steps, and that it is known if the correction uses it.
-
-    Args:
-        config: settings.
-        samples: this run's engine samples. Other runs and programs count their own steps, unless the user says that
-            they count this run's.
-    """
-    staleness, steps = config.rollouts.rollout_staleness, config.updates_per_rollout
-    if samples and staleness and staleness % steps:
-        raise ConfigurationError(
-            f"--rollout-staleness {staleness} must be a multiple of the {steps} optimizer steps of a rollout batch: "
-            f"{steps} for every batch that may be sampled ahead"
-        )
+def check_staleness(config: RunConfig) -> None:
+    """Check that the age of rollouts is known, and bounded as the correction says, if the correction uses it."""
     scale, given = config.correction.staleness_scale, config.correction.rollout_staleness_scale
     users = [f"--rollout-staleness-scale {given}"] * (scale is not None)
     users += ["--proximal-interpolation"] * config.correction.proximal_interpolation
@@ -61,7 +49,7 @@ def check_staleness(config: RunConfig, samples: bool) -> None:
             f"{users[0]} needs rollouts whose versions are steps of this run: say so with --rollout-staleness K, or "
             "drop it"
         )
-    oldest = staleness or 0
+    oldest = config.rollouts.rollout_staleness or 0
     if scale is not None and scale.steps[-1] > oldest:
         raise ConfigurationError(
             f"--rollout-staleness-scale {given} has bounds for a staleness of {scale.steps[-1]}, but "

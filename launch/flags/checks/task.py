@@ -29,28 +29,14 @@ def check_prompts(config: RunConfig, task: Task) -> None:
 
 
 def check_evaluation(config: RunConfig, task: Task) -> None:
-    """Check the interval of evaluations, the number of their problems, and the length of their prompts."""
-    interval, number = config.evaluation.eval_interval, config.evaluation.eval_problems
-    rollouts, length = config.rollouts, config.training.seq_length
-    if interval is None:
+    """Check the number of held-out problems, and the length of their prompts."""
+    number, length = config.evaluation.eval_problems, config.training.seq_length
+    if config.evaluation.eval_interval is None:
         return
-    unit = rollouts.rollout_staleness or config.updates_per_rollout
-    if interval % unit:
-        source = (
-            f"--rollout-staleness {rollouts.rollout_staleness}"
-            if rollouts.rollout_staleness
-            else f"--grpo-prompts-per-step {rollouts.grpo_prompts_per_step} · --grpo-group-size "
-            f"{rollouts.grpo_group_size} · --grpo-iterations {rollouts.grpo_iterations} / --global-batch-size "
-            f"{config.training.global_batch_size}"
-        )
-        raise ConfigurationError(
-            f"--eval-interval {interval} must be a multiple of the {unit} optimizer steps after which the engine gets "
-            f"new weights ({source})"
-        )
     if number < config.data_parallel_size:
         raise ConfigurationError(
             f"--eval-problems {number} is less than the {config.data_parallel_size} data-parallel ranks: give more"
         )
     longest = max(len(task.text.encode(problem)) for problem in task.problems(0, number, held_out=True))
-    if longest > length - rollouts.max_response_length:
+    if longest > length - config.rollouts.max_response_length:
         raise ConfigurationError(f"--seq-length {length} is too short for a held-out prompt of {longest} tokens")

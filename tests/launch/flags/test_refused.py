@@ -298,7 +298,7 @@ TABLES = {
         --eval-temperature=0 :: --eval-temperature 0.0 must be positive
         --eval-answers=-1
         --eval-interval=3 :: --eval-interval 3 | the 2 opt | 4 · --grpo-group-size 4 · --grpo-iterations 2 / --global
-        --eval-interval=3 --rollout-staleness=4 :: --eval-interval 3 | the 4 | --rollout-staleness 4
+        --eval-interval=6 --rollout-staleness=4 :: --eval-interval 6 | --rollout-staleness 4
         @2 --eval-problems=1 :: --eval-problems 1 | 2 data-parallel
         """,
     ),
