@@ -84,7 +84,7 @@ def _refuse(args: argparse.Namespace, name: str, why: str, because_of: tuple[str
             return
         typed, shown = flag(name) if value else flag(f"no_{name}"), str(value).lower()
     else:
-        shown = " ".join(value) if isinstance(value, list) else str(value)
+        shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
         typed = f"{flag(name)} {shown}"
     if is_typed:
         raise ConfigurationError(f"{typed} does nothing {why}")

@@ -24,7 +24,7 @@ from megatron_rc.launch.flags.resolve_task import resolve_task
 from megatron_rc.launch.run_config import RunConfig, flag_options, passed_through, sections_of
 from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.run_config.needs import is_met
-from megatron_rc.launch.run_config.options import Section, options_of, out_of_range
+from megatron_rc.launch.run_config.options import Option, Section, options_of, out_of_range
 from megatron_rc.launch.tasks import Task
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -68,8 +68,9 @@ def resolve(args: argparse.Namespace, world_size: int, *, engine: bool = True) -
     if "critic" not in absent:
         _resolve_critic(args, correction)
     task = resolve_task(args)
-    # Again, because other flags bound values by values that were not known before.
-    _check_values(args)
+    for _, option in flag_options().values():
+        if isinstance(option.most, str) or isinstance(option.below, str):
+            _check_range(args, option)
     sections: dict[str, Any] = {
         name: None if name in absent else _section(kind, args) for name, kind, _ in sections_of(RunConfig)
     }
@@ -111,15 +112,19 @@ def _check_values(args: argparse.Namespace) -> None:
         if option.required and getattr(args, option.flag) is None:
             raise ConfigurationError(f"{flag(option.flag)} is missing: give it as a flag or in the launch file")
     for option in options:
-        value = getattr(args, option.flag)
-        words = out_of_range(option, value, args)
-        if words:
-            raise ConfigurationError(f"{flag(option.flag)} {value} {words}")
+        _check_range(args, option)
     for need, names in _COMPANIONS.items():
         missing = [flag(name) for name in names if getattr(args, name) is None]
         if is_met(need, args) and missing:
             name, _, _ = need.partition("=")
             raise ConfigurationError(f"{flag(name)} {getattr(args, name)} needs {' and '.join(missing)}")
+
+
+def _check_range(args: argparse.Namespace, option: Option) -> None:
+    value = getattr(args, option.flag)
+    words = out_of_range(option, value, args)
+    if words:
+        raise ConfigurationError(f"{flag(option.flag)} {value} {words}")
 
 
 def _resolve_launch(args: argparse.Namespace) -> None:

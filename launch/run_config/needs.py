@@ -24,7 +24,8 @@ def why_unmet(need: str, settings: Any) -> str:
     """End of a sentence that says why a flag does nothing, and the remedy."""
     name, values = _parsed(need)
     value = getattr(settings, name)
-    shown = " ".join(value) if isinstance(value, tuple | list) else "" if isinstance(value, bool) else str(value)
+    shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    shown = "" if isinstance(value, bool) else shown
     if need.startswith("!"):
         return f"with {flag(name)} {shown}".rstrip() + ": drop one of them"
     if values and value is not None:

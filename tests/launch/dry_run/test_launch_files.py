@@ -108,7 +108,7 @@ BROKEN = {
     ("llama3_70b_64gpus", "--pipeline-model-parallel-size=6"): "6 processes",
     ("llama3_70b_64gpus", "--num-layers-per-virtual-pipeline-stage=3"): "--num-layers 80 must be a multiple",
     ("llama3_70b_64gpus", "--global-batch-size=100"): "--global-batch-size 100",
-    ("llama3_70b_64gpus", "--recompute-granularity=selective"): "--recompute-method and --recompute-num-layers",
+    ("llama3_70b_64gpus", "--recompute-modules"): "--recompute-modules",
     ("qwen3_30b_a3b_32gpus", "--expert-model-parallel-size=3"): "--num-experts 128 must be a multiple",
     ("qwen3_30b_a3b_32gpus", "--no-sequence-parallel"): "needs --sequence-parallel",
     ("qwen3_30b_a3b_32gpus", "--moe-router-topk=1"): "--moe-router-topk 1",
@@ -116,7 +116,7 @@ BROKEN = {
     ("qwen3_480b_a35b_512gpus", "--seq-length=32772"): "--seq-length 32772",
     ("qwen3_480b_a35b_512gpus", "--max-response-length=40000"): "--max-response-length 40000",
     ("deepseek_v3_671b_512gpus", "--decoder-last-pipeline-num-layers=3"): "--decoder-last-pipeline-num-layers 3",
-    ("deepseek_v3_671b_512gpus", "--moe-layer-freq=[0]*3+[1]*57"): "is of 60 layers, and --num-layers 61",
+    ("deepseek_v3_671b_512gpus", "--moe-layer-freq=[0]*3+[1]*57"): "60 layers, but --num-layers is 61",
     ("deepseek_v3_671b_512gpus", "--no-sequence-parallel"): "needs --sequence-parallel",
     ("deepseek_v3_671b_512gpus", "--use-rope-scaling"): "--use-rope-scaling does not go with",
 }

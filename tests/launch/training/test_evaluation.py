@@ -165,9 +165,9 @@ def test_answers_that_cannot_be_written_end_the_run_on_every_rank(ranks, tmp_pat
     [
         (["--eval-interval=3", "--grpo-iterations=2"], "--eval-interval 3 must be a multiple of the 2 optimizer steps"),
         (["--eval-interval=0"], "--eval-interval 0 must be positive"),
-        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 leaves some of the 2 data-parallel ranks"),
+        (["--eval-interval=1", "--eval-problems=1"], "--eval-problems 1 .*2 data-parallel ranks"),
         (["--eval-interval=1", "--task=count_up"], "--task count_up holds no problems out"),
-        (["--eval-problems=8"], "--eval-problems 8 does nothing without --eval-interval"),
+        (["--eval-problems=8"], "--eval-problems 8 .*--eval-interval"),
         (["--rollout-check-tolerance=-1"], "--rollout-check-tolerance -1.0 must be positive"),
     ],
 )
@@ -179,5 +179,5 @@ def test_evaluations_that_cannot_be_made_are_refused(tmp_path, more, message):
 def test_recorded_rollouts_have_no_engine_to_evaluate(tmp_path):
     save_rollouts(recorded_batch(0), tmp_path / "step-0000000-replica-0000.safetensors")
     words = flags(tmp_path, f"--load-rollouts={tmp_path}", "--eval-interval=2", "--train-iters=2")
-    with pytest.raises(ConfigurationError, match="--eval-interval 2 needs an engine, which --load-rollouts"):
+    with pytest.raises(ConfigurationError, match=r"--eval-interval 2 .*--load-rollouts"):
         configure(words, 1)

@@ -48,12 +48,12 @@ def test_a_resumed_run_whose_steps_lie_behind_is_refused(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--profile-step-end=3", "--profile-step-end 3 does nothing without --profile: give both, or neither"),
-        ("--profile-ranks 0 1", "--profile-ranks 0 1 does nothing without --profile: give both, or neither"),
-        ("--profile --profile-step-start=12", "--profile-step-start 12 to --profile-step-end 12: the first must be"),
-        ("--profile --profile-step-start=2", "that at most --train-iters 8"),
+        ("--profile-step-end=3", "--profile-step-end 3 .*--profile"),
+        ("--profile-ranks 0 1", "--profile-ranks 0 1 .*--profile"),
+        ("--profile --profile-step-start=12", "--profile-step-start 12 .*--profile-step-end 12"),
+        ("--profile --profile-step-start=2", "--train-iters 8"),
         ("--profile --profile-step-start=2 --profile-step-end=3 --profile-ranks 1", "--profile-ranks 1 must be one of"),
-        ("--record-memory-history", "--record-memory-history needs GPUs: PyTorch records no other memory; drop it"),
+        ("--record-memory-history", "--record-memory-history"),
     ],
 )
 def test_what_would_record_nothing_is_refused(tmp_path, more, message):

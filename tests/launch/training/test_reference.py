@@ -174,13 +174,13 @@ def test_no_second_model_comes_into_being(ranks, tmp_path):
 
 
 REFUSED = {
-    "--grpo-kl-beta=0 --ref-update-interval=2": "--ref-update-interval 2 does nothing without --grpo-kl-beta or --kl",
-    "--grpo-kl-beta=0 --ref-load=.": r"--ref-load \. does nothing without --grpo-kl-beta or --kl",
-    "--ref-update-interval=3": "--ref-update-interval 3 must be a multiple of the 2 optimizer steps of one",
+    "--grpo-kl-beta=0 --ref-update-interval=2": "--ref-update-interval 2 .*--grpo-kl-beta or --kl",
+    "--grpo-kl-beta=0 --ref-load=.": r"--ref-load \. .*--grpo-kl-beta or --kl",
+    "--ref-update-interval=3": "--ref-update-interval 3 .* 2 optimizer steps",
     "--ref-update-interval=0": "--ref-update-interval 0 must be positive",
     "--ref-load=nowhere": "--ref-load nowhere: no such folder",
     "--ref-load-hf=nowhere": r"--ref-load-hf nowhere: there is no such directory",
-    "--ref-load=. --ref-load-hf=nowhere": r"--ref-load \. and --ref-load-hf nowhere each name a reference policy",
+    "--ref-load=. --ref-load-hf=nowhere": r"--ref-load \. .*--ref-load-hf nowhere",
 }
 
 
@@ -193,9 +193,9 @@ def test_what_cannot_be_compared_with_is_refused(tmp_path, words):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rms_norm_eps": 1e-3}, "with --norm-epsilon 0.001, and the policy has 1e-06"),
-        ({"num_hidden_layers": 2}, "with --num-layers 2, and the policy has 4"),
-        ({"model_type": "qwen2"}, "with --add-qkv-bias true, and the policy has False"),
+        ({"rms_norm_eps": 1e-3}, "--norm-epsilon 0.001.* 1e-06"),
+        ({"num_hidden_layers": 2}, "--num-layers 2.* 4"),
+        ({"model_type": "qwen2"}, "--add-qkv-bias true.* False"),
     ],
 )
 def test_another_architecture_is_refused(tmp_path, published, change, message):

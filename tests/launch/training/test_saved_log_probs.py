@@ -124,7 +124,7 @@ def train_without_records(words):
 
 
 def test_the_flag_needs_records(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"--save-log-probs .*does nothing without --save-rollouts DIR"):
+    with pytest.raises(ConfigurationError, match=r"--save-log-probs .*--save-rollouts"):
         run_config(flags(tmp_path, "--save-log-probs"))
 
 
@@ -133,7 +133,5 @@ def test_the_flag_needs_the_last_step_on_a_batch(tmp_path):
     config = run_config(flags(tmp_path, *words, "--train-iters=100"))
     steps = config.updates_per_rollout
     run_config(flags(tmp_path, *words, f"--train-iters={steps}"))
-    with pytest.raises(
-        ConfigurationError, match=rf"--save-log-probs does nothing with --train-iters {steps - 1}: .*{steps}"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"--save-log-probs .*--train-iters {steps - 1}: .*{steps}"):
         run_config(flags(tmp_path, *words, f"--train-iters={steps - 1}"))

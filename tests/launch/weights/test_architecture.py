@@ -203,7 +203,7 @@ def test_a_model_of_two_families_is_what_is_asked_for(folders):
     assert find_family(run_config(words)).name == "llama"
     plain = flags(folders["llama"] / "runs")
     assert find_family(run_config([*plain, "--hf-model-type=mistral"])).name == "mistral"
-    with pytest.raises(ConfigurationError, match=r"--hf-model-type qwen3 is not what .* use llama or mistral"):
+    with pytest.raises(ConfigurationError, match=r"--hf-model-type qwen3 .*llama or mistral"):
         run_config([*plain, "--hf-model-type=qwen3"])
     with pytest.raises(ConfigurationError, match="--hf-model-type mistral contradicts --load-hf"):
         run_config([*words, "--hf-model-type=mistral"])
@@ -212,10 +212,10 @@ def test_a_model_of_two_families_is_what_is_asked_for(folders):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--use-rope-scaling"], "--use-rope-scaling does nothing with --position-embedding-type learned_absolute"),
-        (["--rotary-percent=0.5"], "--rotary-percent does nothing with --position-embedding-type learned_absolute"),
-        (["--openai-gelu", "--swiglu"], "--openai-gelu does nothing with --swiglu"),
-        (["--rope-scaling-factor=8"], r"--rope-scaling-factor 8\.0 does nothing without --use-rope-scaling"),
+        (["--use-rope-scaling"], "--use-rope-scaling .*--position-embedding-type learned_absolute"),
+        (["--rotary-percent=0.5"], "--rotary-percent 0.5 .*--position-embedding-type learned_absolute"),
+        (["--openai-gelu", "--swiglu"], "--openai-gelu .*--swiglu"),
+        (["--rope-scaling-factor=8"], r"--rope-scaling-factor 8\.0 .*--use-rope-scaling"),
     ],
 )
 def test_flags_that_change_nothing_are_refused(tmp_path, words, message):
@@ -228,10 +228,10 @@ def test_flags_that_change_nothing_are_refused(tmp_path, words, message):
     [
         ("--rotary-percent=1.5", r"--rotary-percent 1\.5 must be at most 1"),
         ("--rotary-percent=0", r"--rotary-percent 0\.0 must be positive"),
-        ("--rotary-percent=0.4", r"even number of dimensions, got 3: --kv-channels 8, --rotary-percent 0\.4"),
-        ("--rotary-percent=0.1", r"even number of dimensions, got 0: --kv-channels 8, --rotary-percent 0\.1"),
-        ("--kv-channels=7", r"even number of dimensions, got 7: --kv-channels 7, --rotary-percent 1\.0"),
-        ("--rotary-percent=0.5", "no Hugging Face architecture has this combination"),
+        ("--rotary-percent=0.4", r"--kv-channels 8 .*--rotary-percent 0\.4 .*3"),
+        ("--rotary-percent=0.1", r"--kv-channels 8 .*--rotary-percent 0\.1 .*0"),
+        ("--kv-channels=7", r"--kv-channels 7 .*--rotary-percent 1\.0 .*7"),
+        ("--rotary-percent=0.5", "no Hugging Face architecture"),
     ],
 )
 def test_dimensions_that_cannot_be_rotated_are_refused(tmp_path, words, message):
