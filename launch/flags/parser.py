@@ -22,29 +22,17 @@ from megatron_rc.launch.tasks.text import TOKENIZERS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.flags import add_rollout_correction_args
 
-# Title of each section in --help.
+# Titles of sections in --help that are not the section's name.
 _TITLES = {
-    "launch": "launch",
     "parallel": "parallelism",
     "transformer": "layers",
     "latent": "multi-latent attention",
     "experts": "mixture of experts",
     "compute": "precision and recomputation",
-    "model": "model",
-    "training": "training",
-    "optimizer": "optimizer",
     "schedule": "learning rate",
-    "critic": "critic",
     "guards": "steps that go wrong",
-    "checkpoints": "checkpoints",
-    "logging": "logging",
     "reference": "reference policy",
-    "task": "task",
-    "rewards": "rewards",
-    "advantages": "advantages",
     "data": "prompts from files",
-    "evaluation": "evaluation",
-    "rollouts": "rollouts",
     "engine": "rollout engine",
 }
 # Choices that are the entries of a table elsewhere.
@@ -100,9 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.listing = "--help-all"
-    groups = {name: parser.add_argument_group(title) for name, title in _TITLES.items()}
+    sections = [section for section in sections_of(RunConfig) if options_of(section[1])]
+    groups = {name: parser.add_argument_group(_TITLES.get(name, name)) for name, *_ in sections}
     _add_sources(groups)
-    for name, section, is_optional in sections_of(RunConfig):
+    for name, section, is_optional in sections:
         for option in options_of(section):
             _add(groups[name], option, is_optional)
     _add_loss_args(parser)
@@ -139,6 +128,8 @@ def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> N
     """Add the flag of a field; ``resolve.py`` fills in the defaults of a section that may be absent."""
     name = f"--{option.flag.replace('_', '-')}"
     default, help = option.default, option.help + in_words(option.needs)
+    engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
+    help += f"; for --rollout-engine {' or '.join(engines)}" * bool(engines)
     if is_optional and default is not None:
         default, help = None, f"{help}; default: {default}"
     if option.kind is not bool:

@@ -11,7 +11,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.flags.checks.experts import check_expert_layers
 from megatron_rc.launch.flags.checks.weights import NO_BRIDGE
 from megatron_rc.launch.run_config import RunConfig, sections_of
-from megatron_rc.launch.run_config.megatron import MegatronSection
+from megatron_rc.launch.run_config.megatron import MegatronSection, ParallelSection
 from megatron_rc.launch.run_config.options import Option, Section, options_of, out_of_range
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
@@ -58,14 +58,9 @@ def _alone(config: RunConfig) -> RunConfig:
         config,
         megatron=MegatronSection(given={}),
         launch=change(config.launch, on_cpu=True, world_size=1),
-        parallel=change(
-            config.parallel,
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            context_parallel_size=1,
-            expert_model_parallel_size=1,
-            sequence_parallel=False,
+        parallel=ParallelSection(
             virtual_pipeline_model_parallel_size=None,
+            **{option.field: option.default for option in options_of(ParallelSection)},
         ),
         model=change(config.model, transformer_impl="local"),
         checkpoints=change(config.checkpoints, weights_bridge=NO_BRIDGE),

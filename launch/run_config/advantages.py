@@ -8,8 +8,6 @@ from typing import Literal
 from megatron_rc.advantages.group import GROUP_ESTIMATORS
 from megatron_rc.launch.run_config.options import option
 
-_SCOPED = "advantage_estimator=" + "|".join((*GROUP_ESTIMATORS, "reinforce-pp", "reinforce-pp-baseline", "gae"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageSection:
@@ -40,7 +38,7 @@ class AdvantageSection:
     advantage_scope: Literal["all", "accepted"] = option(
         "responses in the baselines, and tokens in the whitening of advantages: all, or those that are not rejected",
         default="all",
-        needs=_SCOPED,
+        needs="!advantage_estimator=remax",
     )
     kl_in_reward: float = option(
         "coefficient of the KL to the reference policy that is subtracted from the reward of each token",

@@ -35,7 +35,10 @@ def why_unmet(need: str, settings: Any) -> str:
 
 def in_words(needs: Iterable[str]) -> str:
     """Conditions at the end of a help text."""
-    return "".join(f"; {'not with' if need.startswith('!') else 'needs'} {_words(need)}" for need in needs)
+    wanted = [_words(need) for need in needs if not need.startswith("!")]
+    others = [_words(need) for need in needs if need.startswith("!")]
+    parts = {"needs": " and ".join(wanted), "not with": " or ".join(others)}
+    return "".join(f"; {head} {words}" for head, words in parts.items() if words)
 
 
 def _parsed(need: str) -> tuple[str, list[str]]:

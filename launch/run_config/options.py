@@ -70,9 +70,13 @@ def option(help: str, *, needs: str = "", **how: Any) -> Any:
     return dataclasses.field(metadata={_KEY: Option(help=help, needs=tuple(needs.split()), **how)})
 
 
-@functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
     """Complete options of a section, in the order of its fields; all of them need the section's ``NEEDS``."""
+    return _read_options(section)
+
+
+@functools.cache
+def _read_options(section: type) -> tuple[Option, ...]:
     hints, switch = get_type_hints(section), getattr(section, "NEEDS", "")
     found = []
     for field in dataclasses.fields(section):

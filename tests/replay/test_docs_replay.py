@@ -3,8 +3,8 @@
 import re
 import shlex
 
-from megatron_rc.launch.flags.configure import configure
 from megatron_rc.launch.flags.commands import parse_replay
+from megatron_rc.launch.flags.configure import configure
 from megatron_rc.records.rollout import save_rollouts
 from megatron_rc.replay.__main__ import main
 from tests.replay.batches import scored_batch

@@ -6,19 +6,16 @@ same error: one sentence with the flag, its value and the remedy.
 
 from __future__ import annotations
 
-from megatron_rc.launch.flags.checks.advantages import check_advantages
-from megatron_rc.launch.flags.checks.critic import check_critic
+from megatron_rc.launch.flags.checks.advantages import check_advantages, check_critic
 from megatron_rc.launch.flags.checks.experts import check_experts
 from megatron_rc.launch.flags.checks.files import check_checkpoints
 from megatron_rc.launch.flags.checks.guards import check_guards, check_profiling
 from megatron_rc.launch.flags.checks.megatron import check_megatron
 from megatron_rc.launch.flags.checks.model import check_model
 from megatron_rc.launch.flags.checks.parallel import check_batches, check_intervals, check_parallelism
-from megatron_rc.launch.flags.checks.reference import check_reference
-from megatron_rc.launch.flags.checks.rewards import check_rewards
 from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_staleness
-from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts
-from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge
+from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts, check_rewards
+from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge, check_reference
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Task
 

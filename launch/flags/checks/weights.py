@@ -7,13 +7,16 @@ import logging
 
 from megatron_rc.launch.errors import ConfigurationError, pip_install, require
 from megatron_rc.launch.flags.checks.megatron import model_flags
-from megatron_rc.launch.run_config import RunConfig
+from megatron_rc.launch.run_config import RunConfig, flag_options
+from megatron_rc.launch.weights.architecture import read_architecture
 from megatron_rc.launch.weights.bridge import MBRIDGE
 from megatron_rc.launch.weights.families import FAMILIES, find_family
 from megatron_rc.launch.weights.family import check_transformers
 
 NO_BRIDGE = "none"
 _FOREIGN = "drop it, or train from --load-rollouts without --load-hf and --save-hf"
+# Settings of a directory that do not change the function of the model.
+_NAMES_ALONE = ("hf-model-type", "max-position-embeddings", "sliding-window")
 _log = logging.getLogger("megatron_rc")
 
 
@@ -104,3 +107,21 @@ def _converts(config: RunConfig, samples: bool) -> bool:
     files = config.checkpoints
     others = (config.reference.ref_load_hf, config.critic and config.critic.critic_load_hf)
     return bool(samples or files.load_hf or files.save_hf or any(others))
+
+
+def check_reference(config: RunConfig) -> None:
+    """Refuse a directory whose shapes or numbers make another function than the policy's."""
+    folder = config.reference.ref_load_hf
+    if not folder:
+        return
+    for name, word in read_architecture(folder, "--ref-load-hf").items():
+        if name in _NAMES_ALONE or name not in flag_options():
+            continue
+        kind, value = flag_options()[name][1].kind, config.value_of(name)
+        if kind is bool:
+            value = bool(value)  # None if the section of the switch is absent
+        if value != (word == "true" if kind is bool else kind(word)):
+            raise ConfigurationError(
+                f"--ref-load-hf {folder} is a model with --{name} {word}, but the policy has {value}: the reference "
+                "must have the policy's architecture"
+            )
