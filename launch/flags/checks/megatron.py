@@ -41,14 +41,13 @@ REFUSED = {
         "overlap_param_gather_with_optimizer_step"
     ),
     "skips optimizer steps without telling the trainer; use --bad-steps skip": "grad_norm_skip_threshold",
-    "needs a schedule that is not used here, and would leave out gradients": (
-        "overlap_moe_expert_parallel_comm delay_wgrad_compute"
+    "needs a schedule that is not used here": (
+        "overlap_moe_expert_parallel_comm delay_wgrad_compute microbatch_group_size_per_vp_stage"
     ),
     "needs batches of Megatron-LM's own loaders": "hybrid_context_parallel",
     "changes the layers of pipeline stages, which engines' weights cannot follow; use "
     "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": (
-        "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "microbatch_group_size_per_vp_stage"
+        "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
     ),
     "captures CUDA graphs, but passes have other shapes for training and for log-probs": (
         "enable_cuda_graph external_cuda_graph cuda_graph_impl optimizer_cuda_graph"
@@ -62,6 +61,9 @@ _OF_THE_MODEL = frozenset(
     "moe_apply_probs_on_input moe_latent_size moe_shared_expert_gate no_rope_freq qk_l2_norm rotary_interleaved "
     "softmax_type".split()
 )
+# Fields that fail without Transformer Engine's layers, and fields that fail on the CPU, when the model is built or run.
+_OF_ENGINE = ("fp8", "fp4", "tp_comm_overlap", "use_te_activation_func")
+_OF_GPUS = ("gradient_accumulation_fusion", "nccl_ub", "optimizer_cpu_offload", "use_precision_aware_optimizer")
 # Values of --recompute-modules that only Transformer Engine's layers have.
 MODULES_OF_ENGINE = ("layernorm", "moe_act", "mla_up_proj")
 
@@ -123,14 +125,16 @@ def _check_precision(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Refuse fields that change numbers or buffers of Transformer Engine's layers if the run does not have these."""
+    """Refuse fields that need Transformer Engine's layers, a GPU, or buffers of another layout."""
     given = config.megatron.given
-    needing = [name for name in ("fp8", "fp4", "tp_comm_overlap") if given.get(name)]
-    flags = [passed_through()[name].as_flag(given[name]) for name in needing]
+    flags = [passed_through()[name].as_flag(given[name]) for name in _OF_ENGINE if given.get(name)]
     modules = [module for module in given.get("recompute_modules", ()) if module in MODULES_OF_ENGINE]
     flags += [f"--recompute-modules {module}" for module in modules]
     if flags and not _has_engine(config):
         raise ConfigurationError(f"{flags[0]} needs --transformer-impl transformer_engine: use it, or drop the flag")
+    for name in _OF_GPUS:
+        if given.get(name) and config.launch.on_cpu:
+            raise ConfigurationError(f"{passed_through()[name].as_flag(True)} needs a GPU: drop it")
     fits = config.parallel.sequence_parallel and config.compute.bf16 and not config.training.rl_use_sequence_packing
     if given.get("tp_comm_overlap") and not fits:
         raise ConfigurationError(
@@ -152,6 +156,8 @@ def _check_kernels(config: RunConfig) -> None:
             "--defer-embedding-wgrad-compute waits for the output layer, which --fused-linear-log-probs does not run: "
             "drop one of them"
         )
+    if given.get("overlap_param_gather") and not config.optimizer.use_distributed_optimizer:
+        raise ConfigurationError("--overlap-param-gather needs --use-distributed-optimizer: give both, or neither")
     if given.get("perform_initialization") is False and not (config.checkpoints.load or config.checkpoints.load_hf):
         raise ConfigurationError(
             "--no-initialization without --load or --load-hf leaves the weights undefined: drop it"

@@ -48,6 +48,8 @@ def check_architecture(config: RunConfig, samples: bool) -> None:
 
 def _check_experts_of_their_own(config: RunConfig) -> None:
     """Refuse layouts of experts that the tables of weights do not know."""
+    if config.experts is None:
+        return
     etp, tp = config.megatron.expert_tensor_parallel_size, config.parallel.tensor_model_parallel_size
     if etp not in (None, tp):
         raise ConfigurationError(

@@ -364,6 +364,11 @@ TABLES = {
         --fp8-format=hybrid :: --fp8-format hybrid | delayed
         --fp8-format=hybrid --fp8-recipe=mxfp8 :: --fp8-format hybrid | --transformer-impl transformer_engine
         --tp-comm-overlap :: --tp-comm-overlap | --transformer-impl transformer_engine
+        --use-te-activation-func :: --use-te-activation-func | --transformer-impl transformer_engine
+        --optimizer-cpu-offload :: --optimizer-cpu-offload | GPU
+        --use-nccl-ub :: --use-nccl-ub | GPU
+        --overlap-param-gather :: --overlap-param-gather | --use-distributed-optimizer
+        --ep-overlap-early-attn-memory-release :: Megatron-Core refuses | --ep-overlap-early-attn-memory-release
         --recompute-granularity=selective --recompute-modules layernorm :: --recompute-modules layernorm | --transf
         --recompute-granularity=selective --recompute-modules nothing :: Megatron-Core refuses | --recompute-modules
         --defer-embedding-wgrad-compute --fused-linear-log-probs :: --defer-embedding-wgrad-compute | --fused-linear
@@ -447,4 +452,4 @@ PASSED = [
 
 @pytest.mark.parametrize("words", PASSED)
 def test_what_does_nothing_in_megatron_passes(tmp_path, words):
-    assert configure(flags(tmp_path, *words.split()), 1, engine=False)
+    assert configure(flags(tmp_path, *words.split()), 1)

@@ -49,10 +49,10 @@ def test_conditions_are_read(text, parts):
         (f"{KL} > 0.5 for -1", "'for -1' is no number of steps"),
         ("perf/save_seconds > 9", "does nothing without --save-interval: no step has perf/save_seconds"),
         ("perf/eval_seconds > 9", "does nothing without --eval-interval: no step has perf/eval_seconds"),
-        ("eval/exact_match < 0.5", "evaluations are no metrics of a step"),
-        ("grad_nrom > 5", "no step has a metric grad_nrom: did you mean grad_norm?"),
-        ("x/y > 5", "no step has a metric x/y: use one of docs/metrics.md, like rollout_corr/k3_kl or reward/mean"),
-        ("reward/ > 5", "no step has a metric reward/: did you mean reward/mean?"),
+        ("eval/exact_match < 0.5", "reward/mean"),
+        ("grad_nrom > 5", " grad_norm?"),
+        ("x/y > 5", "docs/metrics.md"),
+        ("reward/ > 5", " reward/mean?"),
     ],
 )
 def test_what_is_no_condition_is_refused_at_the_start(tmp_path, text, message):

