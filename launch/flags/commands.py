@@ -106,9 +106,8 @@ def parse_report(argv: Sequence[str]) -> Path:
     parser.add_argument("folder", metavar="RUN", type=Path, help="the run's folder, such as runs/NAME")
     folder: Path = parser.parse_args(list(argv)).folder
     if not os.access(folder / _METRICS, os.R_OK):
-        raise ConfigurationError(
-            f"{folder} holds no {_METRICS} that can be read: name a run's folder, as runs/count_up"
-        )
+        remedy = "name the folder of a run, as runs/count_up"
+        raise ConfigurationError(f"{folder} holds no {_METRICS} that can be read: {remedy}")
     return folder
 
 

@@ -127,7 +127,7 @@ def _type_of(read: Callable[[str], Any]) -> Callable[[str], Any]:
 def _add(group: argparse._ArgumentGroup, option: Option, is_optional: bool) -> None:
     """Add the flag of a field; ``resolve.py`` fills in the defaults of a section that may be absent."""
     name = f"--{option.flag.replace('_', '-')}"
-    default, help = option.default, option.help + in_words(option.needs)
+    default, help = option.default, option.help + "; required" * option.required + in_words(option.needs)
     engines = [name for name, engine in ENGINES.items() if option.field in engine.settings]
     help += f"; for --rollout-engine {' or '.join(engines)}" * bool(engines)
     if is_optional and default is not None:

@@ -56,9 +56,7 @@ def prompt_data(args: argparse.Namespace, text: Text) -> PromptData:
         )
     check_room(args.seq_length, args.max_response_length)
     if args.eval_interval is not None and not args.eval_data:
-        raise ConfigurationError(
-            f"--eval-interval {args.eval_interval} needs prompts that training never draws: give --eval-data"
-        )
+        raise ConfigurationError(f"--eval-interval {args.eval_interval} needs held-out prompts: give --eval-data")
     row_format = RowFormat(
         input_key=args.input_key,
         label_key=args.label_key or DEFAULT_LABEL,

@@ -72,9 +72,7 @@ def _section(kind: type[Section], values: Mapping[str, Any], where: str, *, stri
     fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     unknown = [name for name in values if name not in fields]
     if strict and unknown:
-        raise ConfigurationError(
-            f"{where} has an unknown field {unknown[0]!r}: a later version of megatron_rc wrote it"
-        )
+        raise ConfigurationError(f"{where} has an unknown field {unknown[0]!r}: a later megatron_rc wrote it")
     found = {}
     for name in fields:
         option = options.get(name, Option(help=""))

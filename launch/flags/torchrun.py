@@ -216,9 +216,8 @@ def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argpars
     if not many and (typed or addresses):
         raise ConfigurationError(f"{(typed + addresses)[0]} does nothing without --nnodes above 1: drop it")
     if elastic and not theirs.rdzv_endpoint:
-        raise ConfigurationError(
-            f"--rdzv-backend {theirs.rdzv_backend} needs --rdzv-endpoint HOST:PORT, the same on all machines"
-        )
+        words = "needs --rdzv-endpoint HOST:PORT, the same on all machines"
+        raise ConfigurationError(f"--rdzv-backend {theirs.rdzv_backend} {words}")
     if machines.fewest < machines.most and not elastic:
         raise ConfigurationError(
             f"--nnodes {mine.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, at which machines meet"
@@ -227,9 +226,7 @@ def _check_meeting(mine: argparse.Namespace, machines: Machines, theirs: argpars
         raise ConfigurationError(f"{addresses[0]} does nothing with --rdzv-backend {theirs.rdzv_backend}: drop it")
     of_endpoint = [words for words in addresses if not words.startswith("--node-rank")]
     if theirs.rdzv_endpoint and of_endpoint:
-        raise ConfigurationError(
-            f"{of_endpoint[0]} does nothing with --rdzv-endpoint {theirs.rdzv_endpoint}: drop one of them"
-        )
+        raise ConfigurationError(f"{of_endpoint[0]} does nothing with --rdzv-endpoint {theirs.rdzv_endpoint}: drop one")
     if not 0 <= (mine.node_rank or 0) < machines.most:
         raise ConfigurationError(
             f"--node-rank {mine.node_rank} must be one of 0 to {machines.most - 1}, with --nnodes {mine.nnodes}"

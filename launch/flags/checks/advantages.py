@@ -35,9 +35,7 @@ def check_advantages(config: RunConfig) -> None:
             "or drop that"
         )
     if wanted.advantage_scope == "accepted" and not correction.rejects and correction.bad_log_probs == "error":
-        raise ConfigurationError(
-            "--advantage-scope accepted does nothing without a rejection: give --rollout-rs, or drop it"
-        )
+        raise ConfigurationError("--advantage-scope accepted does nothing without a rejection: give --rollout-rs")
     _check_scaling(config)
 
 
@@ -80,6 +78,4 @@ def check_critic(config: RunConfig) -> None:
             "--proximal-interpolation make it in the policy's loss: use --correct-values none"
         )
     if wanted == "weights" and (correction.rollout_is is None or not correction.rollout_is_apply):
-        raise ConfigurationError(
-            "--correct-values weights does nothing without importance weights: use mask, or give --rollout-is"
-        )
+        raise ConfigurationError("--correct-values weights needs importance weights: use mask, or give --rollout-is")

@@ -15,9 +15,7 @@ def check_experts(config: RunConfig) -> None:
         sizes = {"expert-model": ep, "expert-tensor": config.megatron.expert_tensor_parallel_size or 1}
         for name, size in sizes.items():
             if size != 1:
-                raise ConfigurationError(
-                    f"--{name}-parallel-size {size} does nothing without --num-experts: give both, or neither"
-                )
+                raise ConfigurationError(f"--{name}-parallel-size {size} does nothing without --num-experts: drop it")
         return
     _check_parallelism(config, experts)
     check_expert_layers(config, experts)
@@ -84,9 +82,7 @@ def _check_router(experts: ExpertSection) -> None:
     fewest = 1 if experts.moe_router_pre_softmax or experts.moe_router_score_function == "sigmoid" else 2
     if not fewest <= topk <= number:
         reason = "" if fewest == 1 else ": the weight of a single expert is always 1"
-        raise ConfigurationError(
-            f"--moe-router-topk {topk} must lie in [{fewest}, {number}] with --num-experts {number}{reason}"
-        )
+        raise ConfigurationError(f"--moe-router-topk {topk} must lie in [{fewest}, {number}]{reason}")
     groups, chosen = experts.moe_router_num_groups, experts.moe_router_group_topk
     if groups is not None and chosen is not None:
         require_multiple("num_experts", number, "moe_router_num_groups", groups)

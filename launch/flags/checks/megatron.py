@@ -159,9 +159,7 @@ def _check_kernels(config: RunConfig) -> None:
     if given.get("overlap_param_gather") and not config.optimizer.use_distributed_optimizer:
         raise ConfigurationError("--overlap-param-gather needs --use-distributed-optimizer: give both, or neither")
     if given.get("perform_initialization") is False and not (config.checkpoints.load or config.checkpoints.load_hf):
-        raise ConfigurationError(
-            "--no-initialization without --load or --load-hf leaves the weights undefined: drop it"
-        )
+        raise ConfigurationError("--no-initialization without --load or --load-hf leaves weights undefined: drop it")
 
 
 def _build(config: RunConfig, flags: list[str]) -> None:

@@ -81,6 +81,4 @@ def _check_vocabulary(config: RunConfig) -> None:
     padded, tp = config.model.padded_vocab_size, config.parallel.tensor_model_parallel_size
     require_multiple("padded_vocab_size", padded, "tensor_model_parallel_size", tp)
     if padded < config.model.vocab_size:
-        raise ConfigurationError(
-            f"--padded-vocab-size {padded} is smaller than the vocabulary of {config.model.vocab_size}"
-        )
+        raise ConfigurationError(f"--padded-vocab-size {padded} is less than the {config.model.vocab_size} tokens")
