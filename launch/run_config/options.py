@@ -38,7 +38,8 @@ class Option:
         positive: the value must be a finite number above 0.
         not_negative: the value must be a finite number of at least 0.
         below: bound that the value must not reach: a number, or the name of another flag; None: no such bound.
-        most: largest value: a number, beyond which time or memory would run out, or the name of another flag.
+        most: largest value: a number, beyond which time or memory would run out, or the name of another flag;
+            None: no such bound.
         metavar: name of the value in ``--help``.
         read: function that makes the value of a word, if the type alone would accept words without a meaning.
         field: name of the field.
@@ -56,7 +57,7 @@ class Option:
     positive: bool = False
     not_negative: bool = False
     below: float | str | None = None
-    most: float | str = MOST
+    most: float | str | None = None
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
     field: str = ""
@@ -103,7 +104,8 @@ def out_of_range(option: Option, value: Any, settings: Any = None) -> str:
         return "must be positive"
     if option.not_negative and not 0 <= value < float("inf"):
         return "must be 0 or more"
-    for bound, is_excluded in ((option.most, False), (option.below, True), (MOST, False)):
+    largest = MOST if isinstance(value, int) else None
+    for bound, is_excluded in ((option.most, False), (option.below, True), (largest, False)):
         number, shown = (getattr(settings, bound, None), f"{flag(bound)} ") if isinstance(bound, str) else (bound, "")
         if number is not None and (value > number or (is_excluded and value == number)):
             return f"must be {'below' if is_excluded else 'at most'} {shown}{number}"

@@ -238,7 +238,7 @@ def listed(path):
         ("model", {"untie_embeddings_and_output_weights": 0}, "untie_embeddings_and_output_weights is 0"),
         ("model", {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         ("transformer", {"num_layers": None}, "num_layers is None"),
-        ("transformer", {"memory": 5}, "transformer has an unknown field 'memory': a later version"),
+        ("transformer", {"memory": 5}, "transformer has an unknown field 'memory'"),
         ("transformer", {"qk_layernorm": True, "add_qkv_bias": True}, "no Hugging Face architecture has the settings"),
         ("transformer", None, "has no section transformer"),
         ("transformer", {"num_layers": 5}, r"layers\.\S+ is \(4, .*\), and by its settings \(5, "),

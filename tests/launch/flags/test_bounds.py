@@ -28,7 +28,7 @@ def test_every_whole_number_has_a_bound():
     assert len(COUNTED) > 60
     for option in COUNTED:
         assert out_of_range(option, 10**19), option.field
-        assert not out_of_range(option, option.most), option.field
+        assert not out_of_range(option, option.most if isinstance(option.most, int) else 10**15), option.field
 
 
 @pytest.mark.parametrize(("processes", "nodes"), [("1000000000", "1"), ("8", "1000000000"), ("8", "1:1000000000")])
