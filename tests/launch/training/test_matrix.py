@@ -291,11 +291,11 @@ def run_with_mean_of_means(words, data, old, new):
         accepted = self.sequence_lengths.view(MINI_BATCHES, -1)[mini_batch] > 0
         return accepted.sum().double().clamp(min=1) * torch.distributed.get_world_size()
 
-    right, DecoupledPlan._denominator = DecoupledPlan._denominator, wrong
+    right, DecoupledPlan.denominator = DecoupledPlan.denominator, wrong
     try:
         return training_cases.run_case(words, data, old, new)
     finally:
-        DecoupledPlan._denominator = right
+        DecoupledPlan.denominator = right
 
 
 def test_denominators_of_single_ranks_fail(run, single):
