@@ -441,6 +441,23 @@ def test_without_presets_those_are_compared_that_the_doctor_would_try(folder, ca
     assert len(json.loads(capsys.readouterr().out)["corrections"]) == 2 * len(found)
 
 
+def test_a_record_of_responses_alone_has_sampled_first_tokens(tmp_path, capsys):
+    """verl's tensors have no prompt: column 0 is the first token of each response."""
+    rollout = -torch.rand(4, 6) - 0.1
+    verl = {
+        "rollout_log_probs": rollout,
+        "old_log_probs": (rollout + 0.05 * torch.randn(4, 6)).clamp(max=0),
+        "response_mask": torch.arange(6) < torch.tensor([[6], [5], [4], [1]]),
+        "responses": torch.arange(24).view(4, 6),
+    }
+    torch.save(verl, tmp_path / "a.pt")
+    assert main([str(tmp_path / "a.pt"), "--json", "--preset=decoupled_token_is"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 16
+    sequences = {one["sample_id"]: one for one in found["corrections"][0]["most_affected"]}
+    assert [token[0] for token in sequences[0]["tokens"]] == [0, 1, 2, 3, 4, 5]
+
+
 def test_replay_takes_what_the_doctor_takes(tmp_path, capsys):
     """Tensors of verl's names in three formats, and lines of slime's; without tokens, prompts and rewards too."""
     batch = scored_batch()
