@@ -88,7 +88,7 @@ def test_text_says_what_why_and_what_to_do():
         "How far apart",
         "1. another temperature (temperature)",
         "as if the engine's temperature were 0.7",
-        "Do: score with the temperature that the engine samples at",
+        "Do: score with the temperature",
         "--rollout-correction-preset disabled",
         "Outside of published ranges",
     ):
