@@ -57,7 +57,7 @@ class Effect:
 
     Attributes:
         choice: the correction.
-        ess: effective sample size of the weights as a share of the tokens; 1 without weights.
+        eff_sample_size: effective sample size of the weights as a share of the tokens; 1 without weights.
         mean_weight: mean of the bounded weights; 1 without weights.
         rejected_tokens: share of rejected tokens.
         rejected_sequences: share of sequences with a rejected token.
@@ -65,7 +65,7 @@ class Effect:
     """
 
     choice: Choice
-    ess: float
+    eff_sample_size: float
     mean_weight: float
     rejected_tokens: float
     rejected_sequences: float
@@ -163,7 +163,7 @@ def effect(choice: Choice, sampled: Sampled) -> Effect:
     }
     return Effect(
         choice,
-        ess=metrics.get("rollout_is_eff_sample_size", 1.0),
+        eff_sample_size=metrics.get("rollout_is_eff_sample_size", 1.0),
         mean_weight=metrics.get("rollout_is_mean", 1.0),
         rejected_tokens=metrics["rollout_rs_masked_fraction"],
         rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],

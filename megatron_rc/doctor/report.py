@@ -129,7 +129,9 @@ def _proposed(report: Report) -> list[str]:
             for sign in ("negative", "zero", "positive")
         )
         name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *_values(one.choice)])
-        lines.append(f"  {name:<46}{one.ess:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}")
+        lines.append(
+            f"  {name:<46}{one.eff_sample_size:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}"
+        )
     return lines
 
 
@@ -178,15 +180,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "why": report.choice.why,
         },
         "effects": [
-            {
-                "preset": one.choice.preset,
-                "arguments": one.choice.arguments,
-                "eff_sample_size": one.ess,
-                "mean_weight": one.mean_weight,
-                "rejected_tokens": one.rejected_tokens,
-                "rejected_sequences": one.rejected_sequences,
-                "rejected_by_reward": one.rejected_by_reward,
-            }
+            {"preset": one.choice.preset, "arguments": one.choice.arguments}
+            | {name: value for name, value in vars(one).items() if name != "choice"}
             for one in report.effects
         ],
         "outside_of_published_ranges": [
