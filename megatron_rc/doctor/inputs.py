@@ -60,7 +60,7 @@ def read_evidence(path: Path) -> Evidence:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text: give metrics as JSON or CSV, or a batch as safetensors") from None
+        raise ValueError(f"{path} is not a text file: give metrics as JSON or CSV, or a batch as safetensors") from None
 
 
 def _read_folder(path: Path) -> Evidence:

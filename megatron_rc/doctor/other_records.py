@@ -56,7 +56,9 @@ def sampled_of_file(path: Path) -> Sampled:
         raise NoRecordError(str(problem)) from None
     if not is_record(tensors):
         names = ", ".join(sorted(tensors)[:5]) or "none"
-        raise NoRecordError(f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give those of a rollout batch by name")
+        raise NoRecordError(
+            f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give the tensors of a rollout batch by name"
+        )
     return sampled_of_tensors(tensors, path)
 
 
@@ -124,7 +126,9 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
     rollout, old, mask = (_first(tensors, names) for names in (ROLLOUT, OLD, MASK))
     for name, value in ((ROLLOUT[0], rollout), (OLD[0], old), (MASK[0], mask)):
         if value is not None and (value.dim() != 2 or value.shape != rollout.shape):
-            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}: expected [responses, tokens], all alike")
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(value.shape)}: expected [responses, tokens], equal for all"
+            )
     mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask != 0
 
     def of_each(names: Sequence[str]) -> list[Any]:
@@ -188,7 +192,7 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
     try:
         torch.tensor([[_float(value) for value in values] for values in (rollout, old or rollout, mask)])
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{path}: response {index} has something else than numbers in its log-probs or mask") from None
+        raise ValueError(f"{path}: response {index} has other values than numbers in its log-probs or mask") from None
     return rollout, old, mask
 
 

@@ -53,7 +53,7 @@ def parse_lines(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
         except (json.JSONDecodeError, RecursionError):
             damaged = number
     if damaged and (damaged == 1 or damaged < number):
-        raise ValueError(f"{path}: line {damaged} is no JSON: the file is damaged")
+        raise ValueError(f"{path}: line {damaged} is not JSON: the file is damaged")
 
 
 def _objects(values: Any, path: Path) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]
             yield {name: line[name] for name in names}
     except csv.Error as problem:
         raise ValueError(
-            f"{path}: line {reader.line_num + 1} is no CSV ({problem}): export the metrics alone"
+            f"{path}: line {reader.line_num + 1} is not CSV ({problem}): export only the metrics"
         ) from None
 
 
@@ -149,13 +149,13 @@ def _without_metrics(names: set[Any]) -> str:
         )
     if names == {"Wall time", "Step", "Value"}:
         return (
-            "is TensorBoard's table of one metric, which it does not name: change Value in its first line to "
-            "the metric's name, for example rollout_corr/k3_kl"
+            "is TensorBoard's table of one metric without its name: replace Value in the first line by the metric's "
+            "name, for example rollout_corr/k3_kl"
         )
     shown = ", ".join(sorted(map(str, names))[:5]) or "none"
     return (
-        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and the like, the "
-        "mismatch/ names of 2025-10, or slime's or NeMo-RL's"
+        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and others, the "
+        "mismatch/ names of 2025-10, or the names of slime or NeMo-RL"
     )
 
 

@@ -77,7 +77,9 @@ def with_grid(
             words = " ".join(f"{field}={_shown(value)}" for field, value in given.items())
             found[f"{name} {words}".strip()] = _changed(base, given, name, words)
     if len(found) > MOST:
-        raise ValueError(f"{len(found)} corrections are asked for, {MOST} can be compared: give fewer values to --grid")
+        raise ValueError(
+            f"{len(found)} corrections are too many, at most {MOST} can be compared: give fewer values to --grid"
+        )
     return found
 
 

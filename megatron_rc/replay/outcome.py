@@ -107,7 +107,7 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
         ValueError: the record lacks a field that the correction needs, or its log-probs cannot be right.
     """
     if config.proximal_interpolation:
-        raise ValueError(f"{name}: proximal_interpolation makes π_old out of two policies as it trains: leave it out")
+        raise ValueError(f"{name}: proximal_interpolation computes π_old during training, a record has none: remove it")
     greedy = data.parts[0].records.sampling.top_k == 1
     versions = [part.versions for part in data.parts]
     result = correct_rollouts(

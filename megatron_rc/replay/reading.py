@@ -44,7 +44,7 @@ def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[Na
     """
     batches = [batch for path in paths for file in _files(Path(path)) for batch in _read(file)]
     if not sum(batch.records.num_sequences for batch in batches):
-        raise ValueError(f"{', '.join(paths)}: no sequence is there, expected records of --save-rollouts")
+        raise ValueError(f"{', '.join(paths)}: no sequence found, expected records of --save-rollouts")
     for batch in batches:
         _check(batch, batches[0], vocab_size)
     return batches
@@ -56,8 +56,8 @@ def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".jsonl"))
     if any(file.name == "metrics.jsonl" for file in files):
         raise ValueError(
-            f"{path} is the folder of a run, whose metrics hold no tokens: name that of its --save-rollouts DIR "
-            "--save-log-probs"
+            f"{path} is the folder of a run, whose metrics hold no tokens: name the folder of its "
+            "--save-rollouts DIR --save-log-probs"
         )
     if not files:
         raise ValueError(f"{path} has no {', '.join(SUFFIXES)} and no .jsonl file: name the folder of --save-rollouts")
@@ -124,5 +124,5 @@ def _check(batch: NamedBatch, first: NamedBatch, vocab_size: int | None) -> None
     if batch.records.sampling != first.records.sampling:
         raise ValueError(
             f"{first.name} and {batch.name} were sampled differently, {first.records.sampling} and "
-            f"{batch.records.sampling}: replay them apart"
+            f"{batch.records.sampling}: replay them separately"
         )

@@ -55,7 +55,7 @@ def as_text(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
     if data.unscored:
         lines.append(f"{data.unscored} more tokens without a log-prob of the trainer count nowhere")
     lines += ["", *_table(("correction", *_SUMMARY), [(found.name, *_summary(found)) for found in outcomes])]
-    lines += ["", f"cosine, length: {outcomes[0].effect.of}; each beside the uncorrected one"]
+    lines += ["", f"cosine, length: {outcomes[0].effect.of}; compared with the uncorrected gradient"]
     for word, name in _GROUPS:
         lines += ["", f"rejected tokens (sequences) by {word}", *_breakdown(outcomes, name)]
     for found in outcomes:

@@ -355,7 +355,7 @@ def refused(words, capsys):
         (["--preset=disabled", "--vocab-size=20"], "expected less than the vocabulary's 20, padding included"),
         (
             ["--preset=token_is", "--grid=proximal_interpolation=true"],
-            "proximal_interpolation makes π_old out of two policies as it trains",
+            "proximal_interpolation",
         ),
     ],
 )
@@ -380,7 +380,7 @@ def bad_value(batch):
             changed(old_log_probs=None),
             "no sampled token has a log-prob of the trainer (old_log_probs): write them with",
         ),
-        (lambda batch: batch.rows([]), "no sequence is there, expected records of --save-rollouts"),
+        (lambda batch: batch.rows([]), "expected records of --save-rollouts"),
         (changed(old_log_probs=torch.full((12, 20), torch.nan)), "no sampled token has a log-prob of the trainer"),
         (bad_value, "the rollout log-prob of sample 102, token 4 is 0.5: expected a finite number"),
         (changed(sampling=SamplingParams(temperature=0.5, log_probs_mode="raw")), "log-probs are raw"),
