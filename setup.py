@@ -1,9 +1,9 @@
 """Packaging: the folders ``parallel/``, ``launch/`` and ``configs/`` are imported as ``megatron_rc.<folder>``.
 
-The relative links in ``megatron_rc/`` say the same thing; the map below serves where links are lost (an archive
-unpacked on a file system without them). Either alone fails for some way of installing. ``find_packages`` follows links,
-so they are left out of what it finds in ``megatron_rc/`` and listed once, under the names that they are imported by.
-A fourth link brings the pages of ``docs/`` into the wheel, since messages name them.
+Relative links in ``megatron_rc/`` and the map below both make these names. The map works if links are lost, for example
+in an archive on a file system without links. Each alone fails for some way of installing. ``find_packages`` follows
+links, so linked folders are excluded in ``megatron_rc/`` and listed once, under their import names. A fourth link puts
+the pages of ``docs/`` into the wheel, because messages refer to them.
 """
 
 import re
@@ -12,13 +12,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.sdist import sdist
 
-# What --reward math-verify needs; the parser comes in several versions.
+# Packages of --reward math-verify; its parser has several versions.
 MATH = ["math-verify[antlr4-13-2]>=0.9"]
 MOVED = ("parallel", "launch", "configs")
 
 
 def packages() -> list[str]:
-    """Every import package: ``megatron_rc`` itself and the folders that stand beside it."""
+    """Every import package: ``megatron_rc`` and the folders beside it."""
     linked = [pattern for folder in MOVED for pattern in (folder, f"{folder}.*")]
     names = ["megatron_rc", *(f"megatron_rc.{name}" for name in find_packages("megatron_rc", exclude=linked))]
     for folder in MOVED:
@@ -27,16 +27,16 @@ def packages() -> list[str]:
 
 
 def version() -> str:
-    """What ``megatron_rc.__version__`` says, read without importing torch."""
+    """Value of ``megatron_rc.__version__``, read without importing torch."""
     text = Path(__file__).with_name("megatron_rc").joinpath("__init__.py").read_text(encoding="utf-8")
     return re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)[0]
 
 
 class SourceArchive(sdist):
-    """The source archive, with the links that its tests import by."""
+    """Source archive with the links that its tests need."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
-        """Copy the files, and make the links anew."""
+        """Copy the files, then make the links."""
         super().make_release_tree(base_dir, files)
         for folder in (*MOVED, "docs"):
             Path(base_dir, "megatron_rc", folder).symlink_to(Path("..", folder))

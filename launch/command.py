@@ -1,4 +1,4 @@
-"""``megatron-rc COMMAND``: the modules that ``python -m`` starts, each by one word."""
+"""``megatron-rc COMMAND``: a short name for each module that ``python -m`` starts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 import megatron_rc
 
 _COMMANDS = {
-    "launch": ("megatron_rc.launch", "train: checks the flags, then starts the ranks"),
-    "dry-run": ("megatron_rc.launch", "what a run would need on its ranks; starts nothing"),
-    "doctor": ("megatron_rc.doctor", "what is wrong with a run's log-probs, and which correction fits"),
-    "replay": ("megatron_rc.replay", "what each correction would have done to a recorded batch"),
+    "launch": ("megatron_rc.launch", "check the flags, then start a training run"),
+    "dry-run": ("megatron_rc.launch", "show batches, memory and collectives of a run; starts nothing"),
+    "doctor": ("megatron_rc.doctor", "find faults in a run's log-probs, propose a correction"),
+    "replay": ("megatron_rc.replay", "compare the effects of corrections on a recorded batch"),
     "export": ("megatron_rc.launch.export", "write a checkpoint as a Hugging Face directory"),
-    "docs": (None, "the folder that the pages are in: docs/NAME.md of a message is NAME.md there"),
+    "docs": (None, "print the folder of the pages; docs/NAME.md in a message is NAME.md there"),
 }
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the command; ends the process with its code, and with 2 for a word that is none."""
+    """Run the command. The process ends with its exit code, or with 2 for an unknown command."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(_usage())
         return
     if name not in _COMMANDS:
-        sys.stderr.write(f"error: {name} is none of the commands {', '.join(_COMMANDS)}\n")
+        sys.stderr.write(f"error: {name} is not one of the commands {', '.join(_COMMANDS)}\n")
         sys.exit(2)
     module, _ = _COMMANDS[name]
     if module is None:

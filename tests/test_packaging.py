@@ -160,8 +160,8 @@ def test_without_the_launch_extra_the_remedy_is_named(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2
-    needs = f"training needs megatron.core, which is not installed: pip install -e '{ROOT}[launch]'"
-    assert done.stderr == f"error: {needs}\n"
+    assert done.stderr.startswith("error: training needs megatron.core, which is not installed: pip install ")
+    assert "[launch]" in done.stderr, "whether this copy is a checkout or was installed from an archive"
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""``--dry-run``: what a run would do on its ranks, found in one process without any of them.
+"""``--dry-run``: batches, memory and collectives of a run, found in one process that starts no rank.
 
-The settings are checked as a run checks them; the model of each pipeline stage is built and gone through with tensors
-that have shapes and no memory; the collectives of the correction are traced in groups that have no other ranks.
+The settings are checked by the code of a real run. The model of each pipeline stage is built and run on tensors that
+have a shape and no memory. The correction's collectives are traced in groups whose other ranks do not exist.
 """

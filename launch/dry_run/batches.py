@@ -1,4 +1,4 @@
-"""The arithmetic of rollout batches, optimizer steps and micro-batches, and of the vocabulary."""
+"""Sizes of rollout batches, optimizer steps, micro-batches and the vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rc.launch.run_config.passes import passes_in_words
 
 
 def batch_numbers(config: RunConfig) -> dict[str, int]:
-    """How a rollout batch is split; with packing a micro-batch is one row of as many tokens as a bin has."""
+    """Sizes of a rollout batch and its parts; with packing a micro-batch is one row, as long as a bin."""
     training, rollouts, dp = config.training, config.rollouts, config.data_parallel_size
     packed = training.rl_use_sequence_packing
     rows = 1 if packed else training.micro_batch_size
@@ -28,7 +28,7 @@ def batch_numbers(config: RunConfig) -> dict[str, int]:
 
 
 def sequences_of_micro_batch(config: RunConfig) -> int:
-    """Sequences of one forward-backward; where they are packed, as many as fit if all are of full length."""
+    """Sequences of one micro-batch; with packing the number that fits if all have full length."""
     training = config.training
     if training.rl_use_sequence_packing:
         return training.rl_sequence_packing_bin_size // training.seq_length
@@ -36,7 +36,7 @@ def sequences_of_micro_batch(config: RunConfig) -> int:
 
 
 def vocabulary_numbers(config: RunConfig) -> dict[str, int]:
-    """Tokens, and rows of the embedding with what pads it."""
+    """Number of tokens, and of rows of the padded embedding."""
     padded = config.model.padded_vocab_size
     return {
         "tokens": config.model.vocab_size,
@@ -46,7 +46,7 @@ def vocabulary_numbers(config: RunConfig) -> dict[str, int]:
 
 
 def numbers_in_words(config: RunConfig) -> list[str]:
-    """The same as lines."""
+    """The sizes, the layout and the experts as lines of text."""
     batch, vocabulary, parallel = batch_numbers(config), vocabulary_numbers(config), config.parallel
     at_most = "at most " if config.training.rl_use_sequence_packing else ""
     virtual = parallel.virtual_pipeline_model_parallel_size

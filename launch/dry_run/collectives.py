@@ -1,4 +1,4 @@
-"""The collectives of the correction in a run: how often, how large, over which groups."""
+"""The correction's collectives in a run: number, size and group."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_rc.parallel import ParallelGroups
 
 
 def correction_calls(config: RunConfig) -> list[Call]:
-    """Those of one rollout batch, one micro-batch and one optimizer step, on a rank of the last pipeline stage.
+    """Collectives of one rollout batch, one micro-batch and one optimizer step, on a rank of the last pipeline stage.
 
-    Sizes do not depend on tokens, so sequences are as short as can be; nor on ranks, so there are few of them.
+    Their sizes depend neither on the number of tokens nor of ranks. So the trace has short sequences and few ranks.
     """
     numbers, layout = batch_numbers(config), _layout(config)
     mini, each = numbers["mini_batches"], numbers["sequences_of_a_replica"] // numbers["mini_batches"]
@@ -41,7 +41,7 @@ def correction_calls(config: RunConfig) -> list[Call]:
 
 
 def bytes_sent(config: RunConfig, calls: Sequence[Call]) -> float:
-    """What one rank of the last stage sends for a rollout batch with all its optimizer steps."""
+    """Bytes that one rank of the last stage sends for a rollout batch and all its optimizer steps."""
     numbers = batch_numbers(config)
     steps = numbers["optimizer_steps"]
     times = dict(zip(PHASES, (1, steps * numbers["micro_batches"], steps), strict=True))
@@ -50,7 +50,7 @@ def bytes_sent(config: RunConfig, calls: Sequence[Call]) -> float:
 
 
 def as_mapping(config: RunConfig, calls: Sequence[Call]) -> dict[str, Any]:
-    """Plain values."""
+    """The collectives as plain values, for JSON."""
     found: dict[str, Any] = {phase: [] for phase in PHASES}
     for call in calls:
         found[call.phase].append(
@@ -60,7 +60,7 @@ def as_mapping(config: RunConfig, calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def in_words(config: RunConfig, calls: Sequence[Call]) -> list[str]:
-    """A line for each phase that has any, and one for their sum."""
+    """One line for each phase with collectives, and one for the bytes of all."""
     lines = []
     for phase in PHASES:
         of_phase = [call for call in calls if call.phase == phase]
@@ -82,7 +82,7 @@ def _layout(config: RunConfig) -> Layout:
 
 
 def _small(config: RunConfig) -> RunConfig:
-    """The run with two data-parallel ranks at most; a group of one would send nothing, and experts have no part."""
+    """The run with at most two data-parallel ranks (one alone would send nothing) and without expert parallelism."""
     ranks = config.parallel.model_size * min(2, config.data_parallel_size)
     return dataclasses.replace(
         config,

@@ -1,4 +1,4 @@
-"""The dry run of a launch file and its flags: what it prints, and how it ends."""
+"""The dry run as a command: examine the flags of a run, then print the findings."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from megatron_rc.launch.dry_run.tracing import Call
 
 _OPEN = (
-    "torchrun's store and the ranks obey whoever connects to them: the network between the machines must be trusted; a "
-    "firewall keeps others out, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the ranks' interface"
+    "torchrun's store and the ranks accept every connection without a password. Use a trusted network or a firewall; "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface of the ranks"
 )
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What was found of a run that works.
+    """Findings about a run whose settings work.
 
     Attributes:
-        config: of the run.
-        missing: packages that its machines need and this one has not, in words.
-        memories: of the pipeline stages.
-        engine: bytes of the engine on the first rank of each replica; None: not known.
-        theory: the memory by Megatron-LM's formulas; None: the installed Megatron-Core does not bring them.
+        config: the run's settings.
+        missing: a sentence for each package that the run needs and this machine lacks.
+        memories: memory of each pipeline stage.
+        engine: bytes of the engine on the first rank of each replica; None if unknown.
+        theory: memory by Megatron-LM's formulas; None if the installed Megatron-Core has none.
         calls: collectives of the correction.
-        machines: that the ranks are spread over.
+        machines: number of machines.
     """
 
     config: RunConfig
@@ -50,7 +50,7 @@ class DryRun:
     machines: int = 1
 
     def as_mapping(self) -> dict[str, Any]:
-        """Plain values."""
+        """The findings as plain values, for JSON."""
         from megatron_rc.launch.dry_run import collectives
         from megatron_rc.launch.dry_run.memory_report import memory_as_mapping
 
@@ -73,7 +73,7 @@ class DryRun:
         }
 
     def in_words(self) -> list[str]:
-        """Lines for a person."""
+        """The findings as lines of text."""
         from megatron_rc.launch.dry_run import collectives
         from megatron_rc.launch.dry_run.memory_report import memory_in_words
 
@@ -88,14 +88,14 @@ class DryRun:
 
     @property
     def notes(self) -> list[str]:
-        """What a run's own machines must have, and what the figures leave out."""
+        """Missing packages, settings that the memory leaves out, and open ports of several machines."""
         from megatron_rc.launch.dry_run.fake_ranks import modules_of_gpus, of_gpus
 
-        notes = [f"not looked for on this machine: {words}" for words in self.missing]
+        notes = [f"needed on the run's machines: {words}" for words in self.missing]
         names = ", ".join(flag(name) for name in of_gpus(self.config))
         modules = modules_of_gpus(self.config)
         names += ", " * bool(names and modules) + " ".join(["--recompute-modules", *modules] * bool(modules))
-        notes += [f"the memory is that without {names}"] * bool(names)
+        notes += [f"the memory does not count the effect of {names}"] * bool(names)
         return [*notes, *[f"{self.machines} machines: {_OPEN}"] * (self.machines > 1)]
 
 
@@ -107,14 +107,14 @@ def dry_run(
     as_json: bool = False,
     device_memory_gib: float | None = None,
 ) -> None:
-    """Say what this run would be, on standard output.
+    """Print the findings about a run on standard output.
 
     Args:
-        flags: of the run.
-        world_size: number of its processes.
-        machines: that they are spread over.
-        as_json: one JSON object instead of words.
-        device_memory_gib: what a rank has; None: whatever it needs.
+        flags: the run's flags.
+        world_size: number of processes.
+        machines: number of machines.
+        as_json: print one JSON object instead of text.
+        device_memory_gib: memory of a rank's device; None does not check whether the run fits.
 
     Raises:
         ConfigurationError: the run would not start, or would not fit.
@@ -125,7 +125,7 @@ def dry_run(
 
 
 def examine(flags: Sequence[str], world_size: int, device_memory_gib: float | None = None) -> DryRun:
-    """Check the settings, then build and trace what a rank of each kind would have and do.
+    """Check the settings, then measure the memory of each stage and trace the collectives.
 
     Raises:
         ConfigurationError: the run would not start, or would not fit.

@@ -1,4 +1,4 @@
-"""What the rollout engine takes of the device of a rank that it samples on."""
+"""Memory of the rollout engine on the devices of the training ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_rc.launch.weights import find_family
 from megatron_rc.launch.weights.checkpoint_names import empty_model
 from megatron_rc.launch.weights.named_weights import named_weights
 
-# Of the whole device: vLLM's own default of gpu_memory_utilization.
+# vLLM's default of gpu_memory_utilization, a share of the whole device.
 VLLM_FRACTION = 0.92
 
 
 def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
-    """On the first rank of each replica, the others have none; None: a fraction of a device whose size is not given.
+    """Bytes of the engine on the first rank of each replica, the only one that has an engine.
 
-    Servers are other machines, or have devices of their own.
+    A server runs on other devices, so it takes nothing. None if the engine takes a share of a device of unknown size.
     """
     name = config.engine.rollout_engine
     if config.rollouts.load_rollouts or name.endswith("-server"):
@@ -28,7 +28,7 @@ def engine_bytes(config: RunConfig, device_bytes: float | None) -> int | None:
 
 
 def _transformers_bytes(config: RunConfig) -> int:
-    """The whole model, and the keys and values of all sequences of a replica at their full length."""
+    """Bytes of the whole model, and of keys and values for all sequences of a replica at full length."""
     family, layers = find_family(config), config.transformer
     if family is None:
         raise RuntimeError("an engine needs a model of a Hugging Face architecture")
@@ -39,7 +39,7 @@ def _transformers_bytes(config: RunConfig) -> int:
     tokens = batch_numbers(config)["sequences_of_a_replica"] * config.training.seq_length
     of_token = 2 * layers.num_query_groups * layers.kv_channels
     if config.latent is not None:
-        # transformers keeps the latent of keys and values, and the rotated part of a key.
+        # transformers caches the latent of keys and values, and the rotated part of the key.
         of_token = config.latent.kv_lora_rank + config.latent.qk_pos_emb_head_dim
     cache = layers.num_layers * of_token * tokens
     return int(itemsize * (weights + cache))

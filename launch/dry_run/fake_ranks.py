@@ -1,4 +1,4 @@
-"""One rank of a job whose other ranks are not there: groups that send nothing, tensors that have no memory."""
+"""One rank of a job without the others: groups that send nothing, tensors without memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from megatron_rc.launch.distributed import initialize, shut_down
 from megatron_rc.launch.dry_run.many_experts import even_experts
@@ -35,7 +34,7 @@ _OF_GPUS = (
 
 @contextlib.contextmanager
 def fake_groups(config: RunConfig, rank: int) -> Iterator[None]:
-    """Megatron's groups as one rank of the run sees them, inside the block; a collective leaves data as they are."""
+    """Make Megatron's groups for one rank of the run; inside this block collectives change no data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.launch.world_size)
@@ -52,7 +51,7 @@ def first_rank_of_stage(config: RunConfig, stage: int) -> int:
 
 
 def on_this_machine(config: RunConfig) -> RunConfig:
-    """The run on as few ranks as have such stages, with layers that every machine has; a rank's work is the same."""
+    """The run with the fewest ranks that keep each rank's work, and with layers that run on any machine."""
     parallel, experts = config.parallel, config.experts
     stage = math.lcm(
         parallel.tensor_model_parallel_size * parallel.context_parallel_size,
@@ -79,21 +78,21 @@ def _known_here(config: RunConfig) -> MegatronSection:
 
 
 def modules_of_gpus(config: RunConfig) -> list[str]:
-    """Given modules that only Transformer Engine's layers make anew; what that spares is not seen here."""
+    """``--recompute-modules`` that only Transformer Engine recomputes; the memory does not count their effect."""
     return [name for name in config.megatron.given.get("recompute_modules", ()) if name in MODULES_OF_ENGINE]
 
 
 def of_gpus(config: RunConfig) -> list[str]:
-    """Given fields of Megatron's that only its GPU paths know; what they change of a rank's memory is not seen here."""
+    """Given Megatron fields that only its GPU code uses; the memory does not count their effect."""
     return [name for name in config.megatron.given if name.startswith(_OF_GPUS) or "fus" in name]
 
 
 @contextlib.contextmanager
 def fake_tensors(config: RunConfig) -> Iterator[None]:
-    """Inside this block tensors have a shape and no memory, and layers work as those of the run do.
+    """Inside this block tensors have a shape and no memory, and local layers keep the bytes of the run's own layers.
 
     Args:
-        config: of the run, whose layers may be Transformer Engine's; those that stand for them are local ones.
+        config: the run's settings; its layers may be Transformer Engine's.
     """
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -102,11 +101,11 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
 
     caches = (local_layers._zigzag_mask, local_layers._packed_mask)
     with contextlib.ExitStack() as stack:
-        # Nothing is drawn, so no state of a generator is kept.
+        # No random numbers are drawn, so Megatron need not save the generator's state.
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", _nothing_drawn))
         stack.enter_context(even_experts())
         if config.model.transformer_impl == TRANSFORMER_ENGINE:
-            # Its attention goes round the context-parallel ranks with their own keys, and keeps no mask.
+            # Its attention passes keys around the context-parallel ranks and keeps no mask.
             stack.enter_context(mock.patch.object(local_layers, "group_size", _alone))
         elif config.training.rl_use_sequence_packing:
             functional = torch.nn.functional
@@ -117,13 +116,14 @@ def fake_tensors(config: RunConfig) -> Iterator[None]:
             if config.latent is not None:
                 functional = torch.nn.functional
                 stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _latent_attention))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if config.experts is not None:
-            stack.enter_context(_EvenlyChosen(config.experts.moe_router_topk / config.experts.num_moe_experts))
+            share = config.experts.moe_router_topk / config.experts.num_moe_experts
+            stack.enter_context(mock.patch.object(Tensor, "masked_select", _evenly_chosen(share)))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         try:
             yield
         finally:
-            # What was kept between two calls has no memory, and must not meet a real run in this process.
+            # Cached tensors have no memory: drop them before a real run in this process finds them.
             for cache in caches:
                 cache.cache_clear()
             get_moe_layer_wise_logging_tracker().clear()
@@ -137,24 +137,17 @@ def _alone(_: Any) -> int:
     return 1
 
 
-class _EvenlyChosen(TorchFunctionMode):
-    """``masked_select`` of a mask of tokens by experts, as if every expert had equally many of them."""
+def _evenly_chosen(share: float) -> Any:
+    """``masked_select`` of a [tokens, experts] mask, as if each expert got the same number of tokens."""
 
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
+    def masked_select(values: Tensor, mask: Tensor) -> Tensor:
+        return values.expand(mask.shape).flatten()[: round(mask.numel() * share)].clone()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not Tensor.masked_select:
-            return func(*args, **(kwargs or {}))
-        values, mask = args
-        return values.expand(mask.shape).flatten()[: round(mask.numel() * self.share)].clone()
+    return masked_select
 
 
 def _with_mask(attention: Any) -> Any:
-    """Attention as it is over packed sequences, with a mask that says which token belongs to which."""
+    """Attention over packed sequences: with a mask that separates them."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, *, scale: float, enable_gqa: bool, **_: Any) -> Any:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
@@ -164,7 +157,7 @@ def _with_mask(attention: Any) -> Any:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """What a GPU's kernel keeps for the backward: the input, and one number a row; on a CPU torch keeps copies."""
+    """RMSNorm that keeps the bytes of a GPU's kernel (input, one number a row); on a CPU torch keeps copies."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -183,7 +176,7 @@ def _rms_norm(hidden: Tensor, shape: Any, weight: Tensor, eps: float | None = No
 
 
 class _LatentAttention(torch.autograd.Function):
-    """What a GPU's kernel keeps, where heads of values have another width; on a CPU torch makes all weights then."""
+    """Attention that keeps the bytes of a GPU's kernel; for value heads of another width a CPU makes all weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -203,7 +196,7 @@ def _latent_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Te
 
 @contextlib.contextmanager
 def megatron_here() -> Iterator[None]:
-    """Megatron-Core on this machine's CPU, without a word: that is what a dry run is for."""
+    """Run Megatron-Core on this machine's CPU inside the block, without the log line about it."""
     import logging
 
     log = logging.getLogger("megatron_rc")

@@ -1,4 +1,4 @@
-"""How many bytes of tensors live, and how many lived at once."""
+"""Bytes of live tensors, and their peak."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations inside the block make, for as long as anything refers to them.
+    """Counts the storages that operations inside the block make, until nothing refers to them.
 
-    What an operation needs inside itself is not seen, nor is a tensor that is older than the block.
+    It sees neither the scratch memory inside an operation nor tensors from before the block.
 
     Attributes:
         live: bytes now.
-        peak: the most that there were at once; may be set back.
+        peak: the largest ``live`` so far; may be reset.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # What is older may come back as a view.
+        # The result may be a view of an older tensor.
         older = {storage._cdata for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in _storages(found):

@@ -1,8 +1,8 @@
-"""Many experts of a rank, counted by three: the first, the last, and all between them at once.
+"""Many experts of a rank, built as three modules: the first, the last, and one for all experts between them.
 
-Experts work one after the other and are all alike. Most bytes live at once while the last one runs, or while the
-gradient of the first one is made: these two are Megatron's own, with their weights. A module stands for those between.
-It keeps as many bytes for the backward as they keep together, and has no weights.
+Experts run one after the other, and all need the same. The peak comes while the last one runs forward, or the first
+one backward. So these two are Megatron's own experts. The module between them keeps the bytes that the other experts
+together keep for the backward, and has no weights.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from megatron_rc.launch.dry_run.live_bytes import LiveBytes
 
-# Experts of a rank that are gone through one by one.
+# Up to this number of experts on a rank, all are built.
 _FEW_EXPERTS = 3
 
 
 @contextlib.contextmanager
 def even_experts() -> Iterator[None]:
-    """Inside this block Megatron's experts get equally many tokens each, and most of them are not made."""
+    """Inside this block each expert gets the same number of tokens, and only two experts of a rank are built."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     with (
@@ -34,7 +34,7 @@ def even_experts() -> Iterator[None]:
 
 
 def number_of(parameter: Tensor) -> int:
-    """Numbers in a parameter, with those of all experts that it stands for."""
+    """Size of a parameter, times the number of experts that it stands for."""
     return parameter.numel() * int(getattr(parameter, "stands_for", 1))
 
 
@@ -61,7 +61,7 @@ def _with_even_experts(forward: Any) -> Any:
 
 
 class _Even:
-    """Numbers of tokens of each module, where all experts have equally many."""
+    """Tokens of each module if all experts get the same number; has the one method of a tensor that Megatron calls."""
 
     def __init__(self, tokens: int, experts: int, modules: int) -> None:
         each, more = divmod(tokens, experts)
@@ -69,20 +69,20 @@ class _Even:
         self.shares = shares if modules == experts else [shares[0], sum(shares[1:-1]), shares[-1]]
 
     def tolist(self) -> list[int]:
-        """As numbers."""
+        """Tokens of each module."""
         return self.shares
 
 
 class _Between(nn.Module):
-    """Stands for so many experts; ``like`` is one of them, whose weights are counted where it stands itself."""
+    """Stands for ``number`` experts that are equal to ``like``; has no weights, since ``like`` counts them."""
 
     def __init__(self, like: nn.Module, number: int) -> None:
         super().__init__()
-        # In a tuple, where torch does not take it for a part of this module.
+        # In a tuple, so that torch does not register it as a submodule.
         self.like, self.number = (like,), number
 
     def forward(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """What the experts return: ``[t, h]``, and no bias."""
+        """The experts' output ``[t, h]``, and no bias."""
         share = -(-len(tokens) // self.number)
         if not share:
             return torch.empty_like(tokens), None
@@ -96,7 +96,7 @@ class _Between(nn.Module):
 
 
 class _Kept(torch.autograd.Function):
-    """Holds so many bytes from the forward to the backward."""
+    """Holds ``kept`` bytes from the forward to the backward."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, probs: Tensor, dtype: torch.dtype, kept: int) -> Tensor:
@@ -106,7 +106,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        # Expert by expert, what is kept goes and a gradient comes.
+        # The experts free their bytes one by one while their gradients appear.
         ctx.kept = None
         tokens, probs = ctx.saved_tensors
         return torch.empty_like(tokens), torch.empty_like(probs), None, None

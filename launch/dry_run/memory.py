@@ -1,7 +1,7 @@
-"""What each pipeline stage's ranks hold, by kind, and the most that they hold at once.
+"""Peak memory of a rank of each pipeline stage, by kind.
 
-The model of a stage is built as a run builds it, and two micro-batches go forward through it and one of them back,
-while the bytes that live are counted. How many micro-batches are under way at once follows from Megatron's schedule.
+The model of a stage is built by the code of a run. Two micro-batches run forward and one of them backward, while the
+bytes of live tensors are counted. Megatron's schedule says how many micro-batches wait for their backward at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron_rc.launch.training.model import build_chunks
 from megatron_rc.parallel.linear import CHUNK_TOKENS
 from megatron_rc.parallel.softmax import EAGER_ELEMENTS, LEAST_ROWS
 
-# Layers of a chunk after which one more adds what every other adds.
+# From this number of layers on, each further layer adds the same bytes.
 _FEW_LAYERS = 2
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-# Of a token of the rollout batch: whole sequences as they were sampled, and this rank's part as it is trained on.
+# Bytes a token of the rollout batch: of whole sequences as sampled, and of this rank's part for training.
 _SAMPLED_BYTES, _LOCAL_BYTES = 17, 46
 
 
@@ -44,18 +44,18 @@ class StageMemory:
     """Bytes of a rank of one pipeline stage.
 
     Attributes:
-        stage: its number.
-        parameters: number of them on this rank.
-        weights: of the policy.
-        gradients: Megatron's buffer, in float32.
-        optimizer: its state, and float32 copies of lower-precision weights.
-        reference: what the KL penalty compares with, on a CPU; else it waits in host memory.
-        critic: its weights, gradients and optimizer; its activations are gone when the policy's are made. With
-            --critic-offload what it needs, while it works, beyond the policy's activations and logits.
+        stage: number of the stage.
+        parameters: number of parameters on this rank.
+        weights: the policy's weights.
+        gradients: Megatron's gradient buffer.
+        optimizer: the optimizer's state, and float32 copies of lower-precision weights.
+        reference: the reference policy's weights on a CPU; on GPUs they wait in host memory, so 0.
+        critic: weights, gradients and optimizer of the critic; its activations are freed before the policy's are
+            made. With --critic-offload only the bytes beyond the policy's activations and logits.
         batch: the rollout batch.
-        activations: kept for the backward, and at work, where most lives.
-        logits: with their gradients, or what stands in their place.
-        in_flight: micro-batches that are forward and not yet backward, where most are.
+        activations: the most at once, of waiting micro-batches and the one at work.
+        logits: logits with their gradients, or the chunks that replace them.
+        in_flight: the most micro-batches at once between forward and backward.
     """
 
     stage: int
@@ -72,7 +72,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """All of them."""
+        """Sum of all kinds."""
         return sum(getattr(self, name) for name in KINDS)
 
 
@@ -80,7 +80,7 @@ KINDS = ("weights", "gradients", "optimizer", "reference", "critic", "batch", "a
 
 
 def stage_memories(config: RunConfig) -> list[StageMemory]:
-    """What every stage holds; those between the first and the last are alike but for what is in flight."""
+    """Memory of every stage. Equal stages between the first and the last are measured once."""
     local, found = on_this_machine(config), list[StageMemory]()
     last = config.parallel.pipeline_model_parallel_size - 1
     measured: dict[Any, list[_Chunk]] = {}
@@ -98,15 +98,14 @@ class _Chunk:
     """One virtual stage of a rank.
 
     Attributes:
-        dense: parameters that all data-parallel ranks hold.
-        experts: those that ranks of other experts have not.
-        of_critic: in the place of ``dense`` where a value head takes that of the output layer.
-        shared: bytes of Megatron's buffers for what it gathers, which all chunks of a rank use.
-        kept: bytes that stay from one micro-batch to the next: rotary angles, the routing that experts keep of the
-            newest one.
-        held: bytes that a micro-batch keeps until its backward.
-        peak: the most that one micro-batch needs, forward and back.
-        logits: of ``peak``.
+        dense: number of parameters outside of experts.
+        experts: number of parameters of experts.
+        of_critic: ``dense`` of a critic, whose value head replaces the output layer.
+        shared: bytes of Megatron's buffers for gathered tensors; all chunks of a rank share them.
+        kept: bytes that stay after a micro-batch: rotary angles, and the newest routing that experts keep.
+        held: bytes that a micro-batch keeps from its forward to its backward.
+        peak: the most bytes that one micro-batch needs at once.
+        logits: the part of ``peak`` that is logits.
     """
 
     dense: int
@@ -119,14 +118,14 @@ class _Chunk:
     logits: int
 
     def plus(self, other: _Chunk, layers: int) -> _Chunk:
-        """With so many layers more, each as the one that ``other`` has more."""
+        """This chunk with ``layers`` more layers; ``other`` is the same chunk with one more."""
         names = [field.name for field in dataclasses.fields(self)]
         mine, its = ([getattr(chunk, name) for name in names] for chunk in (self, other))
         return _Chunk(*(low + layers * (high - low) for low, high in zip(mine, its, strict=True)))
 
 
 def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
-    """Of many equal layers each needs what the one before needs: a few are gone through, and the others added."""
+    """The chunks of a stage. Of many equal layers 2 and 3 are measured, then extrapolated linearly."""
     chunks = config.parallel.pipeline_model_parallel_size * (config.parallel.virtual_pipeline_model_parallel_size or 1)
     layers = config.transformer.num_layers // chunks
     if layers <= _FEW_LAYERS + 1 or not _layers_are_alike(config):
@@ -143,7 +142,7 @@ def _measure_stage(config: RunConfig, local: RunConfig, stage: int) -> list[_Chu
 
 
 def _kinds_of_layers(config: RunConfig, stage: int) -> tuple[bool, ...]:
-    """Of each layer of a stage, by its chunks, whether it has experts."""
+    """For each layer of a stage, chunk by chunk: whether it has experts."""
     stages, chunks = config.layers_of_stages, config.parallel.virtual_pipeline_model_parallel_size or 1
     turns = [stages[number % len(stages)] // chunks for number in range(len(stages) * chunks)]
     starts = [sum(turns[:number]) for number in range(len(turns))]
@@ -166,7 +165,7 @@ def _measure(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
     with fake_groups(local, first_rank_of_stage(local, stage)), fake_tensors(config):
         transformer = build_transformer_config(local)
         if local.experts is not None and local.experts.moe_token_dispatcher_type == "alltoall":
-            # Every expert gets its share of the tokens, which makes all lengths known.
+            # Every expert gets the same number of tokens, so that all shapes are known.
             transformer.moe_pad_expert_input_to_capacity, transformer.moe_expert_capacity_factor = True, 1.0
         chunks, measured = build_chunks(local, transformer), dict[Any, _Chunk]()
         kinds = [_kind(config, chunk, index) for index, chunk in enumerate(chunks)]
@@ -177,7 +176,7 @@ def _measure(config: RunConfig, local: RunConfig, stage: int) -> list[_Chunk]:
 
 
 def _kind(config: RunConfig, chunk: GPTModel, index: int) -> Any:
-    """Chunks of one kind need the same."""
+    """Key that is equal for chunks with equal memory."""
     return (chunk.pre_process, chunk.post_process) if _layers_are_alike(config) else index
 
 
@@ -205,17 +204,17 @@ def _measure_chunk(config: RunConfig, chunk: GPTModel) -> _Chunk:
         shared=shared,
         kept=one - held - shared,
         held=held,
-        # Without the second micro-batch, which waits.
+        # The second micro-batch waits: it is not part of the peak.
         peak=live.peak - one,
         logits=logits,
     )
 
 
 def _under_way(config: RunConfig, chunk: GPTModel) -> tuple[Tensor, int]:
-    """The output of a micro-batch on its way forward, on the last stage its loss; bytes of logits with their gradient.
+    """Run a micro-batch forward. Returns its output (the last stage's loss), and the bytes of logits with gradient.
 
-    Layers of experts keep tensors of the micro-batch that they saw last. So a micro-batch in flight costs the
-    difference that a second one makes, not the difference to none.
+    Layers of experts keep tensors of their newest micro-batch. So the bytes of a waiting micro-batch are the
+    difference between two micro-batches and one, not between one and none.
     """
     output = _forward(config, chunk)
     if not chunk.post_process:
@@ -231,7 +230,7 @@ def _bytes_of_buffers() -> int:
 
 
 def _lower(chunk: GPTModel, dtype: torch.dtype) -> None:
-    """What Megatron wraps the policy in does so: learned positions are made in float32 whatever the dtype."""
+    """Cast all parameters, as Megatron's wrapper of the policy does; learned positions are made in float32."""
     for module in chunk.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dtype != dtype:
@@ -261,7 +260,7 @@ def _loss(config: RunConfig, chunk: GPTModel, output: Tensor) -> Tensor:
 
 
 class _LogProbs(torch.autograd.Function):
-    """What the log-probs keep and make: the logits' gradient; from hidden states a chunk of logits at a time."""
+    """Memory of the log-probs: the logits' gradient, or, from hidden states, one chunk of logits at a time."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weight: Tensor | None, on_cpu: bool) -> Tensor:
@@ -284,7 +283,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _work(rows: int, width: int, on_cpu: bool) -> None:
-    """Two buffers for some of the rows, which the kernels of a GPU do without."""
+    """Two scratch buffers for a block of rows on a CPU; a GPU's kernels need none."""
     if on_cpu:
         torch.empty(2, min(rows, max(LEAST_ROWS, EAGER_ELEMENTS // width)), width, dtype=torch.float32)
 
@@ -297,7 +296,7 @@ def _fused_bytes(chunk: GPTModel) -> int:
 
 
 def _more_of_critic(chunk: GPTModel) -> int:
-    """Parameters of a value head, less those of the output layer that a policy has."""
+    """Parameters of a critic's value head minus parameters of a policy's output layer."""
     if not chunk.post_process:
         return 0
     less: int = sum(parameter.numel() for parameter in chunk.output_layer.parameters())
@@ -305,7 +304,7 @@ def _more_of_critic(chunk: GPTModel) -> int:
 
 
 def _forget_gradient(parameter: Tensor) -> None:
-    """Megatron's DDP adds it to its buffer and drops it."""
+    """Drop the gradient, as Megatron's DDP does after adding it to its buffer."""
     parameter.grad = None
 
 
@@ -323,7 +322,7 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
         weights=weights,
         gradients=parameters * _gradient_bytes(config),
         optimizer=_policy_optimizer_bytes(config, chunks, dynamic),
-        # In host memory: the device holds it in the place of the policy.
+        # On GPUs it waits in host memory, and takes the place of the policy to score.
         reference=weights if config.needs_reference and config.launch.on_cpu else 0,
         critic=_critic_bytes(config, chunks, dynamic, logits),
         batch=tokens * _SAMPLED_BYTES + tokens // config.parallel.context_parallel_size * _LOCAL_BYTES,
@@ -334,11 +333,11 @@ def _stage_memory(config: RunConfig, stage: int, chunks: Sequence[_Chunk]) -> St
 
 
 def dynamic_bytes(chunks: Sequence[_Chunk], order: Sequence[int]) -> int:
-    """Activations and logits where most live: one micro-batch at work, the others waiting.
+    """Peak bytes of activations and logits: one micro-batch at work while the others wait.
 
     Args:
-        chunks: of a rank.
-        order: the chunk of each micro-batch in flight, in the order of their forward passes.
+        chunks: the chunks of a rank.
+        order: for each micro-batch in flight the index of its chunk, in the order of their forwards.
     """
     waiting = sum(chunks[index].held for index in order[:-1])
     staying = sum(chunk.kept for chunk in chunks) + max(chunk.shared for chunk in chunks)
@@ -354,19 +353,19 @@ def _gradient_bytes(config: RunConfig) -> int:
 
 
 def _policy_optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int) -> int:
-    """What it adds to the peak; with ``--optimizer-offload`` it is there when the activations are gone."""
+    """Bytes that the optimizer adds to the peak; with ``--optimizer-offload`` it comes after the activations."""
     found, is_away = _optimizer_bytes(config, chunks), config.training.optimizer_offload and not config.launch.on_cpu
     return max(0, found - dynamic) if is_away else found
 
 
 def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int, logits: int) -> int:
-    """What it adds to the policy's peak, whose activations are ``dynamic`` with the logits, which a critic lacks."""
+    """Bytes that a critic adds to the policy's peak; ``dynamic`` has activations and logits, a critic has no logits."""
     if config.critic is None:
         return 0
     own = [dataclasses.replace(chunk, dense=chunk.of_critic) for chunk in chunks]
     parameters = sum(chunk.dense + chunk.experts for chunk in own)
     model, optimizer = parameters * (config.dtype.itemsize + _gradient_bytes(config)), _optimizer_bytes(config, own)
-    # On a CPU it goes from host memory to host memory.
+    # On a CPU --critic-offload frees nothing.
     if not config.critic.critic_offload or config.launch.on_cpu:
         return model + optimizer
     at_work = max(model + dynamic - logits, model + optimizer)
@@ -374,7 +373,7 @@ def _critic_bytes(config: RunConfig, chunks: Sequence[_Chunk], dynamic: int, log
 
 
 def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:
-    """The chunks whose activations are held at once in Megatron's schedules, in the order of their forward passes."""
+    """Index of the chunk of each micro-batch in flight by Megatron's schedules, in the order of their forwards."""
     stages, number = config.parallel.pipeline_model_parallel_size, batch_numbers(config)["micro_batches"]
     if chunks == 1:
         return [0] * min(number, stages - stage)
@@ -383,7 +382,7 @@ def _in_flight(config: RunConfig, stage: int, chunks: int) -> list[int]:
 
 
 def _optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk]) -> int:
-    """Moments, and copies of lower-precision weights; split over the data-parallel ranks or not."""
+    """Bytes of moments and float32 weights on this rank."""
     dense, experts = sum(chunk.dense for chunk in chunks), sum(chunk.experts for chunk in chunks)
     if config.optimizer.use_distributed_optimizer:
         parallel = config.parallel
@@ -394,7 +393,7 @@ def _optimizer_bytes(config: RunConfig, chunks: Sequence[_Chunk]) -> int:
 
 
 def _state_bytes(config: RunConfig) -> float:
-    """Of one parameter, on the device."""
+    """Bytes of optimizer state on the device for one parameter."""
     given = config.megatron.given
     moments = ("exp_avg_dtype", "exp_avg_sq_dtype") if config.optimizer.optimizer == "adam" else ("exp_avg_dtype",)
     names = [*moments, *["main_params_dtype"] * (config.dtype is not torch.float32)]
@@ -405,5 +404,5 @@ def _state_bytes(config: RunConfig) -> float:
 
 
 def as_mapping(memory: StageMemory) -> dict[str, int]:
-    """Plain values."""
+    """The memory as plain values, for JSON."""
     return dataclasses.asdict(memory) | {"peak": memory.peak}

@@ -1,4 +1,4 @@
-"""The memory of every stage in words and as plain values, and whether it fits."""
+"""Report of the memory of all stages, and the check against a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> list[str]:
-    """A table, a row a stage, and what the engine takes; Megatron-LM's formulas beside it."""
+    """A table with a row for each stage, then the engine's memory and Megatron-LM's formulas."""
     unit, size = _unit(max(memory.peak for memory in memories))
     rows = [["stage", "parameters", *KINDS, "in flight", "peak"]]
     for memory in memories:
@@ -39,16 +39,16 @@ def memory_in_words(memories: Sequence[StageMemory], engine: int | None, theory:
 
 
 def memory_as_mapping(memories: Sequence[StageMemory], engine: int | None, theory: Theory | None) -> dict[str, Any]:
-    """Plain values."""
+    """The memory as plain values, for JSON."""
     by_formula = None if theory is None else dataclasses.asdict(theory)
     return {"stages": [as_mapping(memory) for memory in memories], "engine": engine, "megatron_lm": by_formula}
 
 
 def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | None, device_gib: float) -> None:
-    """Whether every rank's share fits into a device of so many GiB.
+    """Refuse a run of which some rank needs more than ``device_gib`` GiB.
 
     Raises:
-        ConfigurationError: names the stage, its largest part and what makes that smaller.
+        ConfigurationError: names the stage, its largest part and the remedy.
     """
     for memory in memories:
         here = (engine or 0) if memory.stage == 0 else 0
@@ -65,7 +65,7 @@ def check_fit(config: RunConfig, memories: Sequence[StageMemory], engine: int | 
 
 
 def _unit(most: float) -> tuple[str, int]:
-    """The unit for numbers up to so many bytes, and its bytes."""
+    """Name and bytes of the unit for numbers up to ``most`` bytes."""
     return ("GiB", GIB) if most > GIB else ("MiB", 2**20)
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of the model, and which ranks sample."""
+"""Places of the ranks in the parallel layout, and the ranks that sample."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import groupby
 
 from megatron_rc.launch.run_config import RunConfig
 
-# Rows of the table before some of them are left out.
+# A longer table is cut in the middle.
 _MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank stands; ``engine``: what samples on it, empty: nothing."""
+    """Place of one rank; ``engine`` names the engine that samples on it, empty if none does."""
 
     rank: int
     tp: int
@@ -26,9 +26,9 @@ class Place:
 
 
 def places(config: RunConfig) -> list[Place]:
-    """The place of every rank, in Megatron's order: TP varies fastest, then CP, DP and PP.
+    """Places of all ranks in Megatron's order: TP varies fastest, then CP, DP and PP.
 
-    Experts are spread anew over the ranks of a stage: what splits one of them varies fastest, then EP.
+    Experts have an order of their own within a stage: the ranks that split one expert vary fastest, then EP.
     """
     parallel, dp = config.parallel, config.data_parallel_size
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -53,12 +53,12 @@ def places(config: RunConfig) -> list[Place]:
 
 
 def expert_tp(config: RunConfig) -> int:
-    """Ranks that share an expert's matrices."""
+    """Number of ranks that split the matrices of one expert."""
     return config.megatron.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
 
 
 def places_in_words(ranks: Sequence[Place]) -> list[str]:
-    """A table: a row for the ranks of one stage and replica, some rows left out where there are many."""
+    """A table with a row for each stage and replica, cut in the middle if it is long."""
     blocks = [list(block) for _, block in groupby(ranks, key=lambda place: (place.pp, place.dp))]
     rows = [_row(block) for block in blocks]
     if len(rows) > _MOST_ROWS:
@@ -69,12 +69,12 @@ def places_in_words(ranks: Sequence[Place]) -> list[str]:
 
 
 def as_mappings(ranks: Sequence[Place]) -> list[dict[str, int | str]]:
-    """Plain values."""
+    """The places as plain values, for JSON."""
     return [asdict(place) for place in ranks]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, its columns as wide as they must be; a row of one cell is a remark."""
+    """Lines of a table with aligned columns; a row of one cell is a remark without columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*(row for row in rows if len(row) > 1), strict=True)]
     lines = []
     for row in rows:

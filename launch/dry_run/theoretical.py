@@ -1,4 +1,4 @@
-"""What Megatron-LM's own formulas say of the memory, where the installed Megatron-Core brings them."""
+"""Memory by Megatron-LM's own formulas, which megatron-core 0.19 and newer have."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from megatron_rc.launch.run_config.options import values_of
 
 @dataclass(frozen=True)
 class Theory:
-    """Bytes of a rank of the stage that holds most, by Megatron-LM's formulas.
+    """Bytes of a rank of the largest stage, by Megatron-LM's formulas.
 
-    They take the weights for bfloat16 and Adam for the optimizer, and know neither context parallelism, packing,
-    recomputed layers nor what the log-probs need.
+    They assume bfloat16 weights and Adam. They ignore context parallelism, packing, recomputed layers and log-probs.
 
     Attributes:
-        weights_and_optimizer: with the gradients.
-        activations: of all micro-batches in flight.
+        weights_and_optimizer: weights, gradients and optimizer.
+        activations: activations of all micro-batches in flight.
     """
 
     weights_and_optimizer: int
@@ -30,7 +29,7 @@ class Theory:
 
 
 def theoretical_memory(config: RunConfig) -> Theory | None:
-    """None where Megatron-Core brings no ``megatron.training``: before 0.19."""
+    """The memory by the formulas; None before megatron-core 0.19, which first has ``megatron.training``."""
     if importlib.util.find_spec("megatron.training") is None:
         return None
     from megatron.training import theoretical_memory_usage as formulas

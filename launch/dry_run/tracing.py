@@ -1,7 +1,7 @@
-"""What the correction sends: every collective of a rollout batch and its optimizer steps, recorded as it is called.
+"""Trace of the correction's collectives in a rollout batch and its optimizer steps.
 
-The groups may be fake ones, which send nothing: their sizes, this rank's place in them and all local work are real.
-Sizes of collectives depend on counts of sequences and prompts, never on tokens or ranks (docs/scaling.md).
+The groups may be fake and send nothing; their sizes, this rank's place in them and all local work are real. Sizes of
+collectives depend on the numbers of sequences and prompts, never on tokens or ranks (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from megatron_rc.training.rollout_correction import RolloutCorrection
 from megatron_rc.training.schedule import masked_loss, wrap_finalize
 
 PHASES = ("a rollout batch", "a micro-batch", "an optimizer step")
-# One; sequences of a replica; of a micro-batch; prompts of the batch; mini-batches; largest staleness.
+# 1; sequences of a replica; sequences of a micro-batch; prompts of the batch; mini-batches; largest staleness.
 COUNTS = ("1", "n", "b", "G", "M", "A")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks split each dimension."""
+    """Number of ranks in each dimension."""
 
     tp: int
     cp: int
@@ -49,7 +49,7 @@ class Layout:
         return self.tp * self.cp * self.pp * self.dp
 
     def size(self, group: str) -> int:
-        """Ranks of one group."""
+        """Number of ranks in a group."""
         return {"cp": self.cp, "dp_cp": self.dp * self.cp, "pp": self.pp}[group]
 
     @property
@@ -68,16 +68,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one data-parallel replica holds of a rollout batch.
+    """Sizes of one replica's part of a rollout batch.
 
     Attributes:
-        length: tokens of each sequence, or of the longest one of a packed batch.
+        length: tokens of each sequence; in a packed batch of the longest.
         micro_size: sequences of a micro-batch.
-        micro_batches: of one optimizer step.
+        micro_batches: micro-batches of an optimizer step.
         mini_batches: optimizer steps.
-        prompts: of the whole batch, all replicas together.
+        prompts: prompts of the whole batch, over all replicas.
         max_staleness: the last bucket of staleness.
-        packed: sequences of different lengths one after the other, instead of rows.
+        packed: sequences of different lengths in one row, instead of padded rows.
     """
 
     length: int = 64
@@ -89,7 +89,7 @@ class Batch:
     packed: bool = False
 
     def counts(self) -> dict[str, int]:
-        """What formulas are made of."""
+        """Value of each symbol in ``COUNTS``."""
         sequences = self.micro_size * self.micro_batches * self.mini_batches
         return dict(
             zip(
@@ -111,7 +111,7 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Every collective that reaches torch's dispatcher, in order."""
+    """Records every collective that reaches torch's dispatcher, in order."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...]) -> Call:
         tensors = [value for value in torch.utils._pytree.tree_leaves(args) if isinstance(value, Tensor)]
-        # The group comes before the operation; functional collectives have none of the two as objects.
+        # The group is the first script object; functional collectives have none.
         group = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
         name = "another" if group is None else str(dist.ProcessGroup.unbox(group).group_name)
         kind = {"allreduce_": self._operation, "broadcast_": "BROADCAST"}.get(func._opname, func._opname)
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Recorder]:
-        """Record; the dispatcher does not show which reduction it is, so the public function is looked at as well."""
+        """Record inside the block. The dispatcher hides SUM or MAX, so ``dist.all_reduce`` is wrapped too."""
         original = dist.all_reduce
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **rest: Any) -> Any:
@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
 
 
 class MicroBatch(NamedTuple):
-    """This rank's tokens of some sequences."""
+    """This rank's tokens of a micro-batch."""
 
     layout: SequenceLayout
     train: Tensor
@@ -161,7 +161,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batch(batch: Batch, layout: Layout, groups: ParallelGroups, index: int) -> MicroBatch:
-    """Other tokens on every rank, and none that count on the last of all."""
+    """Random tokens that differ between ranks; the last rank has none that count."""
     rank, local = group_rank(groups.cp), batch.length // layout.cp
     if batch.packed:
         lengths = [2 * (1 + 7 * (index + row) % (local // 2)) for row in range(batch.micro_size)]
@@ -177,7 +177,7 @@ def micro_batch(batch: Batch, layout: Layout, groups: ParallelGroups, index: int
 
 
 def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> PlanInputs:
-    """The rollout batch of this rank, with all that a trainer knows of it."""
+    """The inputs of a plan with every optional field."""
     size, steps = batch.micro_size, len(parts) // batch.mini_batches
     ids = [torch.full((size,), index // steps) for index in range(len(parts))]
     return PlanInputs(
@@ -194,7 +194,7 @@ def plan_inputs(parts: Sequence[MicroBatch], batch: Batch, bypass: bool) -> Plan
 
 
 def score(correction: RolloutCorrection, part: MicroBatch, given: GivenMicroBatch, scale: LossScale) -> None:
-    """Forward and backward of the loss of a micro-batch; π_ref and the entropy may be any numbers."""
+    """Run the loss of a micro-batch forward and backward; π_ref and the entropy are arbitrary numbers."""
     log_probs = part.train.clone().requires_grad_()
     given = dataclasses.replace(given, ref_log_probs=part.rollout)
     masked_loss(correction, given, log_probs, entropy=part.train, scale=scale)[0].backward()
@@ -203,9 +203,9 @@ def score(correction: RolloutCorrection, part: MicroBatch, given: GivenMicroBatc
 def trace(
     config: RolloutCorrectionConfig, loss: PolicyLossConfig, batch: Batch, layout: Layout, groups: ParallelGroups
 ) -> list[Call]:
-    """All collectives of a rollout batch and its optimizer steps, on this rank."""
+    """This rank's collectives in a rollout batch and its optimizer steps."""
     correction = RolloutCorrection(config, groups, loss=loss)
-    # A step begins only where something ends it; here finish_step() does.
+    # A step is refused unless a wrapped finalize exists; finish_step() below does its work.
     end = wrap_finalize(correction, lambda model: None)
     count, parts, inputs = batch.micro_batches, list[MicroBatch](), None
     if groups.is_last_stage:
@@ -238,7 +238,7 @@ def trace(
 
 
 def once(calls: Sequence[Call], batch: Batch) -> list[Call]:
-    """One micro-batch and one optimizer step of a trace in which they are all alike."""
+    """The calls of one micro-batch and one optimizer step, if all of them are equal."""
     found = {phase: [call for call in calls if call.phase == phase] for phase in PHASES}
     times = {PHASES[0]: 1, PHASES[1]: batch.micro_batches * batch.mini_batches, PHASES[2]: batch.mini_batches}
     return [call for phase in PHASES for call in found[phase][: len(found[phase]) // times[phase]]]
@@ -252,7 +252,7 @@ def sent(calls: Sequence[Call], layout: Layout, group: str) -> float:
 
 
 def amount(number: float) -> str:
-    """A number of bytes as a person writes it."""
+    """A number of bytes with a unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -1,10 +1,11 @@
-"""What is wrong with a run's log-probs, and which correction fits: in plain words, with the numbers.
+"""Find faults in a run's log-probs, and propose a correction that fits its numbers.
 
     python -m megatron_rc.doctor RUN|BATCH|FILE [--json]
 
-RUN is a run's folder or its metrics.jsonl, BATCH a recorded rollout batch (safetensors or JSON lines, or the folder of
---save-rollouts), FILE the metrics of another program as JSON, JSON lines or CSV. Ends with 0 where nothing is wrong,
-with 1 where something is, with 2 for input that cannot be used, and with 3 where it says too little to judge.
+RUN is a run's folder or its metrics.jsonl. BATCH is a recorded rollout batch (.safetensors, .jsonl, .pt, .npz), or the
+folder of --save-rollouts. FILE has the metrics of another program as JSON, JSON lines or CSV.
+
+Exit codes: 0 no fault found, 1 a fault found, 2 the input cannot be used, 3 the input has too few numbers to judge.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, judge, print; the exit code."""
+    """Read the input, judge it, print the report. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rc.doctor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("path", metavar="RUN|BATCH|FILE", type=Path)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("path", metavar="RUN|BATCH|FILE", type=Path, help="Input, as described above.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of text.")
     parser.add_argument(
         "--dialect",
         metavar="NAME",
-        help="propose settings in the words of megatron_rc, verl, verl-2025-11, verl-2025-10, slime or nemo-rl; "
-        "default: of the program that wrote the input",
+        help="Program whose settings are proposed: megatron_rc, verl, verl-2025-11, verl-2025-10, slime or nemo-rl. "
+        "Default: the program that wrote the input.",
     )
     args = parser.parse_args(argv)
     from megatron_rc.doctor.inputs import read_evidence

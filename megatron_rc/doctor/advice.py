@@ -1,4 +1,4 @@
-"""Which preset fits the numbers, with which thresholds, and what each would do to a recorded batch."""
+"""A preset and its thresholds for some facts, and the effect of corrections on a recorded batch."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.doctor.signs import K3
 
 UPPER_BOUNDS = (1.5, 2.0, 3.0, 5.0)
-EXP_LIMIT = 20.0  # nats: what is beyond says no more
-KEPT = 0.95  # of the sequences, by the geometric bound that is proposed
+EXP_LIMIT = 20.0  # nats; larger log-ratios are clamped
+KEPT = 0.95  # share of the sequences that the proposed geometric bound accepts
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A preset, its arguments, and why this one."""
+    """A preset, its arguments, and the reason for it."""
 
     preset: str
     why: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> RolloutCorrectionConfig:
-        """The correction itself."""
+        """The config of this preset."""
         made: RolloutCorrectionConfig = getattr(RolloutCorrectionConfig, self.preset)(**self.arguments)
         return made
 
     def settings(self, dialect: str) -> list[str]:
-        """The same in a program's own words, as lines to copy."""
+        """Lines to copy into a program's settings."""
         lines = [] if dialect == OWN else settings_lines(self.config(), dialect)
-        # Where a program has no words for it at all, ours say at least what is meant.
+        # A program without such a setting gets our flags, which describe the correction.
         return lines if any(not line.startswith("#") for line in lines) else [self.flags(), *lines]
 
     def flags(self) -> str:
-        """The same for a run of the launcher."""
+        """Flags of the launcher."""
         names = {
             "threshold": "rollout-is-threshold",
             "is_threshold": "rollout-is-threshold",
@@ -53,17 +53,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a correction would do to a batch.
+    """Effect of a correction on a batch.
 
     Attributes:
-        ess: effective sample size of its weights, a share of the tokens; 1 without weights.
-        mean_weight: likewise, of the bounded weights.
-        rejected_tokens: share of the tokens; ``rejected_sequences``: of the sequences that lose any.
-        rejected_by_reward: share of the tokens, by the reward's sign.
+        choice: the correction.
+        eff_sample_size: effective sample size of the weights as a share of the tokens; 1 without weights.
+        mean_weight: mean of the bounded weights; 1 without weights.
+        rejected_tokens: share of rejected tokens.
+        rejected_sequences: share of sequences with a rejected token.
+        rejected_by_reward: share of rejected tokens for each sign of the reward.
     """
 
     choice: Choice
-    ess: float
+    eff_sample_size: float
     mean_weight: float
     rejected_tokens: float
     rejected_sequences: float
@@ -71,52 +73,53 @@ class Effect:
 
 
 def choose(facts: Facts, verdicts: Sequence[Verdict], sampled: Sampled | None = None) -> Choice | None:
-    """The preset for these numbers; None where too little is known."""
+    """The preset for these facts; None if too few are known."""
     names = {verdict.rule.name for verdict in verdicts}
     broken = next((verdict.rule for verdict in verdicts if verdict.rule.repair), None)
     if broken is not None:
         return Choice(
-            "disabled", f"repair this first ({broken.title}): no correction makes up for it. Measure until then"
+            "disabled",
+            f"repair this first ({broken.title}): no correction can replace the repair. Until then only measure",
         )
     if not facts.has("k3_kl"):
         return None
     if "tails" in names:
-        why = "weights of 0 take the few tokens out that are far off, and leave the rest as it is"
+        why = "the few tokens that are far off get weight 0, the others keep their ratio"
         return Choice("decoupled_token_icepop", why)
     return _for_noise(facts, "long_products" in names, None if sampled is None else geometric_bound(sampled))
 
 
 def _for_noise(facts: Facts, is_long: bool, bound: str | None) -> Choice:
-    """Where the policies differ by noise, or not at all."""
+    """The preset for policies that differ by noise, or not at all."""
     upper = _token_bound(facts)
     if facts["k3_kl"] <= K3 and not is_long:
-        why = f"k3 is at most {K3}: these weights change next to nothing, and bound what may come"
+        why = f"k3 is at most {K3}: these weights change almost nothing now, and bound later ratios"
         return Choice("decoupled_token_is", why, {"threshold": upper})
     if facts["sequence_eff_sample_size"] >= 0.5 and not is_long:
         share = facts["sequence_eff_sample_size"]
-        why = f"weights of whole sequences are unbiased, and leave {share:.0%} of this batch"
+        why = f"sequence weights are unbiased, and leave {share:.0%} of this batch"
         return Choice("decoupled_seq_is", why, {"threshold": 2.0})
     if bound is None:
-        why = "weights of tokens hold whatever the length; a recorded batch would say how to bound whole sequences"
+        why = "token weights do not depend on the length; bounds for whole sequences need a recorded batch"
         return Choice("decoupled_token_is", why, {"threshold": upper})
-    why = "weights of whole sequences would leave too little: weights of tokens, and the farthest sequences rejected"
+    why = "sequence weights would leave too little of the batch: use token weights, and reject the farthest sequences"
     return Choice("decoupled_geo_rs_token_tis", why, {"is_threshold": upper, "rs_threshold": bound})
 
 
 def _token_bound(facts: Facts) -> float:
-    """The smallest upper bound that at most a hundredth of the tokens is above."""
+    """The smallest of the usual upper bounds that truncates at most 1 % of the tokens."""
     top = facts["log_ratio_p99"]
     wanted = 2.0 if math.isnan(top) else math.exp(min(top, 5.0))
     return next((bound for bound in UPPER_BOUNDS if bound >= wanted), UPPER_BOUNDS[-1])
 
 
 def geometric_bound(sampled: Sampled) -> str | None:
-    """Symmetric bounds on the geometric mean of ρ that a share ``KEPT`` of the sequences lies within."""
+    """Bounds on the geometric mean of ρ that accept a share ``KEPT`` of the sequences."""
     means = mean_log_ratios(sampled)
     if means is None or not len(means):
         return None
     width = min(float(means.abs().quantile(KEPT, interpolation="higher")), EXP_LIMIT)
-    # As many digits as say two of the width; rounded outwards.
+    # Two significant digits of the width, rounded outwards.
     digits = max(3, 1 - math.floor(math.log10(max(width, 1e-6))))
     upper = math.ceil(math.exp(width) * 10**digits) / 10**digits
     lower = math.floor(math.exp(-width) * 10**digits) / 10**digits
@@ -124,7 +127,7 @@ def geometric_bound(sampled: Sampled) -> str | None:
 
 
 def mean_log_ratios(sampled: Sampled) -> torch.Tensor | None:
-    """[n'] float64, the mean log ρ of each sequence that has a usable token."""
+    """[n'] float64: mean log ρ of each sequence that has a usable token."""
     if sampled.old_log_probs is None:
         return None
     mask = sampled.usable()
@@ -134,7 +137,7 @@ def mean_log_ratios(sampled: Sampled) -> torch.Tensor | None:
 
 
 def candidates(choice: Choice) -> list[Choice]:
-    """The chosen preset first, then the usual others, for comparison."""
+    """The chosen preset, then the usual others for comparison."""
     others = ("decoupled_token_is", "decoupled_token_icepop", "decoupled_seq_is", "decoupled_geo_rs", "decoupled_k3_rs")
     found = [choice]
     for other in (Choice(name, "") for name in others):
@@ -144,7 +147,7 @@ def candidates(choice: Choice) -> list[Choice]:
 
 
 def effect(choice: Choice, sampled: Sampled) -> Effect:
-    """What a correction would do to a batch that has log-probs of the trainer."""
+    """Try a correction on a batch with log-probs of the trainer."""
     assert sampled.old_log_probs is not None
     fields = choice.config().to_dict() | {"bad_log_probs": "reject_token", "metric_prefix": ""}
     metrics = correct_rollouts(
@@ -160,7 +163,7 @@ def effect(choice: Choice, sampled: Sampled) -> Effect:
     }
     return Effect(
         choice,
-        ess=metrics.get("rollout_is_eff_sample_size", 1.0),
+        eff_sample_size=metrics.get("rollout_is_eff_sample_size", 1.0),
         mean_weight=metrics.get("rollout_is_mean", 1.0),
         rejected_tokens=metrics["rollout_rs_masked_fraction"],
         rejected_sequences=metrics["rollout_rs_seq_masked_fraction"],

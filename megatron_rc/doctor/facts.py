@@ -1,4 +1,4 @@
-"""The numbers that the rules look at, under the names of ``docs/metrics.md`` without a prefix."""
+"""Facts: numbers that the rules judge, under the names of ``docs/metrics.md`` without a prefix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class Facts(dict[str, float]):
-    """Numbers by name. One that is missing is NaN, so that no comparison with it holds."""
+    """Numbers by name; a missing one reads as NaN, so that every comparison with it is False."""
 
     def __missing__(self, name: str) -> float:
         return math.nan

@@ -1,4 +1,4 @@
-"""What a path holds: the metrics of a run, or a recorded batch."""
+"""Reads the doctor's input: metrics of a run, or a recorded batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _STEP = re.compile(r"(step-(\d+))-replica-\d+\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What was read.
+    """Input of the doctor.
 
     Attributes:
-        what: in words.
+        what: path and size of the input, in words.
         facts: its numbers.
-        sampled: the responses, where it is a recorded batch.
-        notes: what the reader left out, a sentence each.
-        dialect: the program that wrote it, as the settings' dialects are called.
+        sampled: the responses of a recorded batch; None for metrics.
+        notes: a sentence for each omission.
+        dialect: name of the settings' dialect of the program that wrote it.
     """
 
     what: str
@@ -46,21 +46,21 @@ class Evidence:
 
 
 def read_evidence(path: Path) -> Evidence:
-    """What a path holds.
+    """Read metrics or a batch.
 
     Args:
         path: a run's folder, a folder of recorded batches, or a file: metrics (JSON, JSON lines, CSV) or a batch
-            (safetensors, JSON lines).
+            (safetensors, JSON lines, ``.pt``, ``.npz``).
 
     Raises:
-        ValueError: one sentence: what it is, and what to give instead.
+        ValueError: the input cannot be used; the sentence names the remedy.
     """
     try:
         return _read_folder(path) if path.is_dir() else _read_file(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text: give metrics as JSON or CSV, or a batch as safetensors") from None
+        raise ValueError(f"{path} is not a text file: give metrics as JSON or CSV, or a batch as safetensors") from None
 
 
 def _read_folder(path: Path) -> Evidence:
@@ -73,7 +73,7 @@ def _read_folder(path: Path) -> Evidence:
     before = [file for file in batches if file not in files]
     sampled, place = _sampled(files), "the last of its batches"
     if sampled.old_log_probs is None and before:
-        # A run that ends between two steps of a batch leaves it without.
+        # A run that ended within this batch left it without the trainer's log-probs.
         earlier = _of_one_step(before[-1], before)
         if (found := _sampled(earlier)).old_log_probs is not None:
             files, sampled, place = earlier, found, "the last of its batches that has log-probs of the trainer"
@@ -83,7 +83,7 @@ def _read_folder(path: Path) -> Evidence:
 
 
 def _of_one_step(file: Path, batches: Sequence[Path]) -> list[Path]:
-    """The files of all replicas of this one's step."""
+    """Files of all replicas of the step that ``file`` belongs to."""
     match = _STEP.fullmatch(file.name)
     return [file] if match is None else [other for other in batches if other.name.startswith(f"{match[1]}-")]
 
@@ -105,7 +105,7 @@ def _read_file(path: Path) -> Evidence:
 
 
 def _read_text(file: TextIO, path: Path) -> Evidence:
-    """Metrics or a batch; metrics line by line, since those of a long run fill gigabytes."""
+    """Read metrics or a batch. Metrics are read line by line, since a long run writes gigabytes."""
     first = next((line for line in file if line.strip()), "")
     if not first:
         raise ValueError(f"{path} is empty: give the metrics of at least one step, or a recorded batch")
@@ -156,7 +156,7 @@ def _read_json_lines(text: str, path: Path) -> Evidence:
 
 
 def _of_batch(sampled: Sampled, what: str, file: Path | None = None) -> Evidence:
-    """The facts of responses; ``file`` is the record of ours that they are from."""
+    """Evidence of responses; ``file`` is the record, if it is one of ours."""
     if not sampled.response_mask.any():
         raise ValueError(f"{what}: no response has a sampled token")
     facts = facts_of_batch(sampled)
@@ -182,7 +182,7 @@ def _of_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
 
 
 def read_settings(folder: Path) -> Mapping[str, str]:
-    """The flags of a run, those too that it names behind a # as defaults; empty where it left none."""
+    """Flags of a run, with the defaults that ``config.yaml`` lists as comments; empty without that file."""
     path = folder / SETTINGS_FILE
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Facts of a recorded batch: the library's own metrics of it, and what tells one fault from another."""
+"""Facts of a recorded batch: the correction's own metrics, and numbers that tell faults apart."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.sampled import Sampled
 from megatron_rc.measures.shift import measure_shift
 
-MAX_TOKENS = 2**18  # of those that the more expensive facts look at
-NOISE = 0.02  # nats: log-ratios below are rounding
-_FEW = 8  # tokens of a sequence that say nothing of it
+MAX_TOKENS = 2**18  # the slower facts use only the first tokens
+NOISE = 0.02  # nats; smaller log-ratios are rounding
+_FEW = 8  # tokens; shorter sequences are not judged
 _UNCERTAIN = 0.25  # nats a token: a probability of 0.78
-_CAP = 0.5  # nats: a single token can say no more of its sequence
-# Metrics of weights that depend on a bound.
+_CAP = 0.5  # nats; the most that one token adds to its sequence
+# Metrics that depend on the bound of the weights.
 _BOUNDED = (
     *("rollout_is_ratio_fraction", "rollout_is_seq_", "rollout_is_applied_", "rollout_is_eff", "rollout_is_p"),
     *("rollout_is_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min", "rollout_rs_"),
@@ -27,10 +27,10 @@ _OTHERS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 def facts_of_batch(sampled: Sampled) -> Facts:
-    """Everything that a batch says; without ``old_log_probs`` that is little.
+    """All facts of a batch; few without ``old_log_probs``.
 
     Args:
-        sampled: on the host.
+        sampled: the responses, on the host.
     """
     mask = sampled.usable()
     facts = Facts(num_tokens=float(mask.sum()), num_sequences=float(mask.any(dim=1).sum()))
@@ -50,9 +50,9 @@ def facts_of_batch(sampled: Sampled) -> Facts:
 
 
 def _zero_sequences(sampled: Sampled, mask: Tensor) -> float:
-    """Sequences of more than 8 tokens whose rollout log-probs are all exactly 0, which the trainer finds less certain.
+    """Number of sequences of more than 8 tokens whose rollout log-probs are all 0, against the trainer's.
 
-    An engine that samples from the likeliest tokens alone may honestly be left with one each time.
+    With top-k 1 they are right: then every sampled token has probability 1.
     """
     top_k = sampled.sampling.top_k if sampled.sampling is not None else 0
     count = mask.sum(dim=1)
@@ -75,9 +75,9 @@ def _sampling_facts(sampled: Sampled) -> dict[str, float]:
 
 
 def _library_metrics(sampled: Sampled) -> dict[str, float]:
-    """The metrics of the correction with token weights that are measured, and the share that sequence weights leave.
+    """Metrics of token weights, the effective sample size of sequence weights, and the test for a shift.
 
-    With the distance between neighbours as a share of that between equals, which is small where one column is late.
+    The test compares log-probs of neighbouring positions with log-probs of equal positions.
     """
     assert sampled.old_log_probs is not None
     measured, found = {}, {}
@@ -100,13 +100,13 @@ def _library_metrics(sampled: Sampled) -> dict[str, float]:
     shift = measure_shift(result.on_host.data.shift)
     if shift.is_enough:
         found = {"shift_share": shift.share, "shift_lag": float(shift.lag)}
-    # Nobody has chosen the bounds of these weights.
+    # No run has chosen these weights' bounds.
     kept = {name: value for name, value in measured["token"].items() if not name.startswith(_BOUNDED)}
     return kept | found | {"sequence_eff_sample_size": measured["sequence"]["rollout_is_raw_eff_sample_size"]}
 
 
 def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
-    """Of all usable tokens, [t] float64 each."""
+    """Facts of the usable tokens; both arguments are [t] float64."""
     log_ratio = old - rollout
     ratio = log_ratio.clamp(max=20).exp()
     differences = (old.exp() - rollout.exp()).abs()
@@ -122,11 +122,11 @@ def _token_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
 
 
 def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
-    """The temperature ratio that explains the log-ratios best, and the share of them that it leaves unexplained.
+    """The temperature ratio that explains the log-ratios best, and the share that it leaves unexplained.
 
-    Only the log-prob of the sampled token is known, so the rest of the distribution is taken to be ``others`` tokens
-    that are equally likely. The share is that of positive or that of negative log-ratios, whichever is larger: noise
-    moves the engine's own samples to one side and explains one of them alone.
+    Only the log-prob of the sampled token is known. So the rest of the distribution is modelled as ``others`` equally
+    likely tokens. Positive and negative log-ratios have a share each, and the larger one counts, because noise of the
+    engine's own samples can explain one sign alone.
     """
     log_ratio = old - rollout
     up = log_ratio > 0
@@ -145,12 +145,12 @@ def _temperature_facts(rollout: Tensor, old: Tensor) -> dict[str, float]:
 
 
 def _noise(rollout: Tensor, old: Tensor) -> Tensor:
-    """[...] |log ρ| in units of the logits' noise: rounding moves a token of probability p by 1 - p of it."""
+    """[...] |log ρ| over 1 - p: rounding of the logits moves the log-prob of a token by 1 - p of the rounding."""
     return (old - rollout).abs().clamp(max=_CAP) / (1.01 - rollout.exp().clamp(max=1.0))
 
 
 def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, float]:
-    """Whether the sequences fall into two kinds, near and far, with nothing in between."""
+    """Split the sequences by distance into two kinds, near and far, and measure how clear the split is."""
     counts = mask.sum(dim=1)
     noise = torch.where(mask, _noise(rollout, old), 0.0).sum(dim=1)
     levels = (noise / counts)[counts >= _FEW].clamp(min=1e-5).log().sort().values
@@ -158,7 +158,7 @@ def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, flo
     least = max(3, number // 20)
     if number < 2 * least:
         return {}
-    # The two kinds that leave the least variance within them.
+    # The split with the least variance within the two kinds.
     total, below = levels.sum(), levels.cumsum(0)[least - 1 : number - least]
     sizes = torch.arange(least, number - least + 1, dtype=levels.dtype)
     low, high = below / sizes, (total - below) / (number - sizes)
@@ -174,7 +174,7 @@ def _sequence_facts(rollout: Tensor, old: Tensor, mask: Tensor) -> dict[str, flo
 
 
 def _version_facts(rollout: Tensor, old: Tensor, versions: Tensor) -> dict[str, float]:
-    """How far the tokens of the newest and of the older half of the versions are apart."""
+    """Mean |log ρ| of tokens of the newer and of the older half of the versions."""
     newest, oldest = int(versions.max()), int(versions.min())
     noise = (old - rollout).abs()
     older = versions <= (newest + oldest) / 2

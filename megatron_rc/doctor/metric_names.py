@@ -1,4 +1,4 @@
-"""How other programs, and older releases, call the numbers of ``docs/metrics.md``."""
+"""Names that other programs and older releases give to the metrics of ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 STEP_NAMES = ("step", "_step", "Step", "global_step", "training/global_step", "trainer/global_step")
 
-# The end of a name, whatever stands before it (train/, actor/): what it is here; by the program that writes it.
+# For each program: the end of its name, whatever stands before it (train/, actor/), and our name.
 NAMES_OF = {
     "verl": {
         "training/rollout_probs_diff_mean": "probs_diff_mean",
@@ -45,7 +45,7 @@ NAMES_OF = {
         "train/reward": "reward",
     },
 }
-_OF_VERL = ("actor/", "training/", "timing_s/")  # how other names of verl's begin
+_OF_VERL = ("actor/", "training/", "timing_s/")  # prefixes of verl's other metrics
 _WHOLE = {"grad_norm": "grad_norm", "train/grad_norm": "grad_norm"}  # not critic/grad_norm
 _PREFIXED = re.compile(r"(?:^|/)(?:rollout_corr|mismatch)/(?:mismatch_)?([^/]+)$")
 _BARE = re.compile(r"(?:^|/)mismatch_([^/]+)$")  # slime's
@@ -53,10 +53,10 @@ _BARE = re.compile(r"(?:^|/)mismatch_([^/]+)$")  # slime's
 
 @functools.lru_cache(maxsize=4096)  # a long run repeats its names a million times
 def own_name(name: str) -> str | None:
-    """What a metric is called here, without a prefix; None for one that says nothing of the two policies.
+    """Our name of a metric, without a prefix; None for a metric that the rules do not use.
 
     Args:
-        name: as a file spells it; W&B's exports put the run and `` - `` before it.
+        name: the name in the file; W&B's exports put the run and `` - `` before it.
     """
     name = _shown_as(name)
     for pattern in (_PREFIXED, _BARE):
@@ -68,7 +68,7 @@ def own_name(name: str) -> str | None:
 
 
 def program_of(names: Iterable[str]) -> str | None:
-    """The program that gives its metrics these names, as a dialect of the settings; None where they do not say."""
+    """Dialect of the program that writes metrics of these names; None if it is not known."""
     found = [_shown_as(name) for name in names]
     for program, known in NAMES_OF.items():
         if any(_ends_with(name, other) for name in found for other in known):
@@ -81,7 +81,7 @@ def program_of(names: Iterable[str]) -> str | None:
 
 
 def _shown_as(name: str) -> str:
-    """A name without the run that W&B's exports put before it."""
+    """The name without the run that W&B's exports put before it."""
     return name.rpartition(" - ")[2].strip()
 
 

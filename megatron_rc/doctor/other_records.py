@@ -1,4 +1,4 @@
-"""Sampled tokens as any program writes them down: lists by name, a line a response or a column a field."""
+"""Readers of other programs' records: tensors by name, or JSON with one response or one field to a line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rc.doctor.tables import object_of, parse_json
 from megatron_rc.records.formats.rows import numbered
 from megatron_rc.records.tensor_files import read_tensors
 
-# The first name that is there; verl's, NeMo-RL's and slime's.
+# Names of each field in verl, NeMo-RL and slime; the first one that exists is read.
 ROLLOUT = ("rollout_log_probs", "generation_logprobs", "rollout_logprobs")
 OLD = ("old_log_probs", "prev_logprobs", "log_probs", "policy_logprobs")
 MASK = ("response_mask", "token_loss_mask", "token_mask", "loss_mask")
@@ -24,23 +24,23 @@ REWARD = ("reward", "rewards", "score", "total_reward", "token_level_scores", "r
 GROUP = ("group_id", "group_ids", "uid", "group_index")
 TOKENS = ("responses", "token_ids", "input_ids", "tokens")
 VERSION = ("policy_version", "weight_version", "param_version_start", "policy_versions", "weight_versions")
-# Fields that only this program's records have.
+# Fields that tell which program wrote a record.
 _FIELDS_OF = {
     "nemo-rl": {"generation_logprobs", "prev_logprobs", "token_loss_mask", "sample_loss_mask"},
     "verl": {"responses", "response_mask", "token_level_scores", "rm_scores", "param_version_start"},
     "slime": {"loss_mask", "rollout_logprobs", "weight_versions", "weight_version"},
 }
-_LARGEST = 1e30  # of a reward that is one
+_LARGEST = 1e30  # a larger number is no reward
 WHOLE = ("sample_loss_mask", "sample_mask", "loss_multiplier")
 
 
 def is_record(names: Mapping[str, Any]) -> bool:
-    """Whether these are fields of responses, not metrics."""
+    """Whether these fields are a record of responses, not metrics."""
     return any(isinstance(names.get(name), (list, Tensor)) for name in ROLLOUT)
 
 
 class NoRecordError(ValueError):
-    """A file of tensors without log-probs of an engine, or that cannot be read."""
+    """A file of tensors that cannot be read, or has no log-probs of an engine."""
 
 
 def sampled_of_file(path: Path) -> Sampled:
@@ -56,12 +56,14 @@ def sampled_of_file(path: Path) -> Sampled:
         raise NoRecordError(str(problem)) from None
     if not is_record(tensors):
         names = ", ".join(sorted(tensors)[:5]) or "none"
-        raise NoRecordError(f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give those of a rollout batch by name")
+        raise NoRecordError(
+            f"{path} has no {ROLLOUT[0]} (its tensors: {names}): give the tensors of a rollout batch by name"
+        )
     return sampled_of_tensors(tensors, path)
 
 
 def sampled_of_lines(path: Path) -> Sampled | None:
-    """Responses from JSON, one value or one a line; None for a file of our own records, or of no record.
+    """Responses from JSON or JSON lines; None for a record of ours, and for a file that is no record.
 
     Raises:
         ValueError: as :func:`sampled_of_objects`.
@@ -85,15 +87,15 @@ def sampled_of_lines(path: Path) -> Sampled | None:
 
 
 def is_own(names: Mapping[str, Any]) -> bool:
-    """Whether these are the fields of a line of our own records."""
+    """Whether these fields are a line of our own records."""
     return {"schema_version", "tokens"} <= names.keys()
 
 
 def sampled_of_objects(objects: Sequence[Mapping[str, Any]], path: Path) -> Sampled:
-    """Responses from one object each, or from objects with a list of responses under each name.
+    """Responses from objects with one response each, or with a list of responses under each name.
 
     Raises:
-        ValueError: names what is missing or of another length.
+        ValueError: a field is missing or has another length; the sentence names it.
     """
     rows = [row for value in objects for row in _rows(value, path)]
     pieces = [_piece(row, index, path) for index, row in enumerate(rows)]
@@ -119,12 +121,14 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
     """Responses from tensors [n, s] by name; rewards and versions [n].
 
     Raises:
-        ValueError: names what is missing or of another shape.
+        ValueError: a field is missing or has another shape; the sentence names it.
     """
     rollout, old, mask = (_first(tensors, names) for names in (ROLLOUT, OLD, MASK))
     for name, value in ((ROLLOUT[0], rollout), (OLD[0], old), (MASK[0], mask)):
         if value is not None and (value.dim() != 2 or value.shape != rollout.shape):
-            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}: expected [responses, tokens], all alike")
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(value.shape)}: expected [responses, tokens], equal for all"
+            )
     mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask != 0
 
     def of_each(names: Sequence[str]) -> list[Any]:
@@ -132,7 +136,7 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
         return value.tolist() if value is not None and value.shape[:1] == rollout.shape[:1] else [None]
 
     rewards = _first(tensors, REWARD)
-    if rewards is not None and rewards.dim() > 1:  # verl's scores of every token add up
+    if rewards is not None and rewards.dim() > 1:  # verl has a score for each token; their sum is the reward
         rewards = rewards.double().flatten(1).sum(dim=1)
     tokens = _first(tensors, TOKENS)
     if tokens is not None and (tokens.dim() != 2 or len(tokens) != len(rollout) or tokens.shape[1] < rollout.shape[1]):
@@ -150,13 +154,13 @@ def sampled_of_tensors(tensors: Mapping[str, Tensor], path: Path) -> Sampled:
 
 
 def _program_of(names: Iterable[str]) -> str:
-    """The program whose fields these are, as a dialect of the settings; ours where they could be anybody's."""
+    """Dialect of the program that writes these fields; ours if the fields do not tell."""
     found = (program for program, own in _FIELDS_OF.items() if not own.isdisjoint(names))
     return next(found, OWN)
 
 
 def _rows(value: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
-    """An object of columns as one object a response; other lists than those of the tokens may have another length."""
+    """Split an object of columns into one object for each response; lists of another length are dropped."""
     rollout = _first(value, ROLLOUT)
     if not (isinstance(rollout, list) and rollout and isinstance(rollout[0], list)):
         return [value]
@@ -173,7 +177,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], list[Any] | None, list[Any]]:
-    """Rollout log-probs, the trainer's and the mask of one response, of one length."""
+    """Engine's log-probs, trainer's log-probs and mask of one response, all of one length."""
     rollout, old, mask = (_first(row, names) for names in (ROLLOUT, OLD, MASK))
     if not isinstance(rollout, list):
         raise ValueError(f"{path}: response {index} has no {ROLLOUT[0]}: ask the engine for log-probs")
@@ -188,12 +192,12 @@ def _piece(row: Mapping[str, Any], index: int, path: Path) -> tuple[list[Any], l
     try:
         torch.tensor([[_float(value) for value in values] for values in (rollout, old or rollout, mask)])
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{path}: response {index} has something else than numbers in its log-probs or mask") from None
+        raise ValueError(f"{path}: response {index} has other values than numbers in its log-probs or mask") from None
     return rollout, old, mask
 
 
 def _float(value: Any) -> float:
-    """None stands where nothing was sampled: as a log-prob of a token that was it cannot be used."""
+    """The number; NaN for None, which programs write at positions that were not sampled."""
     return math.nan if value is None else float(value)
 
 
@@ -203,13 +207,13 @@ def _padded(rows: Sequence[Sequence[Any]], width: int) -> Tensor:
 
 
 def _numbers(values: Sequence[Any]) -> Tensor | None:
-    """[n], where all responses have one number (verl's scores of every token add up)."""
+    """[n], or None if a response has no number; lists (verl's score of each token) are added up."""
     values = [sum(value) if isinstance(value, list) and all(map(_is_number, value)) else value for value in values]
     return torch.tensor([float(value) for value in values]) if values and all(map(_is_number, values)) else None
 
 
 def _versions(values: Sequence[Any], width: int) -> Tensor | None:
-    """[n, s]: the oldest version of each response, where all say one."""
+    """[n, s]: the oldest version of each response; None if a response has none."""
     oldest = [value[0] if isinstance(value, list) and value else value for value in values]
     texts = [str(value) for value in oldest if not isinstance(value, bool)]
     if not texts or not all(text.isdecimal() and len(text) < 19 for text in texts):
@@ -218,14 +222,14 @@ def _versions(values: Sequence[Any], width: int) -> Tensor | None:
 
 
 def _groups(values: Sequence[Any]) -> Tensor | None:
-    """[n], where all responses say of which prompt they are."""
+    """[n]: number of each response's prompt; None if a response does not name its prompt."""
     if any(value is None or isinstance(value, (list, dict)) for value in values):
         return None
     return torch.tensor(numbered(values))
 
 
 def _tokens(values: Sequence[Any], lengths: Sequence[int], width: int) -> Tensor | None:
-    """[n, s], where all responses have their token ids, behind a prompt where they are longer than the log-probs."""
+    """[n, s] token ids; None if a response lacks them. Lists longer than the log-probs begin with a prompt."""
     ids = [
         value[len(value) - length :] if isinstance(value, list) else []
         for value, length in zip(values, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""What a user of another program is told: settings of corrections and of runs in that program's own words."""
+"""Settings and advice in the words of other programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERL = {
     "veto": "rollout_token_veto_threshold",
     "record": "old_log_probs beside rollout_log_probs",
 }
-# How each dialect calls what advice speaks of.
+# Names that advice uses, for each dialect.
 WORDS: Mapping[str, Mapping[str, str]] = {
     OWN: {
         "temperature": "--rl-default-temperature",
@@ -49,7 +49,7 @@ _OF_FLAGS = ("use_tis", "tis_clip", "tis_clip_low", "use_opsm", "opsm_delta", "u
 
 
 def settings_lines(config: RolloutCorrectionConfig, dialect: str) -> list[str]:
-    """A correction in another program's settings, as lines to copy (YAML, or flags), and what these cannot say."""
+    """A correction as lines of another program's settings (YAML or flags); comments list fields it does not have."""
     fields, lost = written(config, dialect)
     if dialect == "slime" and fields.keys() <= set(_OF_FLAGS):
         lines = [" ".join(_flag(name, value) for name, value in fields.items() if value is not False) or "no --use-tis"]
@@ -74,7 +74,7 @@ def _in_sections(fields: Mapping[str, Any], dialect: str) -> list[str]:
 
 
 def _yaml(fields: Mapping[str, Any]) -> list[str]:
-    """JSON's scalars are YAML's; texts in quotation marks, since 0.5_2.0 would be a number."""
+    """YAML lines; texts are quoted, since YAML reads 0.5_2.0 as a number."""
     return [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says: as text, as one JSON object, and as an exit code."""
+"""The doctor's report: text, a JSON object and an exit code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_rc.doctor.rules import judge, not_looked_at
 from megatron_rc.doctor.signs import OTHER_DISTANCES
 
 HEALTHY, WRONG, UNUSABLE, TOO_LITTLE = 0, 1, 2, 3
-# k3 in nats up to which these words fit.
+# Upper limit of k3 in nats for each sentence.
 GRADES = (
     (1e-3, "the policies are as close as rounding to bfloat16 leaves them"),
-    (1e-2, "the policies differ; a correction takes care of it"),
+    (1e-2, "the policies differ; a correction handles it"),
     (1e-1, "the policies are far apart; find the cause before relying on a correction"),
-    (math.inf, "these are two different policies; repair the cause"),
+    (math.inf, "these are two different policies; repair the cause first"),
 )
-# What is shown of the distance, in this order, and how.
+# Facts about the distance in the order of the report: name, label, format.
 SHOWN = (
     ("kl", "KL", "{:.3g} nats a token"),
     ("k3_kl", "k3", "{:.3g} nats a token"),
@@ -42,7 +42,7 @@ _QUANTILES = ("01", "05", "50", "95", "99")
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is said of one input."""
+    """Verdicts, proposal and effects for one input."""
 
     evidence: Evidence
     verdicts: list[Verdict]
@@ -59,7 +59,7 @@ class Report:
 
 
 def examine(evidence: Evidence) -> Report:
-    """Judge what was read, and try corrections on it where it is a batch with log-probs of both policies."""
+    """Judge the input; if it is a batch with log-probs of both policies, try corrections on it."""
     facts, sampled = evidence.facts, evidence.sampled
     verdicts = judge(facts)
     choice = choose(facts, verdicts, sampled)
@@ -81,9 +81,9 @@ def in_words(report: Report) -> str:
     ]
     if report.not_looked_at:
         names = ", ".join(rule.name for rule in report.not_looked_at)
-        parts += ["", f"Not looked at, since the numbers are not there: {names}."]
+        parts += ["", f"Not tested, because the input lacks the numbers: {names}."]
         if report.evidence.sampled is None:
-            parts.append(f"A recorded batch has more ({WORDS[report.evidence.dialect]['record']}).")
+            parts.append(f"A recorded batch has them ({WORDS[report.evidence.dialect]['record']}).")
     return "\n".join(parts)
 
 
@@ -102,7 +102,11 @@ def _distance(report: Report) -> list[str]:
 
 def _found(report: Report) -> list[str]:
     if not report.verdicts:
-        nothing = "nothing wrong" if report.code == HEALTHY else "nothing that could be seen without more numbers"
+        nothing = (
+            "nothing wrong"
+            if report.code == HEALTHY
+            else "no fault found, but the input has no log-probs of the trainer"
+        )
         return ["", "What is wrong", f"  {nothing}"]
     lines = ["", "What is wrong"]
     for number, verdict in enumerate(report.verdicts, start=1):
@@ -125,7 +129,9 @@ def _proposed(report: Report) -> list[str]:
             for sign in ("negative", "zero", "positive")
         )
         name = " ".join(["> " if one.choice is report.choice else "  ", one.choice.preset, *_values(one.choice)])
-        lines.append(f"  {name:<46}{one.ess:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}")
+        lines.append(
+            f"  {name:<46}{one.eff_sample_size:>7.3f}{one.mean_weight:>9.3f}{one.rejected_tokens:>17.1%}{by_sign:>22}"
+        )
     return lines
 
 
@@ -145,7 +151,7 @@ def _recommended(report: Report) -> list[str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as one JSON object; numbers that are not known are left out."""
+    """The report as one JSON object without unknown numbers."""
     facts = {name: value for name, value in sorted(report.evidence.facts.items()) if math.isfinite(value)}
     return {
         "input": report.evidence.what,
@@ -174,15 +180,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "why": report.choice.why,
         },
         "effects": [
-            {
-                "preset": one.choice.preset,
-                "arguments": one.choice.arguments,
-                "eff_sample_size": one.ess,
-                "mean_weight": one.mean_weight,
-                "rejected_tokens": one.rejected_tokens,
-                "rejected_sequences": one.rejected_sequences,
-                "rejected_by_reward": one.rejected_by_reward,
-            }
+            {"preset": one.choice.preset, "arguments": one.choice.arguments}
+            | {name: value for name, value in vars(one).items() if name != "choice"}
             for one in report.effects
         ],
         "outside_of_published_ranges": [

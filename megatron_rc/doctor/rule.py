@@ -1,4 +1,4 @@
-"""What a rule is: what it needs, when it holds, what it says, and where its numbers come from."""
+"""Rules of the doctor, and verdicts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_rc.doctor.other_words import WORDS
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that can be wrong.
+    """A fault, and the test for it.
 
     Attributes:
-        name: of the fault.
-        title: the same in words.
-        needs: facts without which it cannot be looked at; any one of these lists is enough.
-        holds: whether the facts show the fault; a comparison with a missing fact is false.
-        when: the same in words, with its thresholds.
-        words: what was found; facts stand in it as ``{name}``.
-        advice: what to do; flags stand in it by their name in ``WORDS``.
-        sources: where the test and its thresholds come from.
-        unless: names of rules that explain the same numbers better: where one of them holds, this one does not.
-        repair: whether the data are wrong, so that no correction makes up for it.
+        name: name of the fault.
+        title: the fault in words.
+        needs: lists of facts; the test needs all facts of any one list.
+        holds: the test; comparisons with a missing fact are False.
+        when: the test in words, with its thresholds.
+        words: the finding, with facts as ``{name}``.
+        advice: the remedy, with names from ``WORDS`` as ``{name}``.
+        sources: publications of the test and its thresholds.
+        unless: rules that explain the same numbers better; if one of them holds, this rule is silent.
+        repair: the data are wrong, and no correction can replace the repair.
     """
 
     name: str
@@ -38,17 +38,17 @@ class Rule:
     repair: bool = False
 
     def advice_in(self, dialect: str) -> str:
-        """What to do, in the words of a program's settings."""
+        """The remedy with the names of a program's settings."""
         return self.advice.format_map(WORDS[dialect])
 
     def can_be_looked_at(self, facts: Facts) -> bool:
-        """Whether there is enough to say that the fault is not there."""
+        """Whether the facts suffice for the test."""
         return any(facts.has(*names) for names in self.needs)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A rule that holds, with what it says of the numbers that it was given."""
+    """A rule that holds, with its sentence and its numbers."""
 
     rule: Rule
     words: str

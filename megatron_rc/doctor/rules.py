@@ -1,4 +1,4 @@
-"""The table of rules, in the order in which they explain: what stands above accounts for what stands below."""
+"""The table of rules. A rule explains numbers that would make rules below it hold too."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ RULES: tuple[Rule, ...] = (
         (("bad_log_probs",), ("zero_sequences",)),
         signs.is_unusable,
         "one NaN, infinite or positive log-prob, or a sequence of more than 8 tokens whose rollout log-probs are all 0",
-        "{bad_log_probs:.0f} log-probs are NaN, infinite or positive, and in {zero_sequences:.0f} sequences all of the "
-        "engine's are exactly 0",
-        "ask the engine for the log-prob of every sampled token, and look for padding inside the response mask",
+        "{bad_log_probs:.0f} log-probs are NaN, infinite or positive, and {zero_sequences:.0f} sequences have only 0 "
+        "as the engine's log-probs",
+        "ask the engine for the log-prob of every sampled token, and check the response mask for padding",
         "docs/rollouts.md; TRL#6166",
         repair=True,
     ),
@@ -45,11 +45,11 @@ RULES: tuple[Rule, ...] = (
         "log-probs shifted by one position",
         (("shift_share", "shift_lag"),),
         signs.is_shifted,
-        f"over at least {MIN_PAIRS} pairs, of which those that look alike count once, neighbours differ by less than "
-        "half of what equal positions do",
-        "the engine's log-prob of a token is {shift_share:.0%} as far from the trainer's of its neighbour (lag "
-        "{shift_lag:+.0f}) as from that of the token itself",
-        "align both to the label tokens: shift whole sequences before anything is cut",
+        f"over at least {MIN_PAIRS} pairs (equal pairs count once), log-probs of neighbouring positions differ by less "
+        "than half as much as log-probs of equal positions",
+        "the engine's log-prob of a token is nearer to the trainer's log-prob of its neighbour (lag {shift_lag:+.0f}): "
+        "the distance is {shift_share:.0%} of the distance at the same token",
+        "align both to the label tokens; shift whole sequences before they are cut",
         "megatron_rc/measures/shift.py; ms-swift#8196, verl#4250",
         repair=True,
     ),
@@ -59,10 +59,10 @@ RULES: tuple[Rule, ...] = (
         (("top_p",), ("rollout_is_raw_mean", "log_ratio_p99")),
         signs.is_truncated,
         "the record says top_p < 1 or top_k > 0; or the mean ratio is below 1 by 0.01 and by 4 standard errors, and "
-        "nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2): the engine's log-probs are of the "
-        "tokens that it kept, and the mean ratio is the probability that the trainer gives to these",
-        "the mean ratio is {rollout_is_raw_mean:.3f}, where full sampling gives 1: the trainer puts that much on the "
-        "tokens that the engine sampled from (recorded: top_p {top_p:.3g}, top_k {top_k:.0f})",
+        "nearly all log-ratios are negative (1st percentile > -1.5, 99th < 0.2), because the engine normalises over "
+        "the tokens that it kept; the mean ratio is then the probability that the trainer gives to these tokens",
+        "the mean ratio is {rollout_is_raw_mean:.3f}, but full sampling gives 1: so much probability does the trainer "
+        "give to the tokens that the engine kept (recorded: top_p {top_p:.3g}, top_k {top_k:.0f})",
         "sample with top_p 1 and top_k 0, or let the trainer renormalise over the tokens that the engine kept",
         "TRL#7269 (top_p 0.8: mean ratio 0.896); DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, 3.1",
         ("shift",),
@@ -73,12 +73,12 @@ RULES: tuple[Rule, ...] = (
         "a stale cache, or one engine with other weights",
         (("two_kinds", "far_noise"),),
         signs.is_of_two_kinds,
-        "sequences fall into two kinds (85 % of the variance of their log distance is between the kinds), the far one "
-        "at least 8 times as far as the near one, and versions do not explain it",
-        "{far_sequences:.0%} of the sequences are {far_noise:.2f} apart, the others {near_noise:.3f} (|log ρ| over the "
-        "probability that is not the token's)",
-        "empty the engine's prefix cache after every weight sync, and compare the weights of all replicas with the "
-        "trainer's",
+        "sequences are of two kinds (85 % of the variance of their log distance is between the kinds); the far kind is "
+        "at least 8 times as far as the near kind, and versions do not explain it",
+        "{far_sequences:.0%} of the sequences are {far_noise:.2f} apart, the others {near_noise:.3f} (|log ρ| / (1 - "
+        "p), p: probability of the token)",
+        "empty the engine's prefix cache after every weight sync, and compare the weights of every replica with the "
+        "trainer's weights",
         "SkyRL#2246 (stale prefix cache: mean difference 0.87); vLLM's reset_prefix_cache",
         ("shift",),
         repair=True,
@@ -89,10 +89,10 @@ RULES: tuple[Rule, ...] = (
         (("raw_log_probs",), ("temperature_unexplained", "rollout_is_raw_mean")),
         signs.is_raw,
         "the record says raw log-probs and a temperature other than 1; or a temperature explains the log-ratios (as "
-        "below) and the mean ratio is above 1 by 0.01 and by 4 standard errors: then the tokens were not sampled from "
-        "what is reported",
-        "the mean ratio is {rollout_is_raw_mean:.3f}, where log-probs of what was sampled from give 1, and the two "
-        "policies look like temperatures with a ratio of {temperature_ratio:.2f}",
+        "below) and the mean ratio is above 1 by 0.01 and by 4 standard errors: then the engine sampled from another "
+        "distribution than it reports",
+        "the mean ratio is {rollout_is_raw_mean:.3f}, but log-probs of the sampling distribution give 1; the two "
+        "policies differ like temperatures with a ratio of {temperature_ratio:.2f}",
         "ask the engine for processed log-probs (vLLM: logprobs_mode=processed_logprobs)",
         "TRL#4159 (vLLM's raw_logprobs at temperature 0.6: ratio 2)",
         ("shift", "stale_cache", "truncated_sampling"),
@@ -103,10 +103,10 @@ RULES: tuple[Rule, ...] = (
         "another temperature",
         (("temperature_unexplained",),),
         signs.is_other_temperature,
-        "one temperature between the two policies leaves less than 90 % of the positive and of the negative log-ratios",
-        "engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the trainer's: "
-        "that leaves {temperature_unexplained:.0%} of the distance",
-        "score with the temperature that the engine samples at (here: {temperature})",
+        "one ratio of temperatures explains more than 10 % of the positive and of the negative log-ratios",
+        "engine and trainer differ as if the engine's temperature were {temperature_ratio:.2f} times the trainer's; "
+        "this leaves {temperature_unexplained:.0%} of the distance unexplained",
+        "score with the temperature that the engine samples with (setting: {temperature})",
         OWN,
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode"),
         repair=True,
@@ -116,12 +116,12 @@ RULES: tuple[Rule, ...] = (
         "weights that are some updates old",
         (("num_versions",), ("staleness_mean", "k3_kl"), ("staleness_kl_growth",)),
         signs.is_stale,
-        f"tokens of the older versions are twice as far off as those of the newer ones; or k3 > {K3:g} at a mean "
-        "staleness of 0.5 steps and more; or KL of the stalest tokens is twice that of the freshest",
-        "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, those of newer ones "
-        "{newer_abs_log_ratio:.3f}; the stalest tokens' KL is {staleness_kl_growth:.3g} times that of the freshest; "
+        f"tokens of older versions are twice as far off as tokens of newer versions; or k3 > {K3:g} at a mean "
+        "staleness of at least 0.5 steps; or the stalest tokens have twice the KL of the freshest tokens",
+        "tokens of older weights are {older_abs_log_ratio:.3f} nats off on average, tokens of newer weights "
+        "{newer_abs_log_ratio:.3f}; the stalest tokens have {staleness_kl_growth:.3g} times the KL of the freshest; "
         "mean staleness {staleness_mean:.2g} steps; k3 {k3_kl:.2g}",
-        "hand weights over more often (lower {staleness}){scale}",
+        "sync the weights more often (lower {staleness}){scale}",
         f"Fu et al. 2025, AReaL, arXiv 2505.24298; {VERL}",
         ("shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
     ),
@@ -137,8 +137,8 @@ RULES: tuple[Rule, ...] = (
         "reward {reward:.3g}, at best {reward_best:.3g}; effective sample size {rollout_is_eff_sample_size:.3f}, at "
         "best {ess_best:.3f}; gradient norm {grad_norm_growth:.2g} times its lowest level; responses "
         "{response_length_growth:.2g} times as long as at the start",
-        "look at what changed at that step (learning rate, staleness, weight sync, data, temperature), and go on from "
-        "a checkpoint before it; bounds alone only slow a drift down",
+        "find the change at that step (learning rate, staleness, weight sync, data, temperature), and continue from a "
+        "checkpoint before it; bounds only slow a drift down",
         f"{LIU}; {OWN}",
     ),
     Rule(
@@ -146,11 +146,12 @@ RULES: tuple[Rule, ...] = (
         "a few improbable tokens that are far off",
         (("k3_kl", "log_ratio_p05", "log_ratio_p95"),),
         signs.has_tails,
-        f"k3 > {K3:g} and more than 8 times what the 5th and 95th percentile of log ρ, less than 0.2 apart, explain",
-        "k3 is {k3_kl:.2g} although nine tokens of ten lie within log ρ {log_ratio_p05:.3f} and {log_ratio_p95:.3f}: a "
-        "few tokens carry it (1st percentile {log_ratio_p01:.2f}, largest weight {rollout_is_raw_max:.3g})",
-        "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); look at "
-        "these tokens: routing of experts and low-probability tokens are the usual places",
+        f"k3 > {K3:g}; the 5th and 95th percentile of log ρ are less than 0.2 apart; and k3 is more than 8 times the "
+        "k3 of normal log-ratios with these percentiles",
+        "k3 is {k3_kl:.2g} although nine tokens of ten have log ρ between {log_ratio_p05:.3f} and {log_ratio_p95:.3f}: "
+        "a few tokens carry it (1st percentile {log_ratio_p01:.2f}, largest weight {rollout_is_raw_max:.3g})",
+        "reject their sequences (trust_region_masking) or set their weights to 0 (decoupled_token_icepop); the usual "
+        "causes are routing of experts and tokens of low probability",
         f"{LIU}; NeMo-RL, docs/guides/grpo.md (one token at exp(-10)); {MA}",
         ("unusable", "shift", "stale_cache", "truncated_sampling", "log_prob_mode", "temperature"),
     ),
@@ -159,12 +160,12 @@ RULES: tuple[Rule, ...] = (
         "coarse rounding, or other weights",
         tuple((name,) for name in ("k3_kl", *signs.OTHER_DISTANCES)),
         signs.is_noisy,
-        f"k3 > {K3:g} and nothing above explains it; where k3 is not known, a mean difference of probabilities above "
-        "0.01, a multiplicative error above 1.05, a mean |log ρ| or a KL above 0.1",
+        f"k3 > {K3:g} and no rule above explains it; if k3 is unknown, a mean difference of probabilities above 0.01, "
+        "a multiplicative error above 1.05, or a mean |log ρ| or a KL above 0.1",
         "the policies differ by noise of both signs; k3 {k3_kl:.2g}; mean |log ρ| {abs_log_ratio:.2g} nats; mean "
         "difference of probabilities {probs_diff_mean:.2g}",
-        "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers); where "
-        "both are alike, the weights are not: look at the weight sync, and at staleness if versions are not recorded",
+        "compare the precision of engine and trainer (fp8, int8 and int4 weights or caches, bf16 output layers); if it "
+        "is equal, the weights differ: check the weight sync, and staleness if versions are not recorded",
         f"{YAO}; verl, docs/faq/faq.rst (0.01); NeMo-RL, docs/guides/dtensor-tp-accuracy.md (1.05); {OWN}",
         ("shift", "truncated_sampling", "stale_cache", "log_prob_mode", "temperature", "staleness", "tails"),
     ),
@@ -173,10 +174,11 @@ RULES: tuple[Rule, ...] = (
         "responses grow, and the mismatch of whole sequences with them",
         (("response_length_growth", "chi2_seq_growth"),),
         signs.is_growing,
-        "from the first third of the run to the last the mean length grows by 1.3 and χ² of sequences by 2, to over 1",
+        "from the first third of the run to the last third the mean length grows 1.3-fold, and χ² of sequences 2-fold, "
+        "to more than 1",
         "responses are {response_length_growth:.2g} times as long as at the start ({response_length:.0f} tokens), and "
         "χ² of sequences {chi2_seq_growth:.2g} times as large ({chi2_seq:.2g})",
-        "use token weights, or geometric means of sequences, which do not grow with the length",
+        "use token weights, or geometric means of sequences; they do not grow with the length",
         f"{LIU}; {VERL}",
     ),
     Rule(
@@ -185,7 +187,7 @@ RULES: tuple[Rule, ...] = (
         (("rollout_is_eff_sample_size", "chi2_token"),),
         signs.is_carried_by_few,
         "effective sample size < 0.3 although χ² of tokens is < 0.3: products over long responses",
-        "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f}, χ² of tokens only "
+        "the effective sample size of the weights is {rollout_is_eff_sample_size:.2f}, but χ² of tokens is only "
         "{chi2_token:.2g}",
         "use token weights, and reject sequences by their geometric mean",
         f"{VERL} (effective sample size < 0.3); {LIU}",
@@ -197,9 +199,9 @@ RULES: tuple[Rule, ...] = (
         (("gspo", "sequence_weights"),),
         signs.is_gspo_by_products,
         "the settings say --policy-loss gspo and --rollout-is sequence",
-        "GSPO's ratio is a mean over the sequence, the weights are products over it: they differ by a power of the "
-        "length",
-        "use --rollout-is geometric, which has GSPO's length, or token weights",
+        "GSPO's ratio is a geometric mean over the sequence, the weights are products over it: a weight is such a mean "
+        "to the power of the length",
+        "use --rollout-is geometric, a mean as GSPO's ratio is, or token weights",
         "Zheng et al. 2025, Group Sequence Policy Optimization, arXiv 2507.18071",
     ),
     Rule(
@@ -207,11 +209,12 @@ RULES: tuple[Rule, ...] = (
         "an entropy bonus beside small token weights",
         (("entropy_bonus", "token_weights", "entropy_rise", "rollout_is_applied_mean"),),
         signs.is_moved_by_entropy,
-        "the settings have an entropy bonus and token weights, whose mean is below 0.9, and over the last ten steps "
-        "the policy's entropy is above 0.3 nats and 1.75 times the lowest that it had over ten steps before",
-        "the policy's entropy is {entropy:.2f} nats a token, {entropy_rise:.1f} times what it had come down to, while "
-        "the mean weight is {rollout_is_applied_mean:.2f}: no weight multiplies the bonus of {entropy_bonus:g}",
-        "set --grpo-entropy-term-weight 0, or lower it as far as the weights are small",
+        "the settings have an entropy bonus and token weights; their mean is below 0.9, and the policy's entropy over "
+        "the last ten steps is above 0.3 nats and 1.75 times its lowest level over ten earlier steps",
+        "the policy's entropy is {entropy:.2f} nats a token, {entropy_rise:.1f} times its lowest level, while the mean "
+        "weight is {rollout_is_applied_mean:.2f}: the weights reduce the policy loss, but not the bonus of "
+        "{entropy_bonus:g}",
+        "set --grpo-entropy-term-weight 0, or multiply it by the mean weight",
         f"{OWN}; docs/study.md",
     ),
     Rule(
@@ -219,10 +222,10 @@ RULES: tuple[Rule, ...] = (
         "a threshold that cuts half of the batch",
         tuple((name,) for name in signs.CUTS),
         lambda facts: signs.cut_share(facts) >= 0.5,
-        "half of the tokens is rejected, has weight 0, or lies outside the bounds of its weight",
+        "half of the tokens are rejected, have weight 0, or lie outside of the bounds of the weights",
         "rejected {rollout_rs_masked_fraction:.0%}; weight 0 {rollout_is_masked_fraction:.0%}; out of bounds "
         "{rollout_is_oob_ratio:.0%}; above the upper bound {rollout_is_ratio_fraction_high:.0%}",
-        "widen the bounds until they cut the tail alone (5 % and less), or bring the policies closer first",
+        "widen the bounds until they cut at most 5 % of the tokens, or bring the policies closer first",
         f"{OWN}; {VERL}",
     ),
     Rule(
@@ -232,7 +235,7 @@ RULES: tuple[Rule, ...] = (
         lambda facts: facts["rollout_is_veto_fraction"] > 0.1,
         "more than 10 % of the sequences are vetoed",
         "the veto rejects {rollout_is_veto_fraction:.0%} of the sequences",
-        "lower {veto}, or find out why the trainer finds these tokens impossible",
+        "lower {veto}, or find out why the trainer gives these tokens almost no probability",
         "verl, docs/advance/rollout_is_migration.md of October 2025 (0.1)",
     ),
 )
@@ -240,7 +243,7 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def judge(facts: Facts) -> list[Verdict]:
-    """The verdicts on some facts; the first one explains most."""
+    """The verdicts on some facts; the first one explains the most."""
     found = {rule.name for rule in RULES if rule.can_be_looked_at(facts) and rule.holds(facts)}
     verdicts = []
     for rule in RULES:
@@ -252,7 +255,7 @@ def judge(facts: Facts) -> list[Verdict]:
 
 
 def _in_words(rule: Rule, facts: Facts) -> str:
-    """The rule's words without those of its clauses, between semicolons, whose numbers are all unknown."""
+    """The rule's sentence, without the clauses (between semicolons) whose numbers are all unknown."""
     clauses = rule.words.split("; ")
     kept = [clause for clause in clauses if _says_something(clause, facts)]
     return _UNKNOWN.sub("unknown", "; ".join(kept or clauses).format_map(facts))
@@ -264,5 +267,5 @@ def _says_something(clause: str, facts: Facts) -> bool:
 
 
 def not_looked_at(facts: Facts) -> list[Rule]:
-    """The rules for which facts are missing."""
+    """Rules that lack facts."""
     return [rule for rule in RULES if not rule.can_be_looked_at(facts)]

@@ -1,4 +1,4 @@
-"""Sampled tokens with what two policies say of them: what the doctor needs of a recorded batch."""
+"""Sampled tokens with the log-probs of both policies, from a record of any program."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron_rc.doctor.other_words import OWN
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Responses of n sequences; every tensor speaks of the token at its own column.
+    """Responses of n sequences; column t of every tensor belongs to token t. Fields that the record lacks are None.
 
     Attributes:
-        rollout_log_probs: [n, s] float32 or float64, log π_rollout in nats; anything where ``response_mask`` is False.
-        response_mask: [n, s] bool, True at sampled tokens, without those that the trainer did not score.
-        old_log_probs: log π_old of the same tokens, or None where nobody wrote them down.
-        rewards: [n], or None.
-        policy_versions: [n, s] int64, version of the weights that sampled, or None.
-        sampling: how the tokens were sampled, or None where the record does not say.
-        group_ids: [n] int64, equal for the responses to one prompt, or None where the record does not say.
-        tokens: [n, s] int64, or None.
-        dialect: the program that wrote them, as the settings' dialects are called.
+        rollout_log_probs: [n, s] float32 or float64, log π_rollout in nats; any value outside of ``response_mask``.
+        response_mask: [n, s] bool, True at sampled tokens that the trainer scored.
+        old_log_probs: [n, s], log π_old in nats.
+        rewards: [n].
+        policy_versions: [n, s] int64, version of the weights that sampled the token.
+        sampling: sampling parameters.
+        group_ids: [n] int64, equal for the responses to one prompt.
+        tokens: [n, s] int64, token ids.
+        dialect: name of the settings' dialect of the program that wrote the record.
     """
 
     rollout_log_probs: Tensor
@@ -38,7 +38,7 @@ class Sampled:
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Sampled:
-        """Those of a rollout batch; in bypass mode, where no step was scored before it, π_θ stands for π_old."""
+        """Responses of a rollout batch. A run in bypass mode records π_θ alone, which then replaces π_old."""
         old = batch.log_probs if batch.old_log_probs is None else batch.old_log_probs
         scored = None if old is None else batch.response_mask & ~old.isnan()
         if scored is None or not scored.any():
@@ -53,7 +53,7 @@ class Sampled:
         )
 
     def usable(self) -> Tensor:
-        """[n, s] bool: sampled tokens whose log-probs are finite and not positive."""
+        """[n, s] bool: sampled tokens with finite log-probs that are not positive."""
         mask = self.response_mask
         for values in (self.rollout_log_probs, self.old_log_probs):
             if values is not None:

@@ -1,4 +1,4 @@
-"""Facts of a run, from the metrics of its steps."""
+"""Facts of a run from its metrics."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from statistics import median
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.doctor.trends import Track, trends
 
-WINDOW = 10  # steps that speak for the present
-GROWING = ("response_length", "chi2_seq")  # whose growth over the run is looked at
-MIN_STEPS = 9  # steps below which nothing grows
-# The numbers that are looked at over the whole run.
+WINDOW = 10  # the last steps, whose medians are the present
+GROWING = ("response_length", "chi2_seq")  # numbers whose growth is a fact
+MIN_STEPS = 9  # the fewest steps for a growth
+# Numbers that are kept for every step of the run.
 OVER_THE_RUN = (*GROWING, "entropy", "k3_kl", "rollout_is_eff_sample_size", "grad_norm", "reward")
 _STALENESS = re.compile(r"staleness_(\d+)_kl")
 
 
 class History:
-    """The steps of a run as far as they are looked at: the last ones whole, and a few numbers of all the others.
+    """Metrics of a run: the last rows whole, and a few numbers of every step.
 
     Args:
-        rows: one a step, under the names of ``docs/metrics.md`` without a prefix.
+        rows: one row for each step, under the names of ``docs/metrics.md`` without a prefix.
 
     Attributes:
-        last: the last rows.
-        tracks: the numbers of ``OVER_THE_RUN``, by name: 16 bytes each a step.
-        num_rows: how many rows there were.
+        last: the last ``WINDOW`` rows.
+        tracks: the numbers of ``OVER_THE_RUN`` by name; 16 bytes for each number and step.
+        num_rows: number of rows.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, float]] = ()) -> None:
@@ -39,7 +39,7 @@ class History:
             self.add(row)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Look at the next step."""
+        """Add the row of the next step."""
         self.num_rows += 1
         self.last.append(row)
         for name, track in self.tracks.items():
@@ -49,11 +49,11 @@ class History:
 
 
 def facts_of_series(history: History, settings: Mapping[str, str] | None = None) -> Facts:
-    """The medians of the last steps, and what has changed over the run.
+    """Medians of the last steps, and changes over the run.
 
     Args:
-        history: of the run; at least one row.
-        settings: the run's flags without the dashes in front, where they are known.
+        history: the run's metrics; at least one row.
+        settings: the run's flags without leading dashes; None if unknown.
     """
     last: dict[str, list[float]] = {}
     for row in history.last:
@@ -77,7 +77,7 @@ def facts_of_series(history: History, settings: Mapping[str, str] | None = None)
 
 
 def _entropy(values: Sequence[float]) -> dict[str, float]:
-    """The median of the last steps against the lowest median of as many steps before them."""
+    """Median entropy of the last steps over the lowest median of earlier steps."""
     if len(values) < 3 * WINDOW:
         return {}
     ends = range(WINDOW, len(values) - WINDOW + 1)
@@ -86,7 +86,7 @@ def _entropy(values: Sequence[float]) -> dict[str, float]:
 
 
 def _staleness(facts: Facts) -> dict[str, float]:
-    """KL of the stalest tokens against that of the freshest."""
+    """KL of the stalest tokens over KL of the freshest tokens."""
     by_age = {int(match[1]): facts[name] for name in facts if (match := _STALENESS.fullmatch(name))}
     if len(by_age) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""What shows a fault: one function of the facts each. A comparison with a fact that is not known is false."""
+"""Tests of the rules, each a function of the facts. A comparison with an unknown fact is False."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from megatron_rc.doctor.facts import Facts
 from megatron_rc.measures.shift import RATIO
 
-MIN_TOKENS = 256  # tokens below which shares and means are not judged
-K3 = 2e-3  # nats: what is below is rounding to bfloat16
-# Limits of other measures of the distance, which count where k3 is not known.
+MIN_TOKENS = 256  # the fewest tokens for which shares and means are judged
+K3 = 2e-3  # nats; a smaller distance is rounding to bfloat16
+# Limits of other distances, used if k3 is unknown.
 OTHER_DISTANCES = {"probs_diff_mean": 0.01, "mult_prob_error": 1.05, "abs_log_ratio": 0.1, "kl": 0.1}
-# Shares that a threshold rejects, weighs by 0, moves to a bound, and truncates.
+# Shares of tokens that a threshold rejects, gives weight 0, moves to a bound, or truncates.
 CUTS = (
     "rollout_rs_masked_fraction",
     "rollout_is_masked_fraction",
@@ -29,17 +29,17 @@ def ratio_error(facts: Facts) -> float:
 
 
 def is_enough(facts: Facts) -> bool:
-    """Whether there are as many tokens as shares and means need, or nobody counted."""
+    """Whether there are enough tokens for shares and means, or their number is unknown."""
     return not facts["num_tokens"] < MIN_TOKENS
 
 
 def is_shifted(facts: Facts) -> bool:
-    """Neighbours are closer than equals."""
+    """Log-probs of neighbouring positions are closer than log-probs of equal positions."""
     return facts["shift_share"] < RATIO
 
 
 def is_truncated(facts: Facts) -> bool:
-    """The engine kept some tokens: no ratio is above 1, and their mean is what the trainer gives to these tokens."""
+    """No ratio is above 1, as if the engine normalised over a part of the vocabulary."""
     if facts["top_p"] < 1 or facts["top_k"] > 0:
         return True
     cut = facts["rollout_is_raw_mean"] < 1 - ratio_error(facts) and is_enough(facts)
@@ -55,37 +55,37 @@ def is_other_temperature(facts: Facts) -> bool:
 
 
 def is_raw(facts: Facts) -> bool:
-    """A temperature explains them, and what was reported is not what was sampled from."""
+    """A temperature explains the log-ratios, and the engine did not sample from the log-probs that it reports."""
     if facts["raw_log_probs"] == 1 and facts["temperature"] != 1:
         return True
     return is_other_temperature(facts) and facts["rollout_is_raw_mean"] > 1 + ratio_error(facts)
 
 
 def is_of_two_kinds(facts: Facts) -> bool:
-    """Some sequences are near, the others far, and there is nothing in between."""
+    """Some sequences are near, the others far, and none is in between."""
     apart = facts["two_kinds"] > 0.85 and facts["far_noise"] > 8 * facts["near_noise"]
     return apart and facts["far_noise"] > 0.15 and not differs_by_version(facts)
 
 
 def differs_by_version(facts: Facts) -> bool:
-    """Tokens of older weights are farther off than those of newer ones."""
+    """Tokens of older weights are farther off than tokens of newer weights."""
     return facts["older_abs_log_ratio"] > 2 * facts["newer_abs_log_ratio"] and facts["older_abs_log_ratio"] > 0.02
 
 
 def is_stale(facts: Facts) -> bool:
-    """The mismatch comes with age."""
+    """The mismatch grows with the age of the weights."""
     late = facts["staleness_mean"] >= 0.5 and facts["k3_kl"] > K3
     return differs_by_version(facts) or late or (facts["staleness_kl_growth"] > 2 and facts["k3_kl"] > K3 / 2)
 
 
 def is_drifting(facts: Facts) -> bool:
-    """k3 has grown to more than rounding, and training suffers: one number alone may rise for good reasons."""
+    """k3 has grown, and training suffers; k3 alone may grow in a healthy run."""
     suffers = facts["reward_fall"] > 3 or facts["ess_fall"] > 0.1 or facts["grad_norm_growth"] > 3
     return facts["k3_growth"] > 10 and facts["k3_kl"] > K3 / 10 and suffers
 
 
 def has_tails(facts: Facts) -> bool:
-    """Few tokens carry k3."""
+    """A few tokens carry most of k3."""
     width = facts["log_ratio_p95"] - facts["log_ratio_p05"]
     # k3 of a normal log-ratio with these quantiles, which are 3.29 deviations apart.
     usual = (width / 3.29) * (width / 3.29) / 2
@@ -93,39 +93,39 @@ def has_tails(facts: Facts) -> bool:
 
 
 def cut_share(facts: Facts) -> float:
-    """The largest share of tokens that a threshold takes."""
+    """The largest share of tokens that a threshold changes."""
     return max((facts[name] for name in CUTS if name in facts), default=math.nan)
 
 
 def is_carried_by_few(facts: Facts) -> bool:
-    """Weights of whole sequences leave little, those of tokens would not."""
+    """Sequence weights have a small effective sample size; token weights would not."""
     return facts["rollout_is_eff_sample_size"] < 0.3 and facts["chi2_token"] < 0.3
 
 
 def is_unusable(facts: Facts) -> bool:
-    """Log-probs that are none, or were never asked for."""
+    """Some log-probs are impossible, or were never filled in."""
     return facts["bad_log_probs"] > 0 or facts["zero_sequences"] > 0
 
 
 def is_noisy(facts: Facts) -> bool:
-    """Farther apart than rounding to bfloat16 leaves them."""
+    """The policies differ by more than rounding to bfloat16."""
     if facts.has("k3_kl"):
         return facts["k3_kl"] > K3
     return any(abs(facts[name]) > limit for name, limit in OTHER_DISTANCES.items())
 
 
 def is_growing(facts: Facts) -> bool:
-    """Responses get longer, and whole sequences farther apart."""
+    """Responses get longer, and χ² of sequences grows."""
     grown = facts["response_length_growth"] > 1.3 and facts["chi2_seq_growth"] > 2
     return grown and facts["chi2_seq"] > 1
 
 
 def is_moved_by_entropy(facts: Facts) -> bool:
-    """Token weights below 1 leave the bonus, which has none, to move the policy: its entropy rises again."""
+    """The entropy rises again beside small token weights, which do not reduce the entropy bonus."""
     small = facts["token_weights"] == 1 and facts["rollout_is_applied_mean"] < 0.9
     return small and facts["entropy_bonus"] > 0 and facts["entropy_rise"] > 1.75 and facts["entropy"] > 0.3
 
 
 def is_gspo_by_products(facts: Facts) -> bool:
-    """Two ratios of a sequence, one of them a mean."""
+    """GSPO beside sequence weights: a mean of ratios beside their product."""
     return facts["gspo"] == 1 and facts["sequence_weights"] == 1

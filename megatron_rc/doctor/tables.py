@@ -1,4 +1,4 @@
-"""Metrics of a run from JSON, JSON lines or CSV, whoever wrote them."""
+"""Readers of metrics: JSON, JSON lines and CSV of any program."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_rc.doctor.metric_names import STEP_NAMES, own_name
 from megatron_rc.doctor.series import History
 
 Row = dict[str, float]
-_OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward"}  # numbers that say nothing of the two policies
+_OF_ANY_RUN = {"step", "response_length", "grad_norm", "reward"}  # metrics that any run has
 
 
 def object_of(line: str) -> dict[str, Any] | None:
-    """The JSON object that a line is, if it is one."""
+    """The JSON object of a line, or None."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -26,7 +26,7 @@ def object_of(line: str) -> dict[str, Any] | None:
 
 
 def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
-    """The objects of a text that is one JSON value, or one a line; see :func:`parse_lines`.
+    """The objects of a text: one JSON value, or JSON lines as in :func:`parse_lines`.
 
     Raises:
         ValueError: it holds none.
@@ -34,14 +34,12 @@ def parse_json(text: str, path: Path) -> list[dict[str, Any]]:
     try:
         values = json.loads(text)
     except (json.JSONDecodeError, RecursionError):
-        values = list(parse_lines(text.split("\n"), path))  # a text in it may hold other ends of lines
+        values = list(parse_lines(text.split("\n"), path))  # not splitlines(): strings may hold its other line ends
     return _objects(values, path)
 
 
 def parse_lines(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
-    """The object of each line, one at a time.
-
-    A last line that was cut off is left out, as a run leaves it that was killed.
+    """The object of each line, one at a time. An incomplete last line, as a killed run leaves it, is ignored.
 
     Raises:
         ValueError: another line is no JSON object.
@@ -55,7 +53,7 @@ def parse_lines(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
         except (json.JSONDecodeError, RecursionError):
             damaged = number
     if damaged and (damaged == 1 or damaged < number):
-        raise ValueError(f"{path}: line {damaged} is no JSON: the file is damaged")
+        raise ValueError(f"{path}: line {damaged} is not JSON: the file is damaged")
 
 
 def _objects(values: Any, path: Path) -> list[dict[str, Any]]:
@@ -66,7 +64,7 @@ def _objects(values: Any, path: Path) -> list[dict[str, Any]]:
 
 
 def rows_of_objects(objects: Iterable[Mapping[str, Any]], prefix: str = "") -> Iterator[Mapping[str, Any]]:
-    """One mapping for each step: names may stand below ``data`` (verl's file logger), or hold all steps each."""
+    """One mapping for each step; reads names below ``data`` (verl's logger) and names that hold all steps."""
     for value in objects:
         if isinstance(value.get("data"), dict):
             value = {**value, **value["data"]}
@@ -80,17 +78,17 @@ def rows_of_objects(objects: Iterable[Mapping[str, Any]], prefix: str = "") -> I
 
 
 def _by_step(column: list[Any] | dict[str, Any]) -> dict[int, Any]:
-    """NeMo-RL's ``{"1": 0.1, "2": 0.2}``, or a list from step 1 on."""
+    """Values by step, from NeMo-RL's ``{"1": 0.1, "2": 0.2}`` or a list that begins with step 1."""
     if isinstance(column, list):
         return dict(enumerate(column, start=1))
     return {int(step): value for step, value in column.items() if step.isdecimal()}
 
 
 def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines of a table with a line of names.
+    """The rows of a table whose first line has names.
 
     Raises:
-        ValueError: two columns are the same metric, as in an export of several runs; or no table can be read.
+        ValueError: two columns are the same metric, as in an export of several runs; or the text is no CSV.
     """
     reader = csv.DictReader(lines)
     try:
@@ -106,17 +104,20 @@ def rows_of_csv(lines: Iterable[str], path: Path) -> Iterator[Mapping[str, Any]]
             yield {name: line[name] for name in names}
     except csv.Error as problem:
         raise ValueError(
-            f"{path}: line {reader.line_num + 1} is no CSV ({problem}): export the metrics alone"
+            f"{path}: line {reader.line_num + 1} is not CSV ({problem}): export only the metrics"
         ) from None
 
 
 def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") -> tuple[History, int, set[Any]]:
-    """The steps of a run, how many were left out since a number in them is NaN or infinite, and all names there.
+    """Metrics of a run under our names.
 
     Args:
-        rows: one for each step, under any program's names.
-        path: where they come from.
-        prefix: what stands before the names of the correction, where it is neither of the usual ones.
+        rows: one row for each step, under any program's names.
+        path: the file, for errors.
+        prefix: the run's own prefix of the correction's metrics, if it has one.
+
+    Returns:
+        The history, the number of rows left out because of NaN or infinite numbers, and all names in the file.
 
     Raises:
         ValueError: no row has a metric of the two policies, or none has numbers.
@@ -140,7 +141,7 @@ def own_rows(rows: Iterable[Mapping[str, Any]], path: Path, prefix: str = "") ->
 
 
 def _without_metrics(names: set[Any]) -> str:
-    """What a file is that has no metric of the two policies, and what to give instead."""
+    """A sentence about a file without usable metrics, with the remedy."""
     if {"input", "output"} <= names:
         return (
             "has responses without log-probs, as in verl's rollout_data_dir: give the run's metrics (its file "
@@ -148,18 +149,18 @@ def _without_metrics(names: set[Any]) -> str:
         )
     if names == {"Wall time", "Step", "Value"}:
         return (
-            "is TensorBoard's table of one metric, which it does not name: change Value in its first line to "
-            "the metric's name, for example rollout_corr/k3_kl"
+            "is TensorBoard's table of one metric without its name: replace Value in the first line by the metric's "
+            "name, for example rollout_corr/k3_kl"
         )
     shown = ", ".join(sorted(map(str, names))[:5]) or "none"
     return (
-        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and the like, the "
-        "mismatch/ names of 2025-10, or slime's or NeMo-RL's"
+        f"has no metric of the two policies (its names: {shown}): give rollout_corr/kl and others, the "
+        "mismatch/ names of 2025-10, or the names of slime or NeMo-RL"
     )
 
 
 def own_row(row: Mapping[str, Any], prefix: str) -> Row:
-    """The numbers of one step under our names; what says nothing of the two policies is left out."""
+    """The numbers of one step under our names, without metrics that the rules do not use."""
     own: Row = {}
     if row.get("training/rollout_probs_diff_valid") in (0, 0.0, "0"):
         row = {name: value for name, value in row.items() if "rollout_probs_diff" not in name}

@@ -1,4 +1,4 @@
-"""What has changed over a run: the present against the best level of before, and since when."""
+"""Changes over a run: the present level against the best earlier level, and the first step of a drift."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-LEAST_K3 = 1e-6  # nats: what is below is 0, whose growth says nothing
-BEGUN = 2.0  # times the lowest k3: a drift has begun once it stays above
+LEAST_K3 = 1e-6  # nats; a smaller k3 counts as this, so that growth from 0 is no drift
+BEGUN = 2.0  # a drift begins when k3 stays above its lowest level times this
 _STRETCHES = 10
 _DEVIATION = 1.048  # standard deviation of normal noise over the median distance of two values: 1 / (0.6745 √2)
 
 
 @dataclass
 class Track:
-    """One number over a run: the steps at which it was measured, in their order, and its values."""
+    """One number over a run: its steps in order, and its value at each."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
 
 def trends(tracks: Mapping[str, Track], window: int) -> dict[str, float]:
-    """Changes of k3, reward, effective sample size and gradient norm; of each that has three windows of steps.
+    """Changes of k3, reward, effective sample size and gradient norm, each if it has three windows of steps.
 
-    Levels are medians: of the last ``window`` steps, and of up to ten equal stretches of the steps before them.
+    The present level is the median of the last ``window`` steps. Earlier levels are medians of up to ten equal
+    stretches of the steps before.
 
     Args:
         tracks: the numbers over the run, by name.
-        window: steps that speak for the present.
+        window: number of steps of the present.
 
     Returns:
-        ``k3_growth`` over the lowest level, ``k3_low``, and ``drift_since``, the step from which k3 stays above twice
-        that; ``reward_fall`` from the best level in standard deviations of the reward's noise, and ``reward_best``;
-        ``ess_fall`` and ``ess_best``; ``grad_norm_growth`` over the lowest level.
+        ``k3_growth``: k3 over its lowest level ``k3_low``; ``drift_since``: the step from which k3 stays above twice
+        that level. ``reward_fall``: fall from the best level ``reward_best``, in standard deviations of the reward's
+        noise. ``ess_fall``: fall from the best level ``ess_best``. ``grad_norm_growth``: gradient norm over its
+        lowest level.
     """
     known = {name: track.values for name, track in tracks.items() if len(track.values) >= 3 * window}
     now = {name: median(values[-window:]) for name, values in known.items()}
@@ -62,7 +64,7 @@ def _levels(values: Sequence[float], window: int) -> list[float]:
 
 
 def _since(track: Track, level: float, window: int) -> float:
-    """The first step behind the last ``window`` steps whose median is not above the level."""
+    """The step after the last window whose median is at most ``level``."""
     for end in range(len(track.values), window - 1, -1):
         if median(track.values[end - window : end]) <= level:
             return track.steps[min(end, len(track.steps) - 1)]
@@ -70,6 +72,6 @@ def _since(track: Track, level: float, window: int) -> float:
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Standard deviation from step to step; at least a thousandth of the range, as of a curve without any noise."""
+    """Standard deviation of the noise between steps; at least a thousandth of the range."""
     distances = median(abs(after - before) for before, after in pairwise(values))
     return max(_DEVIATION * distances, 1e-3 * (max(values) - min(values)), 1e-12)

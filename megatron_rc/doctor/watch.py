@@ -1,4 +1,4 @@
-"""The doctor inside a training run: one line when its verdict on the metrics changes."""
+"""The doctor in a training run: one line if its verdicts change."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_rc.doctor.tables import own_row
 
 
 class Watch:
-    """Looks at the metrics of a run every few optimizer steps, on the process that has them; no collectives.
+    """Judges the metrics of a run every few optimizer steps, on the process that has them; no collectives.
 
     Args:
-        interval: steps between two looks.
-        settings: flags of the run without the dashes in front: ``policy-loss``, ``rollout-is``,
-            ``rollout-is-apply``, ``grpo-entropy-term-weight``.
-        prefix: what stands before the names of the correction's metrics.
+        interval: optimizer steps between two judgements.
+        settings: flags of the run without leading dashes: ``policy-loss``, ``rollout-is``, ``rollout-is-apply``,
+            ``grpo-entropy-term-weight``.
+        prefix: prefix of the correction's metrics.
     """
 
     def __init__(self, interval: int, settings: Mapping[str, str], prefix: str) -> None:
@@ -28,11 +28,11 @@ class Watch:
         self._verdicts: tuple[str, ...] = ()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """One line, where a look is due and its verdicts are not those of the one before.
+        """Add a step. Returns one line if a judgement is due and its verdicts have changed, else None.
 
         Args:
             step: number of the optimizer step.
-            metrics: of it, as ``metrics.jsonl`` has them; numbers that are NaN or infinite are not looked at.
+            metrics: the step's row of ``metrics.jsonl``; NaN and infinite numbers are ignored.
         """
         row = {name: value for name, value in own_row(metrics, self.prefix).items() if math.isfinite(value)}
         if row:

@@ -60,10 +60,11 @@ def _of_pytorch(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as problem:  # whatever its unpickler raises, for code and for damage alike
-        why = str(problem).strip().partition("\n")[0][:200]
+    except Exception as problem:  # its unpickler raises many types, for code and for damage alike
+        # PyTorch's own sentence about objects proposes to load them without this check.
+        why = "it holds other objects" if "weights_only" in str(problem) else str(problem).strip().partition("\n")[0]
         raise ValueError(
-            f"{path} is no dict of tensors ({why}): objects could run code and are not read, write it as "
+            f"{path} is no dict of tensors ({why[:200]}): objects could run code and are not read, write it as "
             'torch.save({"rollout_log_probs": tensor, …}, path)'
         ) from None
     if isinstance(found, Mapping) and isinstance(found.get("batch"), Mapping):

@@ -1,1 +1,1 @@
-"""What other corrections would have done to recorded rollouts, side by side."""
+"""Compares the effects of several corrections on recorded rollouts."""

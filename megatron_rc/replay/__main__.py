@@ -22,14 +22,14 @@ Measure = Callable[[Recorded, Uncorrected, list[Outcome]], list[Outcome]]
 
 
 def main(words: Sequence[str] | None = None, measure: Measure | None = None) -> int:
-    """The command.
+    """Run the command.
 
     Args:
-        words: of the command line.
-        measure: what else becomes of the outcomes before they are shown.
+        words: the command line without the program.
+        measure: extends the outcomes before they are shown.
 
     Returns:
-        0; 2 where it could not be done, with one sentence on standard error.
+        0, or 2 after one sentence on standard error.
     """
     args = _parser().parse_args(words)
     try:
@@ -54,7 +54,7 @@ def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded
         raise ValueError(f"--vocab-size {args.vocab_size}: expected 1 or more")
     if args.html is not None:
         _check_page(args.html, args.batches)
-    asked = with_grid(named(args.preset, args.correction), args.grid)  # before anything large is read
+    asked = with_grid(named(args.preset, args.correction), args.grid)  # check the settings before reading large files
     data = recorded(read_batches(args.batches, args.vocab_size))
     configs = asked or with_grid(suggested([part.records for part in data.parts]), args.grid)
     base = uncorrected(data)
@@ -63,7 +63,7 @@ def _replay(args: argparse.Namespace, measure: Measure | None) -> tuple[Recorded
 
 
 def _check_page(page: str, batches: Sequence[str]) -> None:
-    """Raise ValueError for a file that cannot be written, or that would replace what is read."""
+    """Raise ValueError for a page that cannot be written, or that would replace an input."""
     if not Path(page).name:
         raise ValueError(f"--html {page!r}: expected the name of a file to write")
     if not Path(page).parent.is_dir():
@@ -76,39 +76,52 @@ def _check_page(page: str, batches: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rc.replay",
-        description="What other corrections would have done to recorded rollouts, side by side.",
+        description="Compare the effects of several corrections on recorded rollouts.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "batches",
         nargs="+",
         metavar="BATCHES",
-        help="files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON "
-        "lines (.jsonl), tensors by name (.safetensors, .pt, .npz)",
+        help="Files or folders that --save-rollouts DIR --save-log-probs wrote, or records of other programs: JSON "
+        "lines (.jsonl), tensors by name (.safetensors, .pt, .npz).",
     )
     parser.add_argument(
         "--preset",
         action="append",
         default=[],
         metavar="NAME",
-        help="compare this preset; repeatable. Default: the correction that the doctor proposes, and the usual others",
+        help="Preset to compare; repeatable. Default: the correction that the doctor proposes, and the usual others.",
     )
     parser.add_argument(
-        "--correction", action="append", default=[], metavar="FILE", help="compare the settings of this YAML file"
+        "--correction",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file of settings to compare; repeatable.",
     )
     parser.add_argument(
         "--grid",
         action="append",
         default=[],
         metavar="FIELD=A,B,...",
-        help="each of them with each of these values, for example rollout_is_threshold=1.5,2,5; repeatable",
+        help="Try every compared correction with each value, for example rollout_is_threshold=1.5,2,5; repeatable.",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="token ids must lie below it")
     parser.add_argument(
-        "--sequences", type=int, default=5, metavar="N", help="list the N sequences that each changes most (default 5)"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="Size of the vocabulary; larger token ids are refused. Default: not checked.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the tables")
-    parser.add_argument("--html", metavar="FILE", help="write one page with everything, which needs no network")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=5,
+        metavar="N",
+        help="Sequences to list for each correction, those that it changes most. Default: 5.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of tables.")
+    parser.add_argument("--html", metavar="FILE", help="Also write the results as one page that needs no network.")
     return parser
 
 

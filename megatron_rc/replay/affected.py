@@ -9,25 +9,25 @@ from torch import Tensor
 from megatron_rc.replay.outcome import Outcome
 from megatron_rc.replay.tokens import Recorded, Tokens
 
-MOST_TOKENS = 512  # of a sequence, the first ones
+MOST_TOKENS = 512  # the first tokens of a sequence
 
 
 @dataclass(frozen=True)
 class AffectedSequence:
-    """A sequence, what a correction does to it, and its sampled tokens.
+    """A sequence, the effect of a correction on it, and its sampled tokens.
 
     Attributes:
-        batch: that it is of.
-        sample_id: in it.
-        reward: of it.
-        age: how many steps behind the oldest weights were that sampled it.
-        num_tokens: sampled and scored ones.
-        accepted: of them.
-        mean_weight: over all of them, with 0 for rejected ones.
-        log_ratio: the sum of log π_old - log π_rollout, or in bypass mode of log π_θ - log π_rollout.
-        change: its share of the squared distance between the corrected gradient and the uncorrected one.
-        tokens: of each of the first 512: token id, position in the whole sequence, log ratio, log π_rollout, weight (0:
-            rejected, or weighed away), and whether it is accepted.
+        batch: name of its batch.
+        sample_id: its id in the batch.
+        reward: its reward.
+        age: steps between the batch and the oldest weights that sampled the sequence.
+        num_tokens: sampled and scored tokens.
+        accepted: accepted tokens.
+        mean_weight: mean weight of all tokens, 0 for rejected ones.
+        log_ratio: sum of log π_old - log π_rollout; in bypass mode of log π_θ - log π_rollout.
+        change: share of the squared distance between the corrected and the uncorrected gradient.
+        tokens: for each of the first 512 tokens: token id, position in the whole sequence, log ratio, log π_rollout,
+            weight (0 if rejected), and whether it is accepted.
     """
 
     batch: str
@@ -43,19 +43,19 @@ class AffectedSequence:
 
 
 def most_affected(data: Recorded, found: Outcome, number: int) -> list[AffectedSequence]:
-    """The sequences with the largest share of the change of the gradient, largest first; those without any left out."""
+    """The sequences with the largest shares of the gradient's change, largest first; never a share of 0."""
     change = found.effect.change
     index = change.argsort(descending=True, stable=True)[:number]
     return [_sequence(data, found, row) for row in index[change[index] > 0].tolist()]
 
 
 def log_ratio(part: Tokens, found: Outcome) -> Tensor:
-    """[n, s]: of the policy that the correction compares with the engine's; anything where nothing was sampled."""
+    """[n, s]: log ρ of the policy that the correction compares with the engine's; any value outside of the mask."""
     return (part.theta if found.config.bypass_mode else part.old) - part.rollout
 
 
 def place(data: Recorded, row: int) -> tuple[int, int]:
-    """(which batch, which of its rows) a sequence is."""
+    """Index of a sequence's batch, and its row there."""
     for index, part in enumerate(data.parts):
         if row < len(part.mask):
             return index, row

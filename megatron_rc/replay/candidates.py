@@ -1,4 +1,4 @@
-"""The corrections that are compared: presets, files, the doctor's proposals, and grids of settings over them."""
+"""Corrections to compare: presets, files, the doctor's proposals, and grids over them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 64
 
 
 def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, RolloutCorrectionConfig]:
-    """Corrections by name, in their order.
+    """Corrections by name, presets first.
 
     Args:
         presets: names of presets.
@@ -41,10 +41,10 @@ def named(presets: Sequence[str], files: Sequence[str] = ()) -> dict[str, Rollou
 
 
 def suggested(batches: Sequence[RolloutBatch]) -> dict[str, RolloutCorrectionConfig]:
-    """The correction that the doctor proposes for these rollouts, and the usual others, by name.
+    """The correction that the doctor proposes for these rollouts, then the usual others, by name.
 
     Raises:
-        ValueError: the batches do not go together.
+        ValueError: the batches were sampled differently.
     """
     together = RolloutBatch.concatenate([replace(batch, routed_experts=None) for batch in batches])
     sampled = Sampled.of_batch(together)
@@ -57,7 +57,7 @@ def suggested(batches: Sequence[RolloutBatch]) -> dict[str, RolloutCorrectionCon
 def with_grid(
     bases: Mapping[str, RolloutCorrectionConfig], grid: Sequence[str] = ()
 ) -> dict[str, RolloutCorrectionConfig]:
-    """Corrections by name, each once for every combination of the grid's values.
+    """Each correction with every combination of the grid's values, by name.
 
     Args:
         bases: the corrections.
@@ -77,7 +77,9 @@ def with_grid(
             words = " ".join(f"{field}={_shown(value)}" for field, value in given.items())
             found[f"{name} {words}".strip()] = _changed(base, given, name, words)
     if len(found) > MOST:
-        raise ValueError(f"{len(found)} corrections are asked for, {MOST} can be compared: give fewer values to --grid")
+        raise ValueError(
+            f"{len(found)} corrections are too many, at most {MOST} can be compared: give fewer values to --grid"
+        )
     return found
 
 

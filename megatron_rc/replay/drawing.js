@@ -1,4 +1,4 @@
-/* What the pages share: elements, hover, tables, scales and axes. */
+/* Shared code of the pages: elements, hover, tables, scales and axes. */
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)").matches;
 const palette = dark ? ["#3987e5", "#d95926", "#199e70", "#c98500", "#d55181", "#4fae4f", "#9085e9", "#e66767"]

@@ -1,6 +1,6 @@
 """The gradient of the policy loss with respect to log π_θ of each sampled token, with a correction and without.
 
-It stands for the gradient of the weights as far as the tokens' own gradients are alike in length and at right angles.
+It is a proxy of the gradient of the weights: it takes all tokens' own gradients as equally long and orthogonal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megatron_rc.loss.policy import policy_loss
 from megatron_rc.replay.tokens import Recorded, Tokens
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# A record says nothing of the loss and of the advantages that it was trained with.
-LOSS = "the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages, whatever those of the run were,"
+# A record does not hold the loss and the advantages of its run.
+LOSS = "the mean policy loss (clipped at 1 ± 0.2) with GRPO's advantages, also if the run had others,"
 PROXY = f"gradient of {LOSS} with respect to log π_θ of each sampled token"
 ALIKE = "gradient of the mean log π_θ of the sampled tokens, since all rewards of each prompt are alike"
-_BLOCK = 2**20  # tokens, so that what autograd keeps stays small
+_BLOCK = 2**20  # tokens; bounds the memory of autograd
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Uncorrected:
     """The gradient without a correction.
 
     Attributes:
-        tokens: for each batch [n, s] float32, before the division by the number of tokens.
+        tokens: for each batch [n, s] float32, not yet divided by ``denominator``.
         denominator: the number of tokens.
     """
 
@@ -37,13 +37,13 @@ class Uncorrected:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a correction does to the gradient.
+    """Effect of a correction on the gradient.
 
     Attributes:
-        cosine: of the angle to the uncorrected gradient; None where either is 0.
-        length: relative to the uncorrected gradient's.
-        of: which gradient the two are of, in words.
-        change: [n] float64: each sequence's share of the squared distance between the two; sums to 1, or all are 0.
+        cosine: cosine of the angle to the uncorrected gradient; None if either is 0.
+        length: length over the length of the uncorrected gradient.
+        of: the gradient in words.
+        change: [n] float64, each sequence's share of the squared distance between the two; the sum is 1, or all are 0.
     """
 
     cosine: float | None
@@ -53,7 +53,7 @@ class Effect:
 
 
 def uncorrected(data: Recorded) -> Uncorrected:
-    """PPO with π_old as the trainer scored it, every sampled token, no weights."""
+    """Gradient of PPO with the trainer's π_old, every sampled token and no weights."""
     tokens = []
     for part, advantages in zip(data.parts, data.split(data.advantages), strict=True):
         gradient = torch.empty_like(part.theta, dtype=torch.float32)
@@ -87,7 +87,7 @@ def effect(
 
 
 def cosine_and_length(dot: float, square: float, reference: float) -> tuple[float | None, float]:
-    """Of a gradient beside another, from their product and their squares; no cosine where either is 0."""
+    """Cosine and relative length of a gradient, from its product with another and both squares."""
     cosine = dot / (square * reference) ** 0.5 if square > 0 and reference > 0 else None
     return cosine, (square / reference) ** 0.5 if reference > 0 else 0.0
 
@@ -98,13 +98,13 @@ def corrected(
     masks: Sequence[Tensor],
     weights: Sequence[Tensor] | None,
 ) -> Iterator[tuple[int, slice, Tensor]]:
-    """(which batch, which of its rows, their gradient [rows, s] float32), over all of them.
+    """Yield the corrected gradient in blocks: index of the batch, rows, gradient [rows, s] float32.
 
     Args:
-        data: that was replayed.
-        config: of the correction.
-        masks: for each batch the accepted tokens.
-        weights: for each batch, like its tokens; None: the loss has none.
+        data: the rollouts.
+        config: the correction.
+        masks: for each batch [n, s] the accepted tokens.
+        weights: for each batch [n, s] the weights; None if the loss has none.
     """
     accepted = sum(int(mask.sum()) for mask in masks)
     tokens = accepted if config.rejection_denominator == "accepted" else int(data.lengths.sum())
@@ -120,7 +120,7 @@ def corrected(
 def _gradient(
     part: Tokens, rows: slice, old: Tensor, advantages: Tensor, algorithm: str, weights: Tensor | None
 ) -> Tensor:
-    """[rows, s] float32: of the sum over the sampled tokens; 0 elsewhere."""
+    """[rows, s] float32: gradient of the summed loss of the sampled tokens; 0 elsewhere."""
     mask = part.mask[rows]
     theta = torch.where(mask, part.theta[rows].detach().float(), 0.0).requires_grad_()
     with torch.enable_grad():
@@ -130,7 +130,7 @@ def _gradient(
 
 
 def _blocks(part: Tokens) -> Iterator[slice]:
-    """Whole rows, a million tokens at a time."""
+    """Blocks of whole rows, of about a million tokens."""
     rows, columns = part.mask.shape
     step = max(_BLOCK // max(columns, 1), 1)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))

@@ -1,4 +1,4 @@
-"""What one correction makes of recorded tokens."""
+"""Outcome of one correction on recorded tokens."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megatron_rc.replay.gradient import Effect, Uncorrected, effect
 from megatron_rc.replay.tokens import Recorded
 from megatron_rc.settings.config import RolloutCorrectionConfig
 
-# Of the histogram of weights: powers of 2, eight bins to each.
+# The histogram of weights has eight bins for each power of 2.
 LOG_LIMIT, BINS_PER_POWER = 6, 8
 NUM_BINS = 2 * LOG_LIMIT * BINS_PER_POWER
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of the sequences, and what is rejected of them.
+    """Counts for a part of the sequences.
 
     Attributes:
-        label: in words.
-        sequences: how many.
-        tokens: of them.
-        rejected_sequences: those without an accepted token.
-        rejected_tokens: all tokens that are not accepted, those of rejected sequences included.
+        label: the part in words.
+        sequences: number of sequences.
+        tokens: number of their tokens.
+        rejected_sequences: sequences without an accepted token.
+        rejected_tokens: tokens that are not accepted, rejected sequences included.
     """
 
     label: str
@@ -40,16 +40,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of the accepted tokens; 1 everywhere where the correction has none.
+    """Weights of the accepted tokens; all are 1 if the correction has no weights.
 
     Attributes:
-        mean: over the accepted tokens, like the next two.
-        smallest: likewise.
-        largest: likewise.
-        effective_share: (Σ w)² / (n Σ w²) over all n sampled tokens, with 0 for rejected ones.
-        histogram: counts of accepted tokens whose weight lies in each bin of :func:`edges`; what is beyond them is in
-            the first and the last. Weights of 0 are not among them.
-        zeros: accepted tokens whose weight is 0.
+        mean: mean over the accepted tokens.
+        smallest: smallest weight of an accepted token.
+        largest: largest weight of an accepted token.
+        effective_share: (Σ w)² / (n Σ w²) over all n sampled tokens, with w = 0 for rejected ones.
+        histogram: accepted tokens by weight, with the bins of :func:`edges`; the outer bins also count weights beyond
+            them. Weights of 0 are left out.
+        zeros: accepted tokens with weight 0.
     """
 
     mean: float
@@ -62,22 +62,22 @@ class Weights:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one correction does.
+    """Outcome of one correction. Sequences without a sampled token count nowhere.
 
     Attributes:
-        name: what it is called.
-        config: the settings.
-        metrics: all that a training run would have logged of it.
-        total: all sequences.
-        by_reward: sequences by the sign of their reward; only those that hold tokens, like the next two.
-        by_length: by powers of 2.
-        by_age: by how many steps the weights that sampled them were behind.
-        weights: of the tokens.
-        effect: on the gradient.
-        accepted: [n] int64: accepted tokens of each sequence.
-        mean_weights: [n] float64: mean over all sampled tokens of each sequence, with 0 for rejected ones.
-        token_weights: for each batch [n, s]: the weight of every accepted token, 0 elsewhere; None without weights.
-        masks: for each batch [n, s] bool: accepted tokens.
+        name: name of the correction.
+        config: its settings.
+        metrics: the metrics that a training run would have logged.
+        total: counts of all sequences.
+        by_reward: counts by the sign of the reward.
+        by_length: counts by powers of 2 of the length.
+        by_age: counts by age, in steps, of the weights that sampled.
+        weights: weights of the tokens.
+        effect: effect on the gradient.
+        accepted: [n] int64, accepted tokens of each sequence.
+        mean_weights: [n] float64, mean weight of the sampled tokens of each sequence, 0 for rejected ones.
+        token_weights: for each batch [n, s], weights of accepted tokens, 0 elsewhere; None without weights.
+        masks: for each batch [n, s] bool, accepted tokens.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def edges() -> list[float]:
-    """Of the bins of the weights' histogram."""
+    """Edges of the bins of the weights' histogram."""
     return [2 ** (index / BINS_PER_POWER - LOG_LIMIT) for index in range(NUM_BINS + 1)]
 
 
@@ -104,10 +104,10 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
     """Run the correction over all batches together.
 
     Raises:
-        ValueError: the record lacks what the correction looks at, or its log-probs cannot be right.
+        ValueError: the record lacks a field that the correction needs, or its log-probs cannot be right.
     """
     if config.proximal_interpolation:
-        raise ValueError(f"{name}: proximal_interpolation makes π_old out of two policies as it trains: leave it out")
+        raise ValueError(f"{name}: proximal_interpolation computes π_old during training, a record has none: remove it")
     greedy = data.parts[0].records.sampling.top_k == 1
     versions = [part.versions for part in data.parts]
     result = correct_rollouts(
@@ -147,12 +147,12 @@ def outcome(data: Recorded, base: Uncorrected, name: str, config: RolloutCorrect
 
 
 def _listed(values: Tensor | list[Tensor] | None) -> list[Tensor]:
-    """What a result holds of each batch."""
+    """A result's tensors, one for each batch; an empty list for None."""
     return values if isinstance(values, list) else []
 
 
 class _Counter:
-    """Counts sequences and tokens by a number of each sequence; sequences without a token count nowhere."""
+    """Counts sequences and tokens for each value of a key; sequences without a token count nowhere."""
 
     def __init__(self, data: Recorded, accepted: Tensor) -> None:
         rejected = data.lengths - accepted
@@ -161,18 +161,18 @@ class _Counter:
         self.columns = [ones, data.lengths, (accepted == 0).long(), rejected]
 
     def __call__(self, keys: Tensor, label: Callable[[int], str]) -> list[Bucket]:
-        known, where = keys[self.held].unique(return_inverse=True)
-        sums = [torch.zeros_like(known).index_add_(0, where, column[self.held]).tolist() for column in self.columns]
+        known, bucket = keys[self.held].unique(return_inverse=True)
+        sums = [torch.zeros_like(known).index_add_(0, bucket, column[self.held]).tolist() for column in self.columns]
         return [Bucket(label(key), *counts) for key, *counts in zip(known.tolist(), *sums, strict=True)]
 
 
 def _power(lengths: Tensor) -> Tensor:
-    """[n] int64: floor of log2, 0 for 0."""
+    """[n] int64: floor of log2 of the length; 0 for length 0."""
     return torch.frexp(lengths.clamp(min=1).double()).exponent.long() - 1
 
 
 def _weights(masks: list[Tensor], weights: list[Tensor] | None, tokens: int) -> tuple[Tensor, Weights]:
-    """([n] float64 sums over each sequence, what they are like)."""
+    """[n] float64 sums of the weights of each sequence, and a summary of all weights."""
     sums, counts = [], torch.zeros(NUM_BINS, dtype=torch.int64)
     squares, smallest, largest, accepted, zeros = 0.0, math.inf, 0.0, 0, 0
     for index, mask in enumerate(masks):

@@ -17,25 +17,25 @@ from megatron_rc.replay.tokens import Recorded
 
 POINTS, BAND_TOKENS, BAND_BINS = 3000, 200_000, 24
 MAX_SEQUENCES = 1500
-_LOWEST = -16.0  # log π_rollout: what is less probable stands at the edge
+_LOWEST = -16.0  # log π_rollout; less likely tokens are drawn at this edge
 
 
 def as_page(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
-    """The page's text.
+    """HTML of the page.
 
     Args:
-        data: that was replayed.
-        outcomes: of the corrections.
-        sequences: how many of the most affected ones are listed for each.
+        data: the rollouts.
+        outcomes: the corrections' outcomes.
+        sequences: number of most affected sequences to list for each correction.
     """
     template = files("megatron_rc.replay").joinpath("page.html").read_text(encoding="utf-8")
     return filled(template, page_data(data, outcomes, sequences))
 
 
 def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:
-    """What the page shows: the report, points for some of the tokens and sequences, and bands over more of them.
+    """Data of the page: the report, points for tokens and sequences, and bands.
 
-    Points and bands are of a random sample where there are very many; the same one every time.
+    Large inputs are drawn from at random, with a fixed seed.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = _draw(torch.cat([part.mask.flatten() for part in data.parts]), BAND_TOKENS, generator)
@@ -55,15 +55,15 @@ def page_data(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> di
 
 
 def _draw(mask: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """[k] int64: places where the mask is True, at most so many, in random order."""
-    where = mask.nonzero().flatten()
-    if len(where) > most:
-        where = where[torch.randint(len(where), (most,), generator=generator).unique()]
-    return where[torch.randperm(len(where), generator=generator)]
+    """[k] int64: indices of True entries in random order, at most ``most``."""
+    index = mask.nonzero().flatten()
+    if len(index) > most:
+        index = index[torch.randint(len(index), (most,), generator=generator).unique()]
+    return index[torch.randperm(len(index), generator=generator)]
 
 
 def _at(values: Sequence[Tensor], places: Tensor) -> Tensor:
-    """[k] float64: values by batch, [n, s] each, at places among all of them."""
+    """[k] float64: values at flat indices into all batches, [n, s] each."""
     out, first = torch.zeros(len(places), dtype=torch.float64), 0
     for one in values:
         here = (places >= first) & (places < first + one.numel())
@@ -73,7 +73,7 @@ def _at(values: Sequence[Tensor], places: Tensor) -> Tensor:
 
 
 def _tokens(data: Recorded, places: Tensor) -> dict[str, Tensor]:
-    """Of each place: where in its response it stands, what the policies say, its token and its sequence."""
+    """Position in the response, log-probs, token and sequence at flat indices."""
     rows, columns, first_row = [], [], 0
     for part in data.parts:
         number, width = part.mask.shape
@@ -92,14 +92,14 @@ def _tokens(data: Recorded, places: Tensor) -> dict[str, Tensor]:
 
 
 def _weights(data: Recorded, found: Outcome, places: Tensor) -> Tensor:
-    """[k]: the weight of each token; -1: rejected."""
+    """[k]: weight of each token, -1 for rejected ones."""
     kept = _at(found.masks, places)
     weights = kept if found.token_weights is None else _at(found.token_weights, places)
     return torch.where(kept > 0, weights, -1.0)
 
 
 def _bands(across: Tensor, values: Tensor) -> list[list[float]]:
-    """[middle, 5 %, 50 %, 95 %] of the values in bins of equal width that hold 20 of them or more."""
+    """[middle, 5 %, 50 %, 95 %] of the values in each bin of equal width with at least 20 values."""
     if not len(across) or across.min() == across.max():
         return []
     span = across.max() - across.min()
@@ -132,5 +132,5 @@ def _sequences(data: Recorded, outcomes: Sequence[Outcome], generator: torch.Gen
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Five digits are more than a picture shows."""
+    """Values with five digits, more than a picture shows."""
     return [float(f"{value:.5g}") for value in values.tolist()]

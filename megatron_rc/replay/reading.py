@@ -1,4 +1,4 @@
-"""Recorded rollouts from files: those of ``--save-rollouts``, JSON lines, and other programs' records."""
+"""Readers of recorded rollouts: our own records and other programs'."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rc.doctor.other_records import NoRecordError, sampled_of_file, sampled_of_lines
 from megatron_rc.doctor.sampled import Sampled
@@ -22,7 +23,7 @@ _LINES = 4096  # sequences that are padded to one length together
 
 @dataclass(frozen=True)
 class NamedBatch:
-    """A batch, what to call it, and the version of the weights that it trained; None: the newest that sampled it."""
+    """A batch, its name, and the version of the weights that it trained; None means the newest that sampled it."""
 
     name: str
     records: RolloutBatch
@@ -30,20 +31,20 @@ class NamedBatch:
 
 
 def read_batches(paths: Sequence[str], vocab_size: int | None = None) -> list[NamedBatch]:
-    """The batches of files, and of all such files in folders.
+    """Read the batches of files, and of all files in folders.
 
     Args:
-        paths: of files and folders: lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors),
-            and safetensors of ours under any name.
-        vocab_size: token ids must lie below it; None: not checked.
+        paths: files and folders: lines (``.jsonl``, ``.json``), tensors by name (``.pt``, ``.npz``, safetensors), and
+            our own safetensors under any name.
+        vocab_size: size of the vocabulary; larger token ids are refused. None: not checked.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: nothing is there, a file is damaged, or holds what no engine may say; the file is named.
+        FileNotFoundError: a file does not exist.
+        ValueError: no sequence was found, or a file is damaged or has impossible values; the sentence names the file.
     """
     batches = [batch for path in paths for file in _files(Path(path)) for batch in _read(file)]
     if not sum(batch.records.num_sequences for batch in batches):
-        raise ValueError(f"{', '.join(paths)}: no sequence is there, expected records of --save-rollouts")
+        raise ValueError(f"{', '.join(paths)}: no sequence found, expected records of --save-rollouts")
     for batch in batches:
         _check(batch, batches[0], vocab_size)
     return batches
@@ -55,8 +56,8 @@ def _files(path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".jsonl"))
     if any(file.name == "metrics.jsonl" for file in files):
         raise ValueError(
-            f"{path} is the folder of a run, whose metrics hold no tokens: name that of its --save-rollouts DIR "
-            "--save-log-probs"
+            f"{path} is the folder of a run, whose metrics hold no tokens: name the folder of its "
+            "--save-rollouts DIR --save-log-probs"
         )
     if not files:
         raise ValueError(f"{path} has no {', '.join(SUFFIXES)} and no .jsonl file: name the folder of --save-rollouts")
@@ -70,7 +71,7 @@ def _read(path: Path) -> Iterator[NamedBatch]:
 
 
 def _batches(path: Path) -> Iterator[RolloutBatch]:
-    """Our records, or another program's: lines, or tensors by name."""
+    """Read our own record, or another program's lines or tensors."""
     if path.suffix in (".jsonl", ".json"):
         other = sampled_of_lines(existing(path))
         return read_jsonl(path, _LINES) if other is None else iter([_batch_of(other)])
@@ -88,29 +89,34 @@ def _batches(path: Path) -> Iterator[RolloutBatch]:
 
 
 def _batch_of(sampled: Sampled) -> RolloutBatch:
-    """A record of another program, which need not say tokens, prompts, rewards and versions: all 0, prompts apart."""
-    rollout, number = sampled.rollout_log_probs, len(sampled.rollout_log_probs)
-    zeros, index = torch.zeros(number), torch.arange(number)
+    """Rollout batch from another program's record.
+
+    Tokens, rewards and versions that the record lacks are 0; without prompts each response gets its own. If the record
+    holds responses alone, as verl's do, an empty column stands before them: their first tokens are sampled too.
+    """
+    before = int(sampled.response_mask[:, 0].any())
+    index = torch.arange(len(sampled.response_mask))
+
+    def column(values: Tensor | None) -> Tensor:
+        values = torch.zeros_like(sampled.response_mask, dtype=torch.int64) if values is None else values
+        return torch.nn.functional.pad(values, (before, 0))
+
     return RolloutBatch(
-        tokens=torch.zeros_like(rollout, dtype=torch.int64) if sampled.tokens is None else sampled.tokens,
-        response_mask=sampled.response_mask,
-        rollout_log_probs=rollout,
-        policy_versions=(
-            torch.zeros_like(rollout, dtype=torch.int64)
-            if sampled.policy_versions is None
-            else sampled.policy_versions.contiguous()
-        ),
+        tokens=column(sampled.tokens),
+        response_mask=column(sampled.response_mask),
+        rollout_log_probs=column(sampled.rollout_log_probs),
+        policy_versions=column(sampled.policy_versions).contiguous(),
         sample_ids=index,
         group_ids=index if sampled.group_ids is None else sampled.group_ids,
-        rewards=zeros if sampled.rewards is None else sampled.rewards,
+        rewards=torch.zeros(len(index)) if sampled.rewards is None else sampled.rewards,
         finish_reasons=torch.zeros_like(index),
         sampling=SamplingParams() if sampled.sampling is None else sampled.sampling,
-        old_log_probs=sampled.old_log_probs,
+        old_log_probs=None if sampled.old_log_probs is None else column(sampled.old_log_probs),
     )
 
 
 def _check(batch: NamedBatch, first: NamedBatch, vocab_size: int | None) -> None:
-    """What no engine may say is no base for any correction; truncated sampling is for the reader to judge."""
+    """Refuse impossible values and batches with different sampling parameters; truncated sampling is allowed."""
     try:
         batch.records.validate(allow_truncated_sampling=True, vocab_size=vocab_size)
     except ValueError as problem:
@@ -118,5 +124,5 @@ def _check(batch: NamedBatch, first: NamedBatch, vocab_size: int | None) -> None
     if batch.records.sampling != first.records.sampling:
         raise ValueError(
             f"{first.name} and {batch.name} were sampled differently, {first.records.sampling} and "
-            f"{batch.records.sampling}: replay them apart"
+            f"{batch.records.sampling}: replay them separately"
         )

@@ -1,4 +1,4 @@
-"""What was found, as a dictionary for JSON and as a table for a terminal."""
+"""The outcomes as a dictionary for JSON and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _GROUPS = (("reward", "by_reward"), ("length", "by_length"), ("age", "by_age"))
 
 
 def as_dict(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> dict[str, Any]:
-    """Everything, in plain Python.
+    """Data and outcomes as plain values, for JSON.
 
     Args:
-        data: that was replayed.
-        outcomes: of the corrections.
-        sequences: how many of the most affected ones are listed for each.
+        data: the rollouts.
+        outcomes: the corrections' outcomes.
+        sequences: number of most affected sequences to list for each correction.
     """
     return {
         "batches": [part.name for part in data.parts],
@@ -55,7 +55,7 @@ def as_text(data: Recorded, outcomes: Sequence[Outcome], sequences: int) -> str:
     if data.unscored:
         lines.append(f"{data.unscored} more tokens without a log-prob of the trainer count nowhere")
     lines += ["", *_table(("correction", *_SUMMARY), [(found.name, *_summary(found)) for found in outcomes])]
-    lines += ["", f"cosine, length: {outcomes[0].effect.of}; each beside the uncorrected one"]
+    lines += ["", f"cosine, length: {outcomes[0].effect.of}; compared with the uncorrected gradient"]
     for word, name in _GROUPS:
         lines += ["", f"rejected tokens (sequences) by {word}", *_breakdown(outcomes, name)]
     for found in outcomes:
@@ -82,7 +82,7 @@ def _summary(found: Outcome) -> tuple[str, ...]:
 
 
 def _breakdown(outcomes: Sequence[Outcome], name: str) -> list[str]:
-    """All corrections have the same buckets: they are of the data."""
+    """Rows of one breakdown; its buckets are the same for all corrections."""
 
     def of(found: Outcome) -> list[Bucket]:
         buckets: list[Bucket] = getattr(found, name)
@@ -121,7 +121,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column on the left, the others on the right."""
+    """Lines of a table with the first column aligned left and the others right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
         "  ".join(

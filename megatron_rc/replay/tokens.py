@@ -1,4 +1,4 @@
-"""The sampled tokens of recorded batches, with what each policy says of them."""
+"""Sampled tokens of recorded batches with the log-probs of each policy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_rc.replay.reading import NamedBatch
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one batch, in token positions.
+    """Tokens of one batch, in token positions.
 
     Attributes:
-        name: of the batch.
-        records: what the engine wrote.
-        mask: [n, s] bool: sampled tokens that the trainer scored.
+        name: name of the batch.
+        records: the record.
+        mask: [n, s] bool, sampled tokens that the trainer scored.
         rollout: [n, s], log π_rollout.
         old: [n, s], log π_old.
-        theta: [n, s], log π_θ: as the batch's last optimizer step saw it, or log π_old.
-        versions: [n, s] or [n] int64, at most 0: minus the number of steps that the sampling weights were behind.
+        theta: [n, s], log π_θ in the batch's last optimizer step, or log π_old.
+        versions: [n, s] or [n] int64, minus the age of the sampling weights in steps.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def ages(self) -> Tensor:
-        """[n] int64: how many steps behind the oldest weights were that sampled each sequence."""
+        """[n] int64: age in steps of the oldest weights that sampled each sequence."""
         if self.versions.dim() == 1:
             return -self.versions
         return torch.where(self.mask, -self.versions, 0).amax(dim=1)
@@ -45,17 +45,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Several batches, which are replayed as one.
+    """Several batches, replayed as one of n sequences.
 
     Attributes:
-        parts: the tokens of each.
-        rewards: [n] float64, over all parts, like what follows.
-        group_ids: [n] int64, from 0.
-        advantages: [n] float32: rewards against those of the prompt's other responses, as in GRPO.
-        lengths: [n] int64: tokens of ``mask``.
+        parts: tokens of each batch.
+        rewards: [n] float64.
+        group_ids: [n] int64, numbers of the prompts from 0.
+        advantages: [n] float32, GRPO's advantages.
+        lengths: [n] int64, tokens of ``mask``.
         ages: [n] int64, see :class:`Tokens`.
-        unscored: sampled tokens that the trainer did not score, which count nowhere.
-        has_advantages: False: all rewards of each prompt are alike, and every advantage is taken as 1.
+        unscored: number of sampled tokens that the trainer did not score; they count nowhere.
+        has_advantages: False if the rewards of each prompt are all equal; every advantage is then 1.
     """
 
     parts: tuple[Tokens, ...]
@@ -69,19 +69,19 @@ class Recorded:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences, of all parts."""
+        """Number of sequences in all parts."""
         return len(self.rewards)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """One value a sequence, for each part."""
+        """Split one value for each sequence by part."""
         return list(values.split([len(part.mask) for part in self.parts]))
 
 
 def recorded(batches: Sequence[NamedBatch]) -> Recorded:
-    """The tokens of batches, some of which hold the trainer's log-probs.
+    """Join batches, at least one of which has log-probs of the trainer.
 
     Raises:
-        ValueError: no batch has one at a sampled token.
+        ValueError: no sampled token has a log-prob of the trainer.
     """
     parts = tuple(_tokens(batch) for batch in batches)
     lengths = torch.cat([part.mask.sum(dim=1) for part in parts])
@@ -110,11 +110,11 @@ def recorded(batches: Sequence[NamedBatch]) -> Recorded:
 
 def _tokens(batch: NamedBatch) -> Tokens:
     records = batch.records
-    # A run in bypass mode scores nothing before its steps: what they saw stands for both.
+    # A run in bypass mode scores nothing before its steps: log π_θ replaces log π_old.
     old = records.log_probs if records.old_log_probs is None else records.old_log_probs
-    if old is None:  # its steps were left out, or the run stopped before the last of them
+    if old is None:  # its steps were skipped, or the run stopped before them
         old = torch.full_like(records.rollout_log_probs, torch.nan)
-    # What no step saw is as it was scored.
+    # Tokens of no step keep log π_old.
     theta = old if records.log_probs is None else torch.where(records.log_probs.isnan(), old, records.log_probs)
     mask = records.response_mask & ~old.isnan()
     return Tokens(batch.name, records, mask, records.rollout_log_probs, old, theta, _versions(batch, mask))
@@ -135,7 +135,7 @@ def _versions(batch: NamedBatch, mask: Tensor) -> Tensor:
 
 
 def _numbered(group_ids: Sequence[Tensor]) -> Tensor:
-    """[n]: prompts from 0; those of different batches are different ones, whatever their numbers."""
+    """[n]: prompts numbered from 0; equal numbers in different batches are different prompts."""
     numbers, first = [], 0
     for ids in group_ids:
         known, own = ids.unique(return_inverse=True)

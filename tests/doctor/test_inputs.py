@@ -197,8 +197,9 @@ def test_nothing_in_a_file_of_tensors_runs(tmp_path, name):
         torch.save({"rollout_log_probs": torch.ones(1, 1), "more": hostile}, tmp_path / name)
     else:
         np.savez(tmp_path / name, rollout_log_probs=np.array([hostile], dtype=object))
-    with pytest.raises(ValueError, match="could run code and are not read"):
+    with pytest.raises(ValueError, match="could run code and are not read") as raised:
         read_evidence(tmp_path / name)
+    assert "weights_only" not in str(raised.value), "PyTorch proposes to load it without a check"
     assert not (tmp_path / "was here").exists()
 
 
@@ -252,22 +253,22 @@ BAD = {
         '{"input": "1+1", "output": "2", "gts": "2", "score": 1.0, "step": 7}\n' * 2,
         "has responses without log-probs, as in verl's rollout_data_dir",
     ),
-    "value.csv": ("Wall time,Step,Value\n1,2,3\n", "is TensorBoard's table of one metric, which it does not"),
+    "value.csv": ("Wall time,Step,Value\n1,2,3\n", "is TensorBoard's table of one metric"),
     "two.csv": ("Step,a - rollout_corr/kl,b - rollout_corr/kl\n1,0,0\n", "both kl: export one run"),
     "names.csv": ("Step,rollout_corr/kl\n", "has no metric"),
     "text.csv": ("Step,rollout_corr/kl\n1,much\n", "has no metric"),
     "length.jsonl": ('{"step": 1, "rollout/response_length": 5.0}', "has no metric"),
-    "damaged.jsonl": ('{"a": 1}\n{"a"\n{"a": 1}\n', "line 2 is no JSON"),
-    "cut.jsonl": ('{"rollout_corr/k', "line 1 is no JSON"),
+    "damaged.jsonl": ('{"a": 1}\n{"a"\n{"a": 1}\n', "line 2 "),
+    "cut.jsonl": ('{"rollout_corr/k', "line 1 "),
     "no_mask.jsonl": ('{"rollout_log_probs": [-1.0], "response_mask": [0]}', "no response has a sampled token"),
     "short.jsonl": ('{"rollout_log_probs": [-1.0, -2.0], "old_log_probs": [-1.0]}', "old_log_probs has 1"),
-    "words.jsonl": ('{"rollout_log_probs": ["a"]}', "something else than numbers"),
+    "words.jsonl": ('{"rollout_log_probs": ["a"]}', "response 0 "),
     "lacking.jsonl": ('{"rollout_log_probs": [-1.0]}\n{"reward": 1}\n', "response 1 has no rollout_log_probs"),
     "own.jsonl": ('{"schema_version": 1, "tokens": [1]}', "line 1: fields unknown or missing"),
     "batch.pkl": ("PK", "pickled ones can run code"),
     "batch.pt": ("PK", "is no dict of tensors"),
     "batch.npz": ("PK", "is no .npz file of numbers"),
-    "wide.csv": (f'Step,note,rollout_corr/kl\n1,"{"x" * 140_000}",0\n', "line 2 is no CSV"),
+    "wide.csv": (f'Step,note,rollout_corr/kl\n1,"{"x" * 140_000}",0\n', "line 2 "),
     "cut.safetensors": ("xx", "cut.safetensors"),
 }
 
@@ -290,4 +291,4 @@ def test_paths_that_hold_nothing(tmp_path, capsys):
     assert "gone cannot be read: No such file" in capsys.readouterr().err
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
     assert main([str(tmp_path / "bytes.jsonl")]) == 2
-    assert "is no text" in capsys.readouterr().err
+    assert "not a text file" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_effects_are_the_librarys_own_numbers():
     assert math.isclose(found.rejected_sequences, 1 / 64)
     tokens = batch["response_mask"].sum(dim=1)
     assert math.isclose(found.rejected_tokens, int(tokens[0]) / int(tokens.sum()), rel_tol=1e-9)
-    assert found.ess == 1
+    assert found.eff_sample_size == 1
 
 
 def test_text_says_what_why_and_what_to_do():
@@ -88,7 +88,7 @@ def test_text_says_what_why_and_what_to_do():
         "How far apart",
         "1. another temperature (temperature)",
         "as if the engine's temperature were 0.7",
-        "Do: score with the temperature that the engine samples at",
+        "Do: score with the temperature",
         "--rollout-correction-preset disabled",
         "Outside of published ranges",
     ):

@@ -37,10 +37,11 @@ def allocated(config, in_flight):
     return most_at_once(profiler)
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("more", RECOMPUTATION.values(), ids=RECOMPUTATION)
-def test_experts_hold_what_pytorch_allocates(more):
-    """What layers of experts keep after a backward is theirs, and not to be taken from what a micro-batch holds."""
-    config = run_config([*MIXTURE, *more], STAGES, engine=False)
+def test_experts_hold_the_bytes_that_pytorch_allocates(more, dispatcher):
+    """Layers of experts keep tensors after a backward; these do not reduce the bytes of a waiting micro-batch."""
+    config = run_config([*MIXTURE, *more, f"--moe-token-dispatcher-type={dispatcher}"], STAGES, engine=False)
     local = on_this_machine(config)
     with megatron_here():
         (chunk,) = memory._measure_stage(config, local, STAGE)
