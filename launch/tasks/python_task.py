@@ -1,4 +1,4 @@
-"""A task that is a class in the user's own module: ``--task python:pkg.module:Class``."""
+"""Tasks of the user's own: ``--task python:pkg.module:Class``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
 
 class PythonTask:
-    """What the class says, checked where it is used.
+    """A user's class as a task, with checks of its results.
 
-    The class is made with ``seed=...``. It has the method ``problems(start, count, held_out=False)``, and may have the
-    method ``reward(prompt, response, label, record)``, the attribute ``max_response_length``, and the attribute
-    ``characters``, of which the tokenizer is made where no other is named.
+    The class is called with ``seed=...``. It needs the method ``problems(start, count, held_out=False)``. Optional are
+    the method ``reward(prompt, response, label, record)`` and the attributes ``max_response_length`` and
+    ``characters``, a text with all characters of the default tokenizer.
 
     Args:
         spec: ``python:pkg.module:Class``.
-        seed: of its problems.
-        text: the tokenizer; default: a token for each of ``characters``.
-        max_response_length: tokens of a response; default: the class's.
+        seed: seed of its problems.
+        text: the tokenizer; default: one token for each of ``characters``.
+        max_response_length: maximum tokens of a response; default: the class's attribute.
 
     Raises:
-        ConfigurationError: no such class, it raises when it is made, or what it lacks is not given by flags.
+        ConfigurationError: the class is missing, raises when it is called, or lacks something that no flag gives.
     """
 
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
@@ -43,7 +43,11 @@ class PythonTask:
         self.reward = _reward_of(self._own, self._user)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """What the class gives, if these are as many problems as it was asked for."""
+        """Problems of the class.
+
+        Raises:
+            ConfigurationError: the result is not a list of ``count`` valid problems.
+        """
         found = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
         others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
         if others or len(found) != count:
@@ -61,7 +65,7 @@ class PythonTask:
         return problems
 
     def _flaw(self, problem: Problem) -> str | None:
-        """Why a model cannot be shown a problem; None: it can."""
+        """Reason why a problem cannot be a prompt; None: it can."""
         if not isinstance(problem.record, Mapping):
             return f"has a {type(problem.record).__name__} as its record: give a dict"
         messages = problem.messages
@@ -93,10 +97,10 @@ class PythonTask:
 
 
 def own_reward(spec: str, seed: int) -> Any:
-    """The method ``reward`` of such a class, if it has one: scoring needs neither a tokenizer nor lengths.
+    """The method ``reward`` of a user's class, or None; needs no tokenizer.
 
     Raises:
-        ConfigurationError: no such class, it raises when it is made, or ``reward`` is no method.
+        ConfigurationError: the class is missing, raises when it is called, or its ``reward`` is no method.
     """
     return _reward_of(_make(spec, seed), f"--task {spec}")
 
@@ -116,7 +120,7 @@ def _reward_of(own: Any, user: str) -> Any:
 
 
 def _attribute(own: Any, name: str, user: str) -> Any:
-    """What the user's object has under a name, None without; a property runs the user's code."""
+    """Attribute of the user's object, or None; a property runs the user's code, which may raise."""
     return _call(user, name, getattr, own, name, None)
 
 
