@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
@@ -92,17 +91,6 @@ def last_evaluation(path: Path, step: int) -> int:
     rows = read_rows_backwards(path, b'"eval/') if path.is_file() else ()
     evaluated = (int(row["step"]) for row in rows if any(name.startswith("eval/") for name in row))
     return next((found for found in evaluated if found <= step), -1)
-
-
-def summarize(rows: Iterable[dict[str, float]], window: int) -> dict[str, tuple[float, list[float]]]:
-    """First value of each metric, and its last ``window`` values."""
-    first: dict[str, float] = {}
-    last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
-    for row in rows:
-        for name, value in row.items():
-            first.setdefault(name, value)
-            last[name].append(value)
-    return {name: (value, list(last[name])) for name, value in first.items()}
 
 
 def _require_readable(path: Path) -> None:
