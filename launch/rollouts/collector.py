@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -14,18 +14,17 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
-from megatron_rc.launch.rollouts.waiting import EngineWaits
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.stopping import Interrupted, Stopped, StopRequest
+from megatron_rc.launch.stopping import StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.weights.converter import export_model
@@ -33,7 +32,6 @@ from megatron_rc.parallel.collectives import all_reduce_sum, every_text
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
-T = TypeVar("T")
 _log = logging.getLogger("megatron_rc")
 
 
@@ -80,12 +78,11 @@ class RolloutCollector:
         self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-        self.request = request or StopRequest()
-        self.waits = EngineWaits(config, self.replica, self.is_engine_rank)
+        self.work = EngineWork(config, self.replica, self.is_engine_rank, request or StopRequest())
         self.engine: RolloutEngine | None = None
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
-        self._on_engine_rank(lambda: self._start(engine), "the start of the engines")
+        self.work.run(lambda: self._start(engine), "the start of the engines")
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
@@ -183,7 +180,7 @@ class RolloutCollector:
         # The iterator's collectives need every rank, so use it up even if the engine failed.
         for _ in weights:
             pass
-        self.waits.meet("the weight sync")
+        self.work.waits.meet("the weight sync")
         agree(self.config, error)
 
     def collect(self, step: int) -> RolloutBatch:
@@ -195,9 +192,7 @@ class RolloutCollector:
         """
         if not self.is_engine_rank:
             self.prefetched.forget(step)
-        sampled = self._on_engine_rank(
-            lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}"
-        )
+        sampled = self.work.run(lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}")
         shared = self.broadcast.batch(
             None if sampled is None else sampled.batch, self._rows, self.config.training.seq_length
         )
@@ -226,7 +221,7 @@ class RolloutCollector:
             AgreedError: on every rank, if any engine failed.
         """
         what = "the check of the rollout engine"
-        batch = self._on_engine_rank(lambda: self._required_sampler().probe(rows, longest, length), what)
+        batch = self.work.run(lambda: self._required_sampler().probe(rows, longest, length), what)
         return self.broadcast.batch(batch, rows, length)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -242,10 +237,10 @@ class RolloutCollector:
         Raises:
             AgreedError: on every rank, if sampling or scoring failed on any, or the answers could not be written.
         """
-        graded, answers = self._on_engine_rank(self._graded, "the evaluation") or ([], "")
+        graded, answers = self.work.run(self._graded, "the evaluation") or ([], "")
         # groups.dp of an engine's rank consists of the engines' ranks.
         written = every_text(answers, self.groups.dp) if self.is_engine_rank else []
-        self._on_engine_rank(lambda: self._write(written, step), "the evaluation")
+        self.work.run(lambda: self._write(written, step), "the evaluation")
         samples = self.config.evaluation.eval_samples
         sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded, samples)), self.groups.dp)
         return metrics_of(sums, samples)
@@ -288,29 +283,6 @@ class RolloutCollector:
         batches = step // self.config.updates_per_rollout + 1
         return self.task.metrics(batches * self.config.rollouts.grpo_prompts_per_step)
 
-    def _on_engine_rank(self, work: Callable[[], T], what: str) -> T | None:
-        """Return the result of ``work`` on the engine's rank, None on others; if it fails, every rank raises."""
-        result, error = None, None
-        if self.is_engine_rank:
-            minutes = self.config.launch.rollout_wait_minutes
-            late = f"it did not end in {minutes:g} minutes (--rollout-wait-minutes)"
-            phases.enter(what, engine=self._engine_in_words())
-            try:
-                with self.request.interrupts(60 * minutes, late):
-                    result = work()
-            except Interrupted:
-                pass  # agree() below reads the request
-            except ConfigurationError as problem:  # it names a flag, so the engine did not fail
-                error = str(problem)
-            # Engines, tasks and rewards may raise anything, or call sys.exit(); the other ranks must know.
-            except (Exception, SystemExit) as problem:
-                error = f"{what} failed: {type(problem).__name__}: {problem}"
-        phases.enter(what, waits=True)
-        self.waits.meet(what)
-        if agree(self.config, error, stop=self.request.signal is not None):
-            raise Stopped
-        return result
-
     def _start(self, engine: RolloutEngine | None) -> None:
         """Make this replica's sampler, or its reader of recorded rollouts."""
         config, rollouts = self.config, self.config.rollouts
@@ -321,13 +293,6 @@ class RolloutCollector:
             return
         self.engine = engine or self._default_engine()
         self.sampler = RolloutSampler(config, self.task, self.engine, self.replica)
-
-    def _engine_in_words(self) -> str:
-        if self.config.rollouts.load_rollouts:
-            return f"the reader of {self.config.rollouts.load_rollouts}"
-        urls = (self.config.engine.rollout_url or "").split(",")
-        where = f" at {urls[self.replica % len(urls)]}" if urls[0] else ""
-        return f"the engine {self.config.engine.rollout_engine}{where}"
 
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
         """Check the records, and write them if ``--save-rollouts`` is given."""

@@ -70,7 +70,7 @@ def _rows(path: Path, prefix: str) -> tuple[Iterator[Mapping[str, Any]], list[Ma
     if not path.is_file():
         return iter(()), []
     steps = (row for row in read_rows_backwards(path) if "reward/mean" in row)
-    last = [usual_names(row, prefix) for row in islice(steps, WINDOW)][::-1]
+    last: list[Mapping[str, Any]] = [usual_names(row, prefix) for row in islice(steps, WINDOW)][::-1]
     return (usual_names(row, prefix) for row in read_rows(path)), last
 
 
