@@ -258,12 +258,12 @@ class RolloutCollector:
         if 2 * dropped > number:
             raise AgreedError(
                 f"the rollout of step {step} failed: {dropped} of its {number} responses were left out, more than "
-                f"half, see {bad_folder(self.config)}: mend the engine"
+                f"half, see {bad_folder(self.config)}: repair the engine"
             )
         if errors and errors + dropped == number:
             raise AgreedError(
                 f"the rollout of step {step} failed: none of its {errors} responses could be scored by "
-                f"{source_of(self.config).name}, see {errors_file(self.config)}: mend the rule"
+                f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
             )
 
     def _graded(self) -> tuple[list[Graded], str]:

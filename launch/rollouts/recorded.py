@@ -68,7 +68,9 @@ def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
     replicas = range(1 + max(replica for files in found.values() for replica in files))
     whole = {step: [files[one] for one in replicas] for step, files in found.items() if len(files) == len(replicas)}
     if not whole:
-        raise ValueError(f"{folder} has no rollout batch of all {len(replicas)} replicas that wrote to it")
+        raise ValueError(
+            f"{folder} has no complete rollout batch: every batch lacks files of the {len(replicas)} replicas"
+        )
     return whole
 
 
@@ -106,9 +108,8 @@ class RecordedRollouts:
         missing = incomplete_steps(folder)
         if missing:
             _log.warning(
-                "--load-rollouts %s: skipped step%s %s, which not all replicas wrote",
+                "--load-rollouts %s: skipped steps %s, because files of some replicas are missing",
                 folder,
-                "s" * (len(missing) > 1),
                 ", ".join(map(str, missing)),
             )
         self.length, self.sequences, self.prompts = length, sequences, prompts

@@ -59,7 +59,7 @@ class EngineWaits:
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
         raise RuntimeError(
             f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
-            f"data-parallel replicas {', '.join(missing)}, and could not be given up"
+            f"data-parallel replicas {', '.join(missing)}, and could not be interrupted"
         )
 
     def _missing(self) -> list[str]:

@@ -51,8 +51,8 @@ class PythonTask:
         found = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
         others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
         if others or len(found) != count:
-            where = "a list with " if isinstance(found, list) else ""
-            given = f"{where}a {type(others[0]).__name__}" if others else f"{len(found)} of them"
+            inside = "a list with " if isinstance(found, list) else ""
+            given = f"{inside}a {type(others[0]).__name__}" if others else f"{len(found)} of them"
             raise ConfigurationError(
                 f"{self._user}: problems({start}, {count}, held_out={held_out}) must give a list of {count} "
                 f"megatron_rc.launch.tasks.Problem, it gave {given}"
@@ -80,18 +80,18 @@ class PythonTask:
         texts = [problem.prompt, *(text for pair in examples for text in pair)]
         if not all(isinstance(text, str) for text in texts):
             other = next(text for text in texts if not isinstance(text, str))
-            return f"has a {type(other).__name__} where its prompt or an example must be text: give a str"
+            return f"has a prompt or an example of type {type(other).__name__}: give a str"
         alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
         unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
         if unknown is not None:
-            return f"has {unknown!r}, which is none of the tokenizer's characters: add it, or give --tokenizer-model"
+            return f"has {unknown!r}, which is not a character of the tokenizer: add it, or give --tokenizer-model"
         return None if self.text.encode(problem) else "has an empty prompt: give it a text"
 
     def _characters(self) -> Text:
         characters = _attribute(self._own, "characters", self._user)
         if not isinstance(characters, str) or not characters:
             raise ConfigurationError(
-                f"{self._user} has no text attribute characters to make tokens of: add it, or give --tokenizer-model"
+                f"{self._user} has no attribute characters, a str for the tokenizer: add it, or give --tokenizer-model"
             )
         return CharacterText(characters)
 
@@ -115,7 +115,7 @@ def _make(spec: str, seed: int) -> Any:
 def _reward_of(own: Any, user: str) -> Any:
     reward = _attribute(own, "reward", user)
     if reward is not None and not callable(reward):
-        raise ConfigurationError(f"{user} has a reward that is no method: make it one, or give --reward")
+        raise ConfigurationError(f"{user} has a reward that is not a method: make it one, or give --reward")
     return reward
 
 

@@ -120,7 +120,7 @@ class WandB:
         )
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         place = self._run.settings.sync_dir if self._run.offline else self._run.url
-        self.place = place or "has nothing, by WANDB_MODE"
+        self.place = place or "got nothing, because WANDB_MODE disables it"
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
         """Log the metrics and histograms of a step."""

@@ -43,6 +43,6 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     except KeyError as error:
         raise ConfigurationError(f"{name} {folder}: {path.name} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ConfigurationError(f"{name} {folder}: {path.name} has an entry of the wrong kind ({error})") from error
+        raise ConfigurationError(f"{name} {folder}: {path.name} has an entry of the wrong type ({error})") from error
     except UnknownFeatureError as error:
-        raise ConfigurationError(f"{name} {folder}: {error}; GPTModel would not compute the same") from error
+        raise ConfigurationError(f"{name} {folder}: {error}; GPTModel cannot compute this") from error

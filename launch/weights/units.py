@@ -48,7 +48,9 @@ def units_of(config: RunConfig) -> list[Unit]:
     """Units of the whole model, in the order of the layers."""
     family = find_family(config)
     if family is None:
-        raise RuntimeError("no Hugging Face architecture has these settings: the checks were not asked for an engine")
+        raise RuntimeError(
+            "no Hugging Face architecture has these settings: check them with check_architecture() first"
+        )
     stages = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     units = [Unit(0, 0, "", 0, family.embedding)]

@@ -34,8 +34,8 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
         if wrong or len(paths) < len(weights):
             found = wrong[0] if wrong else words[-1]
             raise ConfigurationError(
-                f"{name} {' '.join(words)}: {found!r} stands where a positive weight and a path belong: give a weight "
-                "for each path (0.7 a.jsonl 0.3 b.jsonl), or for none"
+                f"{name} {' '.join(words)}: expected a positive weight and its path, got {found!r}: give a weight for "
+                "each path (0.7 a.jsonl 0.3 b.jsonl), or for none"
             )
     stray = next((word for word in paths if _number(word) is not None), None)
     # a.jsonl and ./a.jsonl are the same file.
@@ -43,8 +43,8 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
     twice = next(((one, other) for (one, file), (other, same) in combinations(files, 2) if file == same), None)
     if stray is not None:
         raise ConfigurationError(
-            f"{name} {' '.join(words)}: {stray!r} stands where a path belongs: give a weight before each path, or none "
-            "(a file of that name is ./" + stray + ")"
+            f"{name} {' '.join(words)}: expected a path, got {stray!r}: give a weight before each path, or none (write "
+            f"a file of that name as ./{stray})"
         )
     if twice is not None:
         one, other = twice

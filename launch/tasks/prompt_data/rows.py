@@ -97,10 +97,11 @@ class RowFormat:
                 raise ValueError(f"has {_kind(message)} as {place}, not a message with 'role' and 'content'")
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
-                    raise ValueError(f"has {_kind(message.get(key))} as {place}[{key!r}], not a string")
+                    found = _kind(message[key]) if key in message else "nothing"
+                    raise ValueError(f"has {found} as {place}[{key!r}], not a string")
             self._check_text(place, message["content"], may_be_empty=number + 1 < len(prompt))
         if prompt[-1]["role"] == "assistant":
-            raise ValueError(f"ends {self.input_key!r} with a message of the assistant: leave the answer out")
+            raise ValueError(f"ends {self.input_key!r} with a message of the assistant: remove the answer")
         if not self.chat:
             raise ValueError(
                 f"has messages under {self.input_key!r}: give --apply-chat-template and a tokenizer that has one"
@@ -117,7 +118,7 @@ class RowFormat:
         unknown = None if self.alphabet is None else next((char for char in text if char not in self.alphabet), None)
         if unknown is not None:
             raise ValueError(
-                f"has {unknown!r} in {place}, which the tokenizer of single characters lacks: give "
+                f"has {unknown!r} in {place}, which is not a token of the character tokenizer: give "
                 "--tokenizer-model DIR"
             )
 
@@ -155,5 +156,5 @@ def _among(row: Row) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")

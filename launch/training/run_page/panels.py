@@ -48,13 +48,13 @@ PANELS = (
     ),
     Panel(
         "Distance of the policies, nats a token",
-        "KL from the engine that sampled to the trainer; k3 is the estimate that cannot be negative.",
+        "KL from the engine to the trainer; the k3 estimate is never negative.",
         {f"{_RC}kl": "KL", f"{_RC}k3_kl": "k3"},
         wide=True,
     ),
     Panel(
         "Effective sample size and rejection, shares",
-        "ESS: how much of the batch the weights leave. Rejected: tokens that train nothing.",
+        "ESS: effective share of the batch under the weights. Rejected tokens are not trained on.",
         {
             f"{_RC}rollout_is_eff_sample_size": "ESS",
             f"{_RC}rollout_rs_masked_fraction": "rejected tokens",
@@ -66,22 +66,17 @@ PANELS = (
         "log of π_trainer / π_rollout: half of the tokens lie between the quartiles, 98 % within the outer lines.",
         {f"{_RC}log_ratio_p{percent}": f"{int(percent)} %" for percent in ("01", "25", "50", "75", "99")},
     ),
-    Panel(
-        "Gradient norm",
-        "Before clipping.",
-        {"grad_norm": "policy", "critic/grad_norm": "critic"},
-        wide=True,
-    ),
-    Panel("Loss", "Of each optimizer step, penalties included.", {"loss/total": "policy", "loss/critic": "critic"}),
+    Panel("Gradient norm", "Before clipping.", {"grad_norm": "policy", "critic/grad_norm": "critic"}, wide=True),
+    Panel("Loss", "Of each optimizer step, with penalties.", {"loss/total": "policy", "loss/critic": "critic"}),
     Panel(
         "Entropy, and KL to the reference policy, nats a token",
-        "Entropy near 0: the policy says one thing only.",
+        "Near an entropy of 0 the policy gives one answer only.",
         {"policy/entropy": "entropy", "policy/reference_kl": "KL to the reference"},
     ),
     Panel("Response length, tokens", "Mean over the sampled responses.", {"rollout/response_length": "mean length"}),
     Panel(
         "Staleness, optimizer steps",
-        "How many steps the weights that sampled were behind those that train.",
+        "Steps by which the sampling weights were older than the trained weights.",
         {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest"},
     ),
     Panel(
@@ -95,7 +90,7 @@ PANELS = (
         "Sampled tokens over the time from the weight sync to the end of the first update.",
         {"perf/tokens_per_second": "all ranks together"},
     ),
-    Panel("Memory, GiB", "The most that any rank has needed so far.", {"perf/peak_memory_gib": "peak"}),
+    Panel("Memory, GiB", "Peak over all ranks so far.", {"perf/peak_memory_gib": "peak"}),
 )
 WANTED = (
     *(name for panel in PANELS for name in panel.curves if name != _PASS),
