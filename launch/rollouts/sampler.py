@@ -119,7 +119,8 @@ class RolloutSampler:
         encoded, samples = self._answers(repeated, sampling or self.sampling, longest, seed)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
         whole = [samples[index] for index in kept]
-        rewards = self._rewards([repeated[index] for index in kept], whole, step)
+        texts = [self.task.text.decode(sample.token_ids) for sample in whole]
+        rewards = self.rewarder.score([repeated[index] for index in kept], texts, step=step)
         rewards = penalised(rewards, [len(sample.token_ids) for sample in whole], self.config)
         values = [0.0] * len(samples)
         outcomes: list[Outcome | None] = [None] * len(samples)
@@ -179,10 +180,6 @@ class RolloutSampler:
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
         return encoded, self.good_samples(encoded, sampling, longest, seed)
-
-    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample], step: int) -> Rewards:
-        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-        return self.rewarder.score(problems, texts, step=step)
 
     def _batch(
         self,

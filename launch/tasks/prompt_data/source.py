@@ -77,7 +77,8 @@ class PromptData:
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """See :class:`Task`. Held-out problems come in the order of their files."""
         if not held_out:
-            return [self._trained(number) for number in range(start, start + count)]
+            places = [place(number, self._weights) for number in range(start, start + count)]
+            return [self._train[index].shuffled_problem(position) for index, position in places]
         if start + count > self.num_held_out:
             raise ConfigurationError(
                 f"{EVAL_DATA} holds {self.num_held_out} prompts, {start + count} were asked for: lower --eval-problems"
@@ -105,10 +106,6 @@ class PromptData:
                     "%s %s has the rows of %s %s: evaluations use the prompts that are trained on",
                     *(EVAL_DATA, file.path, PROMPT_DATA, trained[file.rows.digest]),
                 )
-
-    def _trained(self, number: int) -> Problem:
-        index, position = place(number, self._weights)
-        return self._train[index].shuffled_problem(position)
 
 
 def _number_of(parts: Iterable[bytes]) -> int:
