@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rc.launch.training.metrics_file import read_rows
 from megatron_rc.launch.training.run_page.panels import PANELS, WANTED, labels_of
-from megatron_rc.launch.training.run_page.series import Series, collect
+from megatron_rc.launch.training.series import Series, collect
 from megatron_rc.launch.training.shown import usual_names
 
 _RC = "rollout_corr/"

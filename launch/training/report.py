@@ -21,7 +21,7 @@ from megatron_rc.launch.training.boards import Distributions, TensorBoard, WandB
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, read_rows_backwards
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.run_page.page import PAGE, write_page
-from megatron_rc.launch.training.run_page.series import collect
+from megatron_rc.launch.training.series import collect
 from megatron_rc.launch.training.shown import IN_TABLE, table, usual_names
 
 

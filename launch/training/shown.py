@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_rc.launch.training.run_page.series import Series
+from megatron_rc.launch.training.series import Series
 
 
 class Column(NamedTuple):

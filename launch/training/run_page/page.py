@@ -14,9 +14,9 @@ from megatron_rc.doctor.series import WINDOW
 from megatron_rc.launch.training.metrics_file import METRICS_FILE, read_rows, read_rows_backwards
 from megatron_rc.launch.training.run_page.left import answers_of, notes_of
 from megatron_rc.launch.training.run_page.panels import WANTED, histograms_of, panels_of
-from megatron_rc.launch.training.run_page.series import collect
 from megatron_rc.launch.training.run_page.settings import settings_of
 from megatron_rc.launch.training.run_page.verdict import FULL_NAMES, doctor_of, tiles_of
+from megatron_rc.launch.training.series import collect
 from megatron_rc.launch.training.shown import usual_names
 from megatron_rc.replay.template import filled
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.launch.training.run_page.series import Series, aligned, drawn
+from megatron_rc.launch.training.series import Series, aligned, drawn
 
 _RC, _PASS, _HELD_OUT = "rollout_corr/", "eval/pass@", "eval/reward"
 _PERCENTS = ("01", "05", "25", "50", "75", "95", "99")

@@ -12,8 +12,8 @@ from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
 from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
-from megatron_rc.launch.training.run_page.series import Series
 from megatron_rc.launch.training.run_page.settings import Settings
+from megatron_rc.launch.training.series import Series
 from megatron_rc.launch.training.shown import AVERAGED
 
 _RC = "rollout_corr/"

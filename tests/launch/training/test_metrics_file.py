@@ -21,7 +21,7 @@ from megatron_rc.launch.training.metrics_file import (
     read_rows_backwards,
 )
 from megatron_rc.launch.training.report import Reporter
-from megatron_rc.launch.training.run_page.series import collect
+from megatron_rc.launch.training.series import collect
 from megatron_rc.launch.training.shown import IN_TABLE, table
 from tests.support.paths import ROOT
 from tests.support.ranks import Layout

@@ -9,8 +9,8 @@ import yaml
 from megatron_rc.doctor.series import OVER_THE_RUN
 from megatron_rc.launch import report
 from megatron_rc.launch.training.run_page.page import page_data, write_page
-from megatron_rc.launch.training.run_page.series import MOST, STRETCHES
 from megatron_rc.launch.training.run_page.verdict import FULL_NAMES
+from megatron_rc.launch.training.series import MOST, STRETCHES
 from tests.launch.training.test_picture import run
 from tests.replay.test_page import Reader
 from tests.support.made_runs import drifting_run
