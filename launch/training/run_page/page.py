@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -65,12 +65,12 @@ def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
     }
 
 
-def _rows(path: Path, prefix: str) -> tuple[Iterator[Mapping[str, Any]], list[Mapping[str, Any]]]:
+def _rows(path: Path, prefix: str) -> tuple[Iterator[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
     """All rows, read one by one because they may fill gigabytes; and the last rows of steps, without evaluations."""
     if not path.is_file():
         return iter(()), []
     steps = (row for row in read_rows_backwards(path) if "reward/mean" in row)
-    last: list[Mapping[str, Any]] = [usual_names(row, prefix) for row in islice(steps, WINDOW)][::-1]
+    last = [usual_names(row, prefix) for row in islice(steps, WINDOW)][::-1]
     return (usual_names(row, prefix) for row in read_rows(path)), last
 
 
