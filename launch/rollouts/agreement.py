@@ -1,4 +1,4 @@
-"""How far the log-probs of a rollout engine lie from the trainer's, how far rounding explains, and what else would."""
+"""Compare the log-probs of a rollout engine with the trainer's, and tell rounding from mistakes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from megatron_rc.launch.run_config import RunConfig
 
-# Mean |Δ log-prob| in nats that rounding the weights explains, several times over what small models show.
+# Mean |Δ log-prob| in nats that rounding the weights explains: several times the values of small models.
 ROUNDING = {"fp32": 1e-3, "bf16": 0.1, "fp8-e4m3": 0.25, "int8": 0.25}
 LAGS = (0, 1, -1)
-# Another explanation counts where it leaves less than this share of the distance.
+# A shift or another temperature counts if it leaves less than this share of the distance.
 MUCH_BETTER = 0.5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One question, its answer in a sentence, and whether it is the right one."""
+    """Result of one comparison: its name, whether engine and trainer agree, and a sentence."""
 
     about: str
     agrees: bool
@@ -39,12 +39,12 @@ def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tenso
 
     Args:
         train: log-probs of the trainer, any shape; neighbours lie along the last dimension.
-        rollout: of the engine, likewise.
-        mask: bool, likewise.
-        positions: in the whole sequence, likewise.
+        rollout: log-probs of the engine, same shape.
+        mask: bool, same shape; True where the token counts.
+        positions: positions in the whole sequence, same shape.
 
     Returns:
-        [4] float64: the sums of ``LAGS``, and the number of pairs.
+        [4] float64: one sum for each of ``LAGS``, then the number of pairs.
     """
     pairs = mask[..., 1:] & mask[..., :-1] & (positions.diff(dim=-1) == 1)
     train, rollout = (torch.where(mask, value.double(), 0) for value in (train, rollout))
@@ -58,16 +58,16 @@ def lag_distances(train: Tensor, rollout: Tensor, mask: Tensor, positions: Tenso
 
 
 def judge(distances: Mapping[float, Sequence[float]], configured: float, limit: float) -> list[Finding]:
-    """Shift, temperature and weights, from the sums of :func:`lag_distances` by temperature.
+    """Findings about shift, temperature and weights.
 
     Args:
-        distances: by temperature, over all ranks.
+        distances: the result of :func:`lag_distances`, summed over all ranks, for each temperature tried.
         configured: the temperature that the trainer scores at.
         limit: mean |Δ| in nats that rounding the engine's weights explains.
     """
     *sums, pairs = distances[configured]
     if not pairs:
-        return [Finding("log-probs", False, "no two neighbouring tokens were sampled: ask for longer responses")]
+        return [Finding("log-probs", False, "no response has two neighbouring tokens: ask for longer responses")]
     means = {lag: value / pairs for lag, value in zip(LAGS, sums, strict=True)}
     by_temperature = {temperature: found[0] / pairs for temperature, found in distances.items()}
     lag, best = min(means, key=means.__getitem__), min(by_temperature, key=by_temperature.__getitem__)

@@ -1,4 +1,4 @@
-"""Responses to some prompts with their rewards, as an engine's answers become a rollout batch."""
+"""Responses of an engine and their rewards, before they become a rollout batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_rc.launch.tasks import Problem
 
 @dataclass
 class Answered:
-    """As many responses to each problem; lists in the order of the problems, one entry a response unless said.
+    """Problems with an equal number of rewarded responses each; lists follow the order of the problems.
 
     Attributes:
-        problems: one entry each.
-        encoded: what the model was shown.
-        samples: the responses; one that was dropped has no token.
-        values: the rewards, 0 where the response was dropped.
-        outcomes: what the rule gave; None where the response was dropped.
-        bad: answers that were not to be trained on.
+        problems: the problems.
+        encoded: [responses] token ids of the prompt.
+        samples: [responses]; a dropped response has no token.
+        values: [responses] rewards; 0 for a dropped response.
+        outcomes: [responses] results of the reward rule; None for a dropped response.
+        bad: number of bad answers that the engine gave, retries included.
     """
 
     problems: list[Problem]
@@ -33,28 +33,28 @@ class Answered:
 
     @property
     def size(self) -> int:
-        """Responses to each problem."""
+        """Number of responses to each problem."""
         return len(self.samples) // len(self.problems)
 
     @property
     def rewards(self) -> Rewards:
-        """Those of the responses that were not dropped."""
+        """Rewards of the responses that were not dropped."""
         kept = [(value, one) for value, one in zip(self.values, self.outcomes, strict=True) if one is not None]
         return Rewards([value for value, _ in kept], [one for _, one in kept])
 
     @property
     def dropped(self) -> int:
-        """How many responses were."""
+        """Number of dropped responses."""
         return self.outcomes.count(None)
 
     def flat(self) -> list[int]:
-        """The problems whose responses all have the same reward, or none: nothing tells these responses apart."""
+        """Indices of the problems whose responses have equal rewards, or none: they give no advantage."""
         return [index for index in range(len(self.problems)) if len(set(self._rewards_of(index))) <= 1]
 
     def replace(self, places: Sequence[int], others: Answered) -> None:
-        """Put other problems with their responses in these places."""
+        """Replace the problems at ``places``, and their responses, by those of ``others``."""
         for number, place in enumerate(places):
-            new, old = slice(number * self.size, (number + 1) * self.size), self._slice(place)
+            new, old = others._slice(number), self._slice(place)
             self.problems[place] = others.problems[number]
             self.encoded[old], self.samples[old] = others.encoded[new], others.samples[new]
             self.values[old], self.outcomes[old] = others.values[new], others.outcomes[new]

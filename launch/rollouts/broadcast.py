@@ -1,4 +1,4 @@
-"""A rollout batch from the first rank of a replica to all of its ranks, in a few tensors of fixed shapes."""
+"""Broadcast of a rollout batch from the first rank of a replica to its other ranks, in tensors of fixed shapes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
 
 class ReplicaBroadcast:
-    """From TP, CP and PP rank 0 to the rest of the replica: over TP×CP on the first stage, then over PP.
+    """Broadcasts from TP, CP and PP rank 0 of a replica: over TP×CP on the first stage, then over PP.
 
     Args:
-        groups: of this rank.
-        device: that the collectives take.
-        sampling: of all batches.
-        may_name_experts: batches can have routed experts, whose number only the first rank knows.
+        groups: process groups of this rank.
+        device: device for the collectives.
+        sampling: sampling parameters of all batches.
+        may_name_experts: whether batches may have routed experts; only the first rank knows how many.
     """
 
     def __init__(
@@ -28,23 +28,28 @@ class ReplicaBroadcast:
         self._may_name_experts = may_name_experts
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """The first rank's tensor, of the same shape and dtype everywhere."""
+        """The first rank's tensor; shape and dtype are equal on all ranks."""
         tensor = tensor.to(self.device)
         if group_rank(self.groups.pp) == 0:
             tensor = broadcast(tensor, 0, parallel_state.get_tensor_and_context_parallel_group())
         return broadcast(tensor, 0, self.groups.pp)
 
     def batch(self, batch: RolloutBatch | None, rows: int, length: int) -> RolloutBatch:
-        """The first rank's batch of so many rows and columns.
+        """The first rank's batch.
 
-        Collectives: two broadcasts over TP×CP, two over PP; where batches may have routed experts one more each, and
-        another one if they have.
+        Args:
+            batch: on the first rank; None on the others.
+            rows: number of responses.
+            length: number of columns.
+
+        Collectives: two broadcasts over TP×CP and two over PP. If batches may have routed experts, one more over each
+        group for their number, and one more for the experts if there are any.
         """
         integers = torch.zeros(rows, 3 * length + 3, dtype=torch.int64)
         floats = torch.zeros(rows, length + 1)
         if batch is not None:
             per_row = [batch.sample_ids, batch.group_ids, batch.finish_reasons]
-            # Records may be of other dtypes, and what the receivers wait for is not.
+            # The receivers expect these dtypes; records may have others.
             columns = [values.unsqueeze(1) for values in per_row]
             whole = [batch.tokens, batch.response_mask, batch.policy_versions, *columns]
             integers = torch.cat([values.long() for values in whole], dim=1)
@@ -65,7 +70,7 @@ class ReplicaBroadcast:
         )
 
     def _experts(self, batch: RolloutBatch | None, rows: int, length: int) -> Tensor | None:
-        """[rows, length, layers, top_k] int32, where the batch has them."""
+        """[rows, length, layers, top_k] int32; None if the batch has no routed experts."""
         given = None if batch is None else batch.routed_experts
         shape = torch.tensor([0, 0] if given is None else given.shape[2:])
         layers, top_k = self.tensor(shape).tolist()

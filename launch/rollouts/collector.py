@@ -1,10 +1,10 @@
-"""Collect a rollout batch: the engine of each data-parallel replica samples, scores and shares it."""
+"""Collects rollout batches: each data-parallel replica's engine samples, and all its ranks get the batch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -14,18 +14,17 @@ from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.engines import RolloutEngine
 from megatron_rc.launch.engines.registry import make_engine
-from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.rewards.rewarder import errors_file, source_of
 from megatron_rc.launch.rollouts.broadcast import ReplicaBroadcast
+from megatron_rc.launch.rollouts.engine_work import EngineWork
 from megatron_rc.launch.rollouts.evaluation import Graded, answers_of, metrics_of, sums_of, write_answers
 from megatron_rc.launch.rollouts.prefetch import PrefetchedRollouts, check_versions
 from megatron_rc.launch.rollouts.recorded import RecordedRollouts, write_rollouts
 from megatron_rc.launch.rollouts.reward_metrics import gather_reward_metrics
 from megatron_rc.launch.rollouts.sampler import RolloutSampler, SampledBatch
 from megatron_rc.launch.rollouts.samples import bad_folder
-from megatron_rc.launch.rollouts.waiting import EngineWaits
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.launch.stopping import Interrupted, Stopped, StopRequest
+from megatron_rc.launch.stopping import StopRequest
 from megatron_rc.launch.tasks import Task
 from megatron_rc.launch.tasks.prompt_data.source import PromptData
 from megatron_rc.launch.weights.converter import export_model
@@ -33,39 +32,38 @@ from megatron_rc.parallel.collectives import all_reduce_sum, every_text
 from megatron_rc.parallel.groups import ParallelGroups, group_rank
 from megatron_rc.records.rollout import RolloutBatch, SamplingParams
 
-T = TypeVar("T")
 _log = logging.getLogger("megatron_rc")
 
 
 class WeightSync(Protocol):
-    """Gives the engines the trainer's weights."""
+    """Sends the trainer's weights to the engines."""
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the engines need the weights although no rollout is due: an evaluation is."""
+        """Whether the engines need the weights although no rollout follows, because an evaluation is due."""
         ...
 
     def __call__(self, lap: Callable[[str], None]) -> None:
-        """Send the weights now; ``lap`` is called with the name of each phase when it ends."""
+        """Send the weights now; call ``lap`` with the name of each phase when it ends."""
         ...
 
 
 class RolloutCollector:
-    """Samples on the first rank of each replica (TP, CP and PP rank 0) and broadcasts to the rest of it.
+    """Samples on the first rank of each replica (TP, CP and PP rank 0), and broadcasts to its other ranks.
 
     Args:
-        config: of the run.
-        task: prompts and rewards.
-        groups: of this rank.
-        engine: on the first rank of each replica; default there: the one that ``--rollout-engine`` names. Unused
-            elsewhere, and with ``--load-rollouts``, which reads what another run sampled.
-        request: to stop; it ends what the engines have under way.
+        config: settings of the run.
+        task: source of prompts and rewards.
+        groups: process groups of this rank.
+        engine: engine for the first rank of a replica; default: as ``--rollout-engine`` says. Not used on other ranks
+            and with ``--load-rollouts``.
+        request: request to stop the run; it interrupts the engines.
 
     Attributes:
-        is_window_over: nothing is sampled ahead of the last batch yet: weights of its step sample what follows.
-        baselines: [responses of the replica], of the last batch, with the estimator of advantages that needs them: the
-            reward of the most likely response to the prompt of each.
-        reward_metrics: of the last batch, equal on all ranks; empty with ``--load-rollouts``.
+        is_window_over: whether the next batches are sampled by the weights of the last batch's step.
+        baselines: [responses of the replica], reward of the greedy response to each response's prompt, for the last
+            batch; None unless the estimator of advantages needs it.
+        reward_metrics: metrics of the last batch's rewards, equal on all ranks; empty with ``--load-rollouts``.
     """
 
     def __init__(
@@ -80,12 +78,11 @@ class RolloutCollector:
         self.device = config.launch.device
         self.replica = parallel_state.get_data_parallel_rank()
         self.is_engine_rank = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
-        self.request = request or StopRequest()
-        self.waits = EngineWaits(config, self.replica, self.is_engine_rank)
+        self.work = EngineWork(config, self.replica, self.is_engine_rank, request or StopRequest())
         self.engine: RolloutEngine | None = None
         self.recorded: RecordedRollouts | None = None
         self.sampler: RolloutSampler | None = None
-        self._on_engine_rank(lambda: self._start(engine), "the start of the engines")
+        self.work.run(lambda: self._start(engine), "the start of the engines")
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
         is_recorded = config.rollouts.load_rollouts is not None
         self.broadcast = ReplicaBroadcast(groups, self.device, self.sampling, may_name_experts=is_recorded)
@@ -101,16 +98,16 @@ class RolloutCollector:
         self.prefetched = PrefetchedRollouts(self._obtain, in_background=self.window > 0 and elsewhere)
 
     def next_batch(self, step: int, weight_sync: WeightSync, lap: Callable[[str], None]) -> RolloutBatch:
-        """The rollout batch of optimizer step ``step``, and new weights for the engine where it is their turn.
+        """The rollout batch that starts at optimizer step ``step``; also syncs the engines' weights when it is time.
 
-        Without ``--rollout-staleness``: new weights, then the batch. With it: the batch, which was sampled ahead; where
-        it was the last such one, new weights, and orders for those after it (see
+        Without ``--rollout-staleness``: sync the weights, then sample. With it: take the batch that was sampled ahead.
+        After the last one of a window, sync the weights and order the next window (see
         :mod:`megatron_rc.launch.rollouts.prefetch`).
 
         Args:
-            step: that the batch starts at.
-            weight_sync: gives the engines the trainer's weights; they have no request under way then.
-            lap: is told where ``rollout`` ends, and handed on.
+            step: optimizer step that the batch starts at.
+            weight_sync: sends the trainer's weights; called only while the engines have no open request.
+            lap: called with the name of each phase when it ends.
 
         Raises:
             AgreedError: see :meth:`sync_weights` and :meth:`collect`; or no response of the batch could be scored.
@@ -121,7 +118,7 @@ class RolloutCollector:
         batch = self.collect(step)
         self._check_scored(step)
         lap("rollout")
-        # Not by what is left of the orders: a run that goes on for longer takes up the window where this one ends.
+        # Orders end at --train-iters, but a window does not: a longer run continues it after a resume.
         self.is_window_over = is_fresh or step == self._window_end
         if self.is_window_over:
             following = self._following(step)
@@ -131,12 +128,12 @@ class RolloutCollector:
         return batch
 
     def go_on(self, step: int, version: int, weight_sync: Callable[[], None]) -> None:
-        """Have what was under way when a run ended sampled again.
+        """Order again, after a resume, the batches that the ended run was sampling.
 
         Args:
-            step: that the run goes on at.
-            version: step of the weights that the engines had; −1: it is not known.
-            weight_sync: gives them these weights once more.
+            step: step at which the run resumes.
+            version: step of the weights that the engines had; −1 if unknown.
+            weight_sync: sends these weights to the engines again.
         """
         following = self._following(version) if version >= 0 else []
         if step in following:
@@ -148,15 +145,12 @@ class RolloutCollector:
         self._window_end = version + self.window * self.config.updates_per_rollout
 
     def _following(self, version: int) -> list[int]:
-        """The steps whose batches are sampled ahead by weights of one step."""
+        """Steps whose batches are sampled ahead by the weights of step ``version``."""
         steps = [version + number * self.config.updates_per_rollout for number in range(1, self.window + 1)]
         return [later for later in steps if later < self.config.training.train_iters]
 
     def close(self) -> None:
-        """End the sampling that is under way, if any is, what scores, and the engine where it can be.
-
-        Collectives: none.
-        """
+        """End the sampling, the scoring processes and the engine. Collectives: none."""
         if self.sampler is not None:
             self.sampler.close()
         self.prefetched.close()
@@ -164,14 +158,14 @@ class RolloutCollector:
         if end is not None:
             try:
                 end()
-            except Exception as problem:  # must not take the place of what ended the run
+            except Exception as problem:  # must not hide the error that ended the run
                 _log.error("the rollout engine did not end cleanly: %s", problem)
 
     def sync_weights(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
-        """Hand the trainer's weights to every engine, where there are any.
+        """Send the trainer's weights to every engine; nothing with ``--load-rollouts``.
 
         Raises:
-            AgreedError: on every rank, if an engine refused them.
+            AgreedError: on every rank, if an engine refused the weights.
         """
         if self.config.rollouts.load_rollouts:
             return
@@ -181,26 +175,24 @@ class RolloutCollector:
         if self.engine is not None:
             try:
                 self.engine.load_weights(weights, version)
-            except Exception as problem:  # other ranks wait in the iterator for whatever it raises
+            except Exception as problem:  # all ranks raise it together below
                 error = f"the rollout engine refused the weights of step {version}: {problem}"
-        # The other ranks gather and send inside the iterator; an engine that failed must not leave them waiting.
+        # The iterator's collectives need every rank, so use it up even if the engine failed.
         for _ in weights:
             pass
-        self.waits.meet("the weight sync")
+        self.work.waits.meet("the weight sync")
         agree(self.config, error)
 
     def collect(self, step: int) -> RolloutBatch:
         """The replica's share of the rollout batch that starts at optimizer step ``step``, on all its ranks.
 
         Raises:
-            AgreedError: on every rank, if sampling, scoring or the checks failed on any.
-            Stopped: on every rank, if any was told to stop; so do :meth:`probe` and :meth:`evaluate`.
+            AgreedError: on every rank, if sampling, scoring or the checks failed on any rank.
+            Stopped: on every rank, if any rank was told to stop. :meth:`probe` and :meth:`evaluate` raise it too.
         """
         if not self.is_engine_rank:
             self.prefetched.forget(step)
-        sampled = self._on_engine_rank(
-            lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}"
-        )
+        sampled = self.work.run(lambda: self._checked(self.prefetched.take(step), step), f"the rollout of step {step}")
         shared = self.broadcast.batch(
             None if sampled is None else sampled.batch, self._rows, self.config.training.seq_length
         )
@@ -213,108 +205,86 @@ class RolloutCollector:
             given = None if sampled is None else sampled.baselines
             self.baselines = self.broadcast.tensor(torch.zeros(self._rows) if given is None else given)
         if shared.routed_experts is not None and not self._has_named_experts:
-            _log.warning("the rollouts name the experts of each token: they are carried to all ranks, and not used yet")
+            _log.warning("the rollouts name the experts of each token: all ranks get them, but do not use them yet")
             self._has_named_experts = True
         return shared
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
-        """A few responses to the replica's first prompts, the same prompts each time, on all its ranks.
+        """A few responses to the replica's first prompts, the same at each call, on all its ranks.
 
         Args:
-            rows: responses.
-            longest: most tokens of each.
+            rows: number of responses.
+            longest: maximum tokens of a response.
             length: columns of the batch.
 
         Raises:
-            AgreedError: on every rank, if an engine failed on any.
+            AgreedError: on every rank, if any engine failed.
         """
         what = "the check of the rollout engine"
-        batch = self._on_engine_rank(lambda: self._required_sampler().probe(rows, longest, length), what)
+        batch = self.work.run(lambda: self._required_sampler().probe(rows, longest, length), what)
         return self.broadcast.batch(batch, rows, length)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Mean reward, share of right answers and pass@k of responses to ``--eval-problems`` that are held out.
+        """Metrics of responses to the ``--eval-problems`` held-out problems; equal on all ranks.
 
-        The engine answers, with its own rounded weights. Equal on all ranks. The first answers are written down.
-        Collectives: one broadcast in the replica, one SUM over DP; between the engines' ranks one gather of texts.
+        The engines answer, with their rounded weights. The answers to the first problems go to a file.
 
         Args:
-            step: optimizer steps that lie behind.
+            step: optimizer steps made so far.
+
+        Collectives: one broadcast in the replica and one SUM over DP; one gather of texts between the engines' ranks.
 
         Raises:
             AgreedError: on every rank, if sampling or scoring failed on any, or the answers could not be written.
         """
-        graded, answers = self._on_engine_rank(self._graded, "the evaluation") or ([], "")
-        # The engines' ranks are one group together.
+        graded, answers = self.work.run(self._graded, "the evaluation") or ([], "")
+        # groups.dp of an engine's rank consists of the engines' ranks.
         written = every_text(answers, self.groups.dp) if self.is_engine_rank else []
-        self._on_engine_rank(lambda: self._write(written, step), "the evaluation")
+        self.work.run(lambda: self._write(written, step), "the evaluation")
         samples = self.config.evaluation.eval_samples
         sums = all_reduce_sum(self.broadcast.tensor(sums_of(graded, samples)), self.groups.dp)
         return metrics_of(sums, samples)
 
     def unscored_in_words(self) -> str:
-        """What the end of a run says of responses that could not be scored; equal on all ranks, empty without any."""
+        """Sentence about the run's responses that could not be scored, equal on all ranks; empty if there are none."""
         if not self._unscored:
             return ""
         return f"{self._unscored} of {self._asked} responses could not be scored, see {errors_file(self.config)}"
 
     def _check_scored(self, step: int) -> None:
-        """A batch without any score trains nothing: it ends the run on every rank alike."""
+        """Raise AgreedError, on every rank, if no response has a score or more than half were dropped."""
         errors, number = int(self.reward_metrics.get("reward/errors", 0)), self.config.rollouts.sequences
         dropped = int(self.reward_metrics.get("rollout/dropped_samples", 0))
         if 2 * dropped > number:
             raise AgreedError(
                 f"the rollout of step {step} failed: {dropped} of its {number} responses were left out, more than "
-                f"half, see {bad_folder(self.config)}: mend the engine"
+                f"half, see {bad_folder(self.config)}: repair the engine"
             )
         if errors and errors + dropped == number:
             raise AgreedError(
                 f"the rollout of step {step} failed: none of its {errors} responses could be scored by "
-                f"{source_of(self.config).name}, see {errors_file(self.config)}: mend the rule"
+                f"{source_of(self.config).name}, see {errors_file(self.config)}: repair the rule"
             )
 
     def _graded(self) -> tuple[list[Graded], str]:
-        """This replica's part of an evaluation, and what of it is written down."""
+        """This replica's part of an evaluation, and its JSON lines for the file of answers."""
         graded = self._required_sampler().evaluate()
         return graded, answers_of(graded, self.config, self.replica)
 
     def _write(self, answers: Sequence[str | None], step: int) -> None:
-        """The first replica writes down what all have answered."""
+        """Write the answers of all replicas, on the first one."""
         if self.replica == 0:
             write_answers("".join(lines or "" for lines in answers), self.config, step)
 
     def data_metrics(self, step: int) -> dict[str, float]:
-        """How much of the prompt data is used, the batch that starts at a step included; of a task there is nothing."""
+        """Metrics of ``--prompt-data``'s use up to and with the batch that starts at ``step``; empty without it."""
         if self.config.rollouts.load_rollouts or not isinstance(self.task, PromptData):
             return {}
         batches = step // self.config.updates_per_rollout + 1
         return self.task.metrics(batches * self.config.rollouts.grpo_prompts_per_step)
 
-    def _on_engine_rank(self, work: Callable[[], T], what: str) -> T | None:
-        """The result there, None elsewhere; whatever it raises, every rank raises."""
-        result, error = None, None
-        if self.is_engine_rank:
-            minutes = self.config.launch.rollout_wait_minutes
-            late = f"it did not end in {minutes:g} minutes (--rollout-wait-minutes)"
-            phases.enter(what, engine=self._engine_in_words())
-            try:
-                with self.request.interrupts(60 * minutes, late):
-                    result = work()
-            except Interrupted:
-                pass  # the request says so
-            except ConfigurationError as problem:  # names its flag: it is no failure of an engine
-                error = str(problem)
-            # Whatever an engine, a task or a reward raises, sys.exit() included, the other ranks must hear of it.
-            except (Exception, SystemExit) as problem:
-                error = f"{what} failed: {type(problem).__name__}: {problem}"
-        phases.enter(what, waits=True)
-        self.waits.meet(what)
-        if agree(self.config, error, stop=self.request.signal is not None):
-            raise Stopped
-        return result
-
     def _start(self, engine: RolloutEngine | None) -> None:
-        """What samples, or reads, for this replica."""
+        """Make this replica's sampler, or its reader of recorded rollouts."""
         config, rollouts = self.config, self.config.rollouts
         if rollouts.load_rollouts:
             self.recorded = RecordedRollouts(
@@ -324,15 +294,8 @@ class RolloutCollector:
         self.engine = engine or self._default_engine()
         self.sampler = RolloutSampler(config, self.task, self.engine, self.replica)
 
-    def _engine_in_words(self) -> str:
-        if self.config.rollouts.load_rollouts:
-            return f"what reads {self.config.rollouts.load_rollouts}"
-        urls = (self.config.engine.rollout_url or "").split(",")
-        where = f" at {urls[self.replica % len(urls)]}" if urls[0] else ""
-        return f"the engine {self.config.engine.rollout_engine}{where}"
-
     def _checked(self, sampled: SampledBatch, step: int) -> SampledBatch:
-        """The records, if they can be trained on; written down where that is asked for."""
+        """Check the records, and write them if ``--save-rollouts`` is given."""
         batch = sampled.batch
         rollouts, updates = self.config.rollouts, self.config.updates_per_rollout
         batch.validate(
@@ -341,7 +304,7 @@ class RolloutCollector:
             allow_bad_log_probs=self.config.correction.bad_log_probs != "error",
         )
         if rollouts.rollout_staleness is not None:
-            # A run that was stopped within a recorded batch takes up the whole of it again.
+            # A run that resumes inside a recorded batch reads all of it again.
             begun = step if self.recorded is None else step // updates * updates
             check_versions(batch, begun, rollouts.rollout_staleness)
         if rollouts.save_rollouts:
@@ -349,7 +312,7 @@ class RolloutCollector:
         return sampled
 
     def _obtain(self, step: int) -> SampledBatch:
-        """This replica's records, sampled or read; in the background on another thread."""
+        """Sample or read this replica's records; may run on the prefetching thread."""
         config = self.config
         if self.recorded is None:
             return self._required_sampler().sample(step)

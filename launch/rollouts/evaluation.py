@@ -1,4 +1,4 @@
-"""Held-out problems: how many of them are answered right, in one try or in several, and a few answers to look at."""
+"""Metrics of an evaluation on held-out problems, and the file of its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.tasks import Problem
 from megatron_rc.records.rollout import SamplingParams
 
-# A reward of this much or more is a right answer's.
+# A response with at least this reward is right.
 RIGHT = 1.0
 FOLDER = "eval"
 _PASS = "eval/pass@"
@@ -26,13 +26,13 @@ _PASS = "eval/pass@"
 
 @dataclass(frozen=True)
 class Graded:
-    """A problem, and the graded responses to it.
+    """A problem and its graded responses.
 
     Attributes:
-        problem: what was asked.
-        responses: without their ends.
-        rewards: one a response.
-        outcomes: what the reward's rule gave for each.
+        problem: the problem.
+        responses: texts without the end-of-text token.
+        rewards: one for each response.
+        outcomes: the reward rule's result for each response.
     """
 
     problem: Problem
@@ -42,7 +42,7 @@ class Graded:
 
 
 def sampling_of(config: RunConfig) -> SamplingParams:
-    """How responses are sampled: one try without a temperature is the most likely answer."""
+    """Sampling parameters of an evaluation: greedy if no temperature is given."""
     settings = config.evaluation
     if settings.eval_temperature is None:
         return SamplingParams(top_k=1)
@@ -50,12 +50,12 @@ def sampling_of(config: RunConfig) -> SamplingParams:
 
 
 def tries(samples: int) -> list[int]:
-    """The k of pass@k: powers of two, and the number of samples."""
+    """All k of pass@k: the powers of two below ``samples``, and ``samples``."""
     return [*(2**power for power in range(samples.bit_length()) if 2**power < samples), samples]
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """How likely one of k responses is right, without a bias, from ``samples`` of which so many are.
+    """Unbiased estimate of the probability that at least one of k responses is right.
 
     1 - C(n - c, k) / C(n, k)      (Chen et al. 2021, Evaluating Large Language Models Trained on Code, Eq. 1)
     """
@@ -63,7 +63,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def sums_of(graded: Sequence[Graded], samples: int) -> Tensor:
-    """[3 + number of tries] float64: problems, rewards, errors, and pass@k of each; they add up over replicas."""
+    """[3 + number of k] float64: problems, rewards, errors, and the sum of pass@k for each k; replicas add up."""
     right = [sum(reward >= RIGHT for reward in one.rewards) for one in graded]
     rewards = sum(reward for one in graded for reward in one.rewards)
     errors = sum(outcome.failure is not None for one in graded for outcome in one.outcomes)
@@ -72,7 +72,7 @@ def sums_of(graded: Sequence[Graded], samples: int) -> Tensor:
 
 
 def metrics_of(sums: Tensor, samples: int) -> dict[str, float]:
-    """What the sums of all replicas say of a problem."""
+    """Metrics of an evaluation from the sums over all replicas."""
     problems, rewards, errors, *passed = sums.tolist()
     shares = {f"{_PASS}{k}": value / problems for k, value in zip(tries(samples), passed, strict=True)}
     means = {"eval/reward": rewards / (problems * samples), "eval/exact_match": shares[f"{_PASS}1"]}
@@ -80,7 +80,7 @@ def metrics_of(sums: Tensor, samples: int) -> dict[str, float]:
 
 
 def in_words(metrics: Mapping[str, float]) -> str:
-    """What the terminal says of an evaluation."""
+    """One line about an evaluation for the terminal."""
     passed = {int(name.removeprefix(_PASS)): share for name, share in metrics.items() if name.startswith(_PASS)}
     most = max(passed)
     more = f", {passed[most]:.1%} in {most} tries" if most > 1 else ""
@@ -88,28 +88,27 @@ def in_words(metrics: Mapping[str, float]) -> str:
 
 
 def share_of(config: RunConfig, replica: int) -> range:
-    """The numbers of the held-out problems that a data-parallel replica asks."""
+    """Numbers of the held-out problems of a data-parallel replica."""
     number, replicas = config.evaluation.eval_problems, config.data_parallel_size
     return range(number * replica // replicas, number * (replica + 1) // replicas)
 
 
 def answers_of(graded: Sequence[Graded], config: RunConfig, replica: int) -> str:
-    """The first response to each of this replica's problems, as far as they are among the first ``--eval-answers``.
+    """JSON lines with the first response to each problem of this replica among the first ``--eval-answers`` problems.
 
-    Returns:
-        JSON lines; those of all replicas, one after the other, are in the order of the problems.
+    Concatenated over the replicas, the lines follow the order of the problems.
     """
     wanted = max(0, config.evaluation.eval_answers - share_of(config, replica).start)
     return "".join(json.dumps(_line(one), default=str) + "\n" for one in graded[:wanted])
 
 
 def write_answers(lines: str, config: RunConfig, step: int) -> None:
-    """Put the answers of all replicas into the run's folder: ``eval/step-0000006.jsonl``.
+    """Write the answers of all replicas to ``eval/step-<step>.jsonl`` in the run's folder.
 
-    The evaluation before step 0 begins a folder of its own; an older run's keeps its answers under another name.
+    The evaluation before step 0 starts a new folder, and renames the folder of an older run.
 
     Raises:
-        ValueError: they cannot be written.
+        ValueError: the file cannot be written.
     """
     if not config.evaluation.eval_answers:
         return

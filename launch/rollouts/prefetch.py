@@ -1,14 +1,13 @@
-"""Rollout batches that are sampled before their turn, on a thread where the engine works in another process.
+"""Rollout batches that are sampled ahead of the trainer, on a thread if the engine is another process.
 
-With ``--rollout-staleness K`` weights are handed over every P-th rollout batch, where P = K / (optimizer steps of a
-rollout batch), and the P batches after that one are sampled from them while the trainer goes on:
+With ``--rollout-staleness K`` the engines get new weights at every P-th rollout batch, P = K / (optimizer steps per
+rollout batch). These weights sample the next P batches while the trainer goes on. For P = 2:
 
-    trains on    0   1   2   3   4   5   ...        P = 2: weights of batch 0 sample 1 and 2, those of batch 2 sample
-    sampled by   0   0   0   2   2   4   ...        3 and 4; every batch is at most P batches old, half of them less
+    trains on    0   1   2   3   4   5   ...        weights of batch 0 sample batches 1 and 2,
+    sampled by   0   0   0   2   2   4   ...        weights of batch 2 sample batches 3 and 4
 
-Which weights sample a batch follows from its number and from where the run began, not from how fast anything is. The
-last batch of a window is taken before the weights change, so the engine has no request under way then, and every token
-has one version.
+A batch's weights depend on its number and on the step at which the run began, never on timing. The last batch of a
+window is taken before the weights change, so that the engine has no open request then and each token has one version.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ T = TypeVar("T")
 
 
 class PrefetchedRollouts(Generic[T]):
-    """The batches that were ordered and not yet taken, by the optimizer step that they start at.
+    """Ordered batches that nobody took yet, by the optimizer step that they start at. Makes no collective.
 
-    Every rank keeps the same orders; only a rank with an engine has something to take. Nothing here is a collective.
+    All ranks keep the same orders; only a rank with an engine takes batches.
 
     Args:
-        obtain: gives the batch of a step; called for one at a time, in the order of the orders.
-        in_background: on a thread, as soon as it is ordered; else when it is taken, by the caller: with an engine in
-            this process a thread would only take turns with the trainer.
+        obtain: returns the batch of a step; called for one batch at a time, in the order of the orders.
+        in_background: call ``obtain`` on a thread as soon as a batch is ordered. Otherwise :meth:`take` calls it: with
+            an engine in this process, a thread would only take turns with the trainer.
     """
 
     def __init__(self, obtain: Callable[[int], T], *, in_background: bool) -> None:
         self._obtain = obtain
         self._ordered: dict[int, Future[T] | None] = {}
         self._queue: SimpleQueue[tuple[int, Future[T]] | None] = SimpleQueue()
-        # A daemon: a run that failed does not wait for what is being sampled before it says so.
+        # A daemon thread: a run that failed reports it without waiting for the sampling.
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True) if in_background else None
         if self._thread is not None:
             self._thread.start()
@@ -52,7 +51,7 @@ class PrefetchedRollouts(Generic[T]):
         return len(self._ordered)
 
     def order(self, steps: Sequence[int]) -> None:
-        """Have the batches of these steps sampled, from the weights that the engine has until all are taken."""
+        """Order the batches of these steps; the engine's weights must stay until all of them are taken."""
         for step in steps:
             future: Future[T] | None = None
             if self._thread is not None:
@@ -61,16 +60,16 @@ class PrefetchedRollouts(Generic[T]):
             self._ordered[step] = future
 
     def forget(self, step: int) -> None:
-        """On a rank without an engine: the batch of a step was taken elsewhere."""
+        """Delete the order of a step on a rank without an engine."""
         self._ordered.pop(step, None)
 
     def take(self, step: int) -> T:
-        """The batch of a step, ordered before or not; waits for it. Raises what sampling it raised."""
+        """Return the batch of a step, ordered before or not; waits for it, and re-raises the sampling's exception."""
         future = self._ordered.pop(step, None)
         return self._obtain(step) if future is None else future.result()
 
     def close(self) -> None:
-        """Drop what is ordered, and give the batch under way a few seconds: what comes later comes to nothing."""
+        """Cancel all orders, and wait at most 5 seconds for the batch that is being sampled."""
         for future in self._ordered.values():
             if future is not None:
                 future.cancel()
@@ -86,17 +85,17 @@ class PrefetchedRollouts(Generic[T]):
                 continue
             try:
                 future.set_result(self._obtain(step))
-            except BaseException as error:  # raised where the batch is taken
+            except BaseException as error:  # take() raises it
                 future.set_exception(error)
 
 
 def check_versions(batch: RolloutBatch, step: int, limit: int) -> None:
-    """Refuse tokens of weights that are too old for the trainer, or that it does not have yet.
+    """Refuse tokens whose weights are too old, or newer than the trainer's.
 
     Args:
         batch: the records.
-        step: optimizer steps made when they train, the version of the trainer's weights.
-        limit: the largest staleness, ``--rollout-staleness``.
+        step: version of the trainer's weights: optimizer steps made before it trains on the batch.
+        limit: the largest staleness in steps, ``--rollout-staleness``.
 
     Raises:
         ValueError: names the first such sample, the version of its weights and the limit.
@@ -111,8 +110,8 @@ def check_versions(batch: RolloutBatch, step: int, limit: int) -> None:
     where = f"sample {sample}, token {token} was sampled by weights of version {version}"
     if version > step:
         raise ValueError(
-            f"{where}, which the trainer at step {step} does not have yet: rollouts of another run or program count "
-            "other steps, leave --rollout-staleness out"
+            f"{where}, newer than the trainer's at step {step}: rollouts of another run or program count other steps, "
+            "leave --rollout-staleness out"
         )
     raise ValueError(
         f"{where}, {step - version} steps behind the trainer at step {step}: --rollout-staleness allows {limit}"

@@ -1,8 +1,7 @@
-"""Rollouts on disk: what the engines of a run sampled, written down, and read again in the place of engines.
+"""Recorded rollouts: files that one run writes (``--save-rollouts``) and another reads instead of sampling.
 
-A file a replica and rollout batch, ``step-<step>-replica-<replica>.safetensors`` (see
-:mod:`megatron_rc.records.rollout`).
-A run may read them with another number of data-parallel ranks than the one that wrote them.
+Each replica writes one file per rollout batch, ``step-<step>-replica-<replica>.safetensors`` (see
+:mod:`megatron_rc.records.rollout`). The reading run may have another number of data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ def write_rollouts(batch: RolloutBatch, folder: str | Path, step: int, replica: 
         OSError: the folder cannot be written to.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for left in Path(folder).glob(f".step-*-replica-{replica:04d}.safetensors.*"):  # by a run that was killed in this
-        left.unlink(missing_ok=True)
+    # A run that was killed while it wrote leaves a partial file.
+    for partial in Path(folder).glob(f".step-*-replica-{replica:04d}.safetensors.*"):
+        partial.unlink(missing_ok=True)
     save_rollouts(batch, _path(folder, step, replica))
 
 
@@ -39,14 +39,14 @@ def add_log_probs(folder: str | Path, step: int, replica: int, log_probs: Mappin
     """Write the trainer's log-probs into the file that :func:`write_rollouts` wrote.
 
     Args:
-        folder: see :func:`write_rollouts`, like the next two.
-        step: likewise.
-        replica: likewise.
+        folder: folder of the records.
+        step: optimizer step that the batch starts at.
+        replica: data-parallel rank.
         log_probs: ``old_log_probs`` or ``log_probs`` or both, [n, s] in token positions.
 
     Raises:
-        OSError: the file is gone, or cannot be written again.
-        ValueError: it is damaged.
+        OSError: the file is missing, or cannot be written again.
+        ValueError: the file is damaged.
     """
     path = _path(folder, step, replica)
     batch = load_rollouts(path)
@@ -59,26 +59,28 @@ def _path(folder: str | Path, step: int, replica: int) -> Path:
 
 
 def find_rollouts(folder: str | Path) -> dict[int, list[Path]]:
-    """The files of each rollout batch that all replicas wrote, in the order of steps and replicas.
+    """Files of each complete rollout batch, in the order of steps and replicas.
 
     Raises:
-        ValueError: no such folder, none in it, or no batch of all replicas.
+        ValueError: the folder is missing, holds no records, or holds no batch of all replicas.
     """
     found = _found(folder)
     replicas = range(1 + max(replica for files in found.values() for replica in files))
     whole = {step: [files[one] for one in replicas] for step, files in found.items() if len(files) == len(replicas)}
     if not whole:
-        raise ValueError(f"{folder} has no rollout batch of all {len(replicas)} replicas that wrote to it")
+        raise ValueError(
+            f"{folder} has no complete rollout batch: every batch lacks files of the {len(replicas)} replicas"
+        )
     return whole
 
 
 def incomplete_steps(folder: str | Path) -> list[int]:
-    """Steps whose batch some replica did not write: the run that wrote them failed or was killed there."""
+    """Steps whose batch lacks a replica's file, because the run failed or was killed there."""
     return sorted(_found(folder).keys() - find_rollouts(folder).keys())
 
 
 def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
-    """What is there, by step and replica, in the order of steps."""
+    """Record files by step and replica, in the order of steps."""
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder")
     found: dict[int, dict[int, Path]] = defaultdict(dict)
@@ -92,13 +94,13 @@ def _found(folder: str | Path) -> dict[int, dict[int, Path]]:
 
 
 class RecordedRollouts:
-    """Reads the rollout batches of a folder, one after the other.
+    """Reads the rollout batches of a folder.
 
     Args:
-        folder: see :func:`find_rollouts`.
+        folder: folder of the records.
         length: tokens of a sequence, ``--seq-length``.
-        sequences: of a whole rollout batch.
-        prompts: of it, each with its responses.
+        sequences: responses in a rollout batch, over all replicas.
+        prompts: prompts in a rollout batch, over all replicas.
     """
 
     def __init__(self, folder: str | Path, length: int, sequences: int, prompts: int) -> None:
@@ -106,18 +108,17 @@ class RecordedRollouts:
         missing = incomplete_steps(folder)
         if missing:
             _log.warning(
-                "--load-rollouts %s: skipped step%s %s, which not all replicas wrote",
+                "--load-rollouts %s: skipped steps %s, because files of some replicas are missing",
                 folder,
-                "s" * (len(missing) > 1),
                 ", ".join(map(str, missing)),
             )
         self.length, self.sequences, self.prompts = length, sequences, prompts
 
     def read(self, index: int, replica: int, replicas: int) -> RolloutBatch:
-        """One replica's share of the ``index``-th rollout batch: whole groups, in the order they were written.
+        """One replica's share of the ``index``-th rollout batch: whole groups, in the order of the records.
 
         Raises:
-            ValueError: a damaged file, or a batch of other sizes than the flags say.
+            ValueError: a file is damaged, or the batch does not have the sizes of the flags.
         """
         paths = self.files[index]
         batch = RolloutBatch.concatenate([load_rollouts(path) for path in paths])
@@ -128,7 +129,7 @@ class RecordedRollouts:
             )
         if not batch.response_mask.any():
             raise ValueError(f"{paths[0].parent}: no response of the batch of {paths[0].name} has a token: remove it")
-        # Numbers of prompts count on from batch to batch in some sources: here they say which ones belong together.
+        # Some sources number their prompts on from batch to batch; here group ids start at 0 in each batch.
         names, group_ids = batch.group_ids.unique(return_inverse=True)
         if len(names) != self.prompts or (group_ids.diff() < 0).any():
             raise ValueError(

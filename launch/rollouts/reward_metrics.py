@@ -1,4 +1,4 @@
-"""What rewards are made of, from the first rank of each replica to all ranks, in a message of fixed size."""
+"""Metrics of reward components, sent from the first rank of each replica to all ranks in messages of fixed size."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from megatron_rc.launch.rollouts.sampler import SampledBatch
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups, group_rank, group_size
 
-# Enough for MAX_COMPONENTS of the longest names, and the punishment's.
+# Enough for MAX_COMPONENTS with the longest names, and for the overlong penalty.
 _BYTES = 8192
 
 
 def gather_reward_metrics(
     sampled: SampledBatch | None, broadcast: ReplicaBroadcast, groups: ParallelGroups, *, may_replace: bool
 ) -> dict[str, float]:
-    """The mean of each component over the responses that have it, and the numbers of errors and of bad responses.
-
-    Equal on all ranks.
+    """Mean of each component over the responses that have it, and counts of errors and bad responses; equal everywhere.
 
     Args:
-        sampled: on the first rank of each replica; None elsewhere.
-        broadcast: of the replica.
-        groups: of this rank.
-        may_replace: prompts whose responses all have the same reward make place for others, and are counted.
+        sampled: the batch on the first rank of each replica; None elsewhere.
+        broadcast: the replica's broadcast.
+        groups: process groups of this rank.
+        may_replace: also count the prompts that dynamic sampling replaced.
 
     Collectives: one broadcast in the replica, one SUM over DP, both of a fixed size.
     """

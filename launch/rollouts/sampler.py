@@ -1,4 +1,4 @@
-"""What the engine of one replica is asked, and what becomes of its answers: records, or rewards."""
+"""Sampling for one replica: ask the engine, score its responses, and build the records."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.tasks import Problem, Task
 from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingParams
 
-# Responses of an evaluation that an engine is asked for together: one in this process holds all their tokens.
+# Responses of an evaluation in one request: an engine in this process holds all their tokens in memory.
 _MOST_AT_ONCE = 256
-# Numbers of the prompts that take the place of others, and of their seeds: of those of another try they are this far.
+# Numbers and seeds of replacement prompts begin at _REPLACED_FROM; each further try adds _APART to the numbers.
 _REPLACED_FROM, _APART = 1 << 33, 1 << 32
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A rollout batch.
+    """A replica's share of a rollout batch, with counts for the metrics.
 
     Attributes:
         batch: the records.
-        rewards: as they were given; None where the batch was read from records.
-        bad: answers of the engine that were not to be trained on.
-        dropped: responses that are left out for that.
-        replaced: prompts that others took the place of, since all their responses had the same reward.
-        flat: such prompts that stayed.
-        baselines: [responses], the reward of the most likely response to the prompt of each, where that was asked for.
+        rewards: rewards with their components; None if the batch was read from records.
+        bad: bad answers that the engine gave.
+        dropped: responses left out because they were bad.
+        replaced: number of times a prompt was replaced because its responses had equal rewards.
+        flat: prompts of the batch whose responses have equal rewards.
+        baselines: [responses], reward of the greedy response to each response's prompt; None unless the estimator
+            needs it.
     """
 
     batch: RolloutBatch
@@ -51,13 +52,13 @@ class SampledBatch:
 
 
 class RolloutSampler:
-    """Samples for one data-parallel replica, on its first rank. Nothing here is a collective.
+    """Samples for one data-parallel replica, on its first rank. Makes no collective.
 
     Args:
-        config: of the run.
-        task: prompts and rewards.
-        engine: of this replica.
-        replica: data-parallel rank: which share of the prompts.
+        config: settings of the run.
+        task: source of prompts and rewards.
+        engine: the replica's engine.
+        replica: data-parallel rank; chooses the share of the prompts.
     """
 
     def __init__(self, config: RunConfig, task: Task, engine: RolloutEngine, replica: int) -> None:
@@ -66,7 +67,7 @@ class RolloutSampler:
         self.sampling = SamplingParams(temperature=config.rollouts.rl_default_temperature)
 
     def sample(self, step: int) -> SampledBatch:
-        """This replica's share of the rollout batch that starts at an optimizer step, rewarded."""
+        """This replica's share of the rollout batch that starts at optimizer step ``step``, with rewards."""
         config, replica = self.config, self.replica
         prompts = config.rollouts.grpo_prompts_per_step // config.data_parallel_size
         first = (step // config.updates_per_rollout) * config.rollouts.grpo_prompts_per_step + replica * prompts
@@ -86,10 +87,10 @@ class RolloutSampler:
         )
 
     def _replace_flat(self, answered: Answered, first: int, seed: int, step: int) -> int:
-        """Other prompts, for those whose responses have all the same reward; how many times that was done.
+        """Replace prompts whose responses have equal rewards; return the number of replacements.
 
-        Which ones follows from the step, the place and the try alone. They are no prompts that a batch begins with,
-        unless the data are gone through that often.
+        A replacement depends only on the step, the place and the try. Its number lies far above the numbers of
+        ordinary prompts.
         """
         replaced, tries = 0, self.config.rollouts.dynamic_sampling
         for number in range(tries):
@@ -104,7 +105,7 @@ class RolloutSampler:
         return replaced
 
     def _greedy(self, answered: Answered, seed: int, step: int) -> Tensor:
-        """[responses], the reward of the most likely response to the prompt of each; 0 where that was dropped."""
+        """[responses], reward of the greedy response to each response's prompt; 0 if that response was dropped."""
         best = self._answered(answered.problems, 1, seed, step, SamplingParams(top_k=1))
         answered.bad += best.bad
         return torch.tensor(best.values, dtype=torch.float32).repeat_interleave(answered.size)
@@ -112,13 +113,14 @@ class RolloutSampler:
     def _answered(
         self, problems: list[Problem], size: int, seed: int, step: int, sampling: SamplingParams | None = None
     ) -> Answered:
-        """So many responses to each problem, rewarded; sampled as rollouts are, unless told otherwise."""
+        """Sample and reward ``size`` responses to each problem; ``sampling`` None: as rollouts are sampled."""
         repeated = [problem for problem in problems for _ in range(size)]
         longest = self.config.rollouts.max_response_length
         encoded, samples = self._answers(repeated, sampling or self.sampling, longest, seed)
         kept = [index for index, sample in enumerate(samples) if sample.token_ids]
         whole = [samples[index] for index in kept]
-        rewards = self._rewards([repeated[index] for index in kept], whole, step)
+        texts = [self.task.text.decode(sample.token_ids) for sample in whole]
+        rewards = self.rewarder.score([repeated[index] for index in kept], texts, step=step)
         rewards = penalised(rewards, [len(sample.token_ids) for sample in whole], self.config)
         values = [0.0] * len(samples)
         outcomes: list[Outcome | None] = [None] * len(samples)
@@ -127,11 +129,11 @@ class RolloutSampler:
         return Answered(list(problems), encoded, samples, values, outcomes, self.good_samples.bad)
 
     def probe(self, rows: int, longest: int, length: int) -> RolloutBatch:
-        """Responses to the replica's first prompts, the same prompts each time, without rewards.
+        """Sample responses to the replica's first prompts, the same at each call, without rewards.
 
         Args:
-            rows: responses.
-            longest: most tokens of each.
+            rows: number of responses.
+            longest: maximum tokens of a response.
             length: columns of the batch.
         """
         problems = self.task.problems(self.replica * rows, rows)
@@ -146,7 +148,7 @@ class RolloutSampler:
         return dataclasses.replace(batch, response_mask=usable).at_length(length, self.task.text.pad)
 
     def evaluate(self) -> list[Graded]:
-        """``--eval-samples`` responses to each of this replica's share of the problems that are held out, graded."""
+        """Sample and grade ``--eval-samples`` responses to each held-out problem of this replica."""
         share = share_of(self.config, self.replica)
         problems = self.task.problems(share.start, len(share), held_out=True)
         at_once = max(1, _MOST_AT_ONCE // self.config.evaluation.eval_samples)
@@ -154,7 +156,7 @@ class RolloutSampler:
         return [graded for number, part in enumerate(parts) for graded in self._graded(part, number)]
 
     def _graded(self, problems: Sequence[Problem], part: int) -> Iterator[Graded]:
-        """Ask for responses to some problems, and grade them."""
+        """Sample and grade responses to some problems."""
         tries, longest = self.config.evaluation.eval_samples, self.config.rollouts.max_response_length
         repeated = [problem for problem in problems for _ in range(tries)]
         seed = self.config.training.seed + 1_000_003 * part + self.replica
@@ -172,16 +174,12 @@ class RolloutSampler:
     def _answers(
         self, problems: Sequence[Problem], sampling: SamplingParams, longest: int, seed: int
     ) -> tuple[list[list[int]], list[Sample]]:
-        """What the model was shown, and one response to each problem."""
+        """Token ids of the prompt, and one response, for each problem."""
         encoded = [self.task.text.encode(problem) for problem in problems]
         room = self.config.training.seq_length - self.config.rollouts.max_response_length
         if max(map(len, encoded)) > room:
             raise ValueError(f"a prompt has {max(map(len, encoded))} tokens, --seq-length leaves room for {room}")
         return encoded, self.good_samples(encoded, sampling, longest, seed)
-
-    def _rewards(self, problems: Sequence[Problem], samples: Sequence[Sample], step: int) -> Rewards:
-        texts = [self.task.text.decode(sample.token_ids) for sample in samples]
-        return self.rewarder.score(problems, texts, step=step)
 
     def _batch(
         self,

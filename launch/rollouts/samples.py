@@ -1,6 +1,6 @@
-"""Single responses that are not to be trained on: how they are told, and what is done about them.
+"""Bad responses: how they are recognised, and ``--bad-samples``.
 
-What all answers of an engine lack, or what its server refuses, is no matter of a sample: that raises in the engine.
+A fault of all answers, or a refusal by the server, is no bad response: the engine raises an error for it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron_rc.records.rollout import FINISH_REASONS, RolloutBatch, SamplingPa
 
 BAD_FOLDER, SAMPLES_FILE = "bad", "samples.jsonl"
 _DROPPED = FINISH_REASONS.index("abort")
-# Added to the number of a try, so that its seed is that of no request.
+# Added to the number of a retry, so that no other request has its seed.
 _TRIES_FROM = 1 << 32
 
 
 class GoodSamples:
-    """Asks an engine for responses, and does about bad ones what ``--bad-samples`` says. Nothing here is a collective.
+    """Samples from an engine, and handles bad responses as ``--bad-samples`` says. Makes no collective.
 
     Args:
-        config: of the run.
-        engine: of this replica.
+        config: settings of the run.
+        engine: the replica's engine.
         replica: data-parallel rank.
 
     Attributes:
-        bad: answers of the last call that were not to be trained on, those to second tries included.
+        bad: bad responses of the last call, retries included.
     """
 
     def __init__(self, config: RunConfig, engine: RolloutEngine, replica: int) -> None:
@@ -46,10 +46,10 @@ class GoodSamples:
     def __call__(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, longest: int, seed: int
     ) -> list[Sample]:
-        """One response for each prompt, in their order; one that is dropped has no token, and was aborted.
+        """One response for each prompt, in their order; a dropped one has no token and the finish reason "abort".
 
         Raises:
-            EngineError: with ``--bad-samples stop``: a response is not to be trained on.
+            EngineError: a response is bad, with ``--bad-samples stop``.
         """
         samples = self.engine.sample(prompts, params, longest, seed)
         self.bad, tries = 0, self.config.guards.bad_sample_attempts if self.policy == "resample" else 0
@@ -70,7 +70,7 @@ class GoodSamples:
         return [Sample([], [], "abort") if index in faults else one for index, one in enumerate(samples)]
 
     def fault_of(self, sample: Sample, longest: int, index: int) -> str | None:
-        """What is wrong with the response to a prompt, if anything is."""
+        """Error message if the response to a prompt is bad."""
         where, vocabulary = f"{self.name}, prompt {index}:", self.config.model.vocab_size
         if not sample.token_ids:
             return f"{where} the response is empty, expected at least one token"
@@ -84,13 +84,13 @@ class GoodSamples:
                 )
         if self.config.correction.bad_log_probs != "error":
             return None
-        # Where nothing may be bad, the check of the whole record names the sample.
+        # With "stop", the check of the whole record names the sample.
         return sample.fault or (None if self.policy == "stop" else fault_in_log_probs(sample.log_probs, where))
 
     def _write(
         self, faults: dict[int, str], prompts: Sequence[Sequence[int]], samples: Sequence[Sample], number: int
     ) -> None:
-        """A line in the run's folder for each."""
+        """Append a line for each bad response to the run's ``bad/samples.jsonl``."""
         if not faults:
             return
         lines = []
@@ -112,10 +112,10 @@ class GoodSamples:
 
 
 def bad_folder(config: RunConfig) -> Path:
-    """Where bad samples and batches are."""
+    """Folder of a run's bad samples and batches."""
     return Path(config.launch.runs_dir) / config.launch.run_name / BAD_FOLDER
 
 
 def dropped(batch: RolloutBatch) -> Tensor:
-    """[n] bool: the responses that were dropped: they have no token, and count in no reward."""
+    """[n] bool: dropped responses. They have no token and count in no reward."""
     return (batch.finish_reasons == _DROPPED) & ~batch.response_mask.any(dim=1)

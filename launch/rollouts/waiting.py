@@ -1,4 +1,4 @@
-"""Where ranks wait for the engines of all replicas: not in a collective, whose limit is for what takes moments."""
+"""Waiting for the engines of all replicas through the store, because engines may need longer than a collective may."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from megatron_rc.launch.run_config import RunConfig
 
-# A rank looks again after this share of what it has waited; the store's own wait would warn of every timeout.
+# Pauses between two looks: a share of the time waited, within bounds. The store's own wait warns at every timeout.
 _SHARE, _SHORTEST, _LONGEST = 0.01, 1e-3, 0.5
-# What engines that give up at the limit have left to say so.
+# Time for engines that give up at the limit to report it.
 _GRACE_SECONDS = 60
 
 
 class EngineWaits:
-    """The ranks' meetings after each work of the engines, through the store that they met by.
+    """Meetings of all ranks after each piece of engine work, through torch's default store.
 
     Args:
-        config: of the run.
-        replica: of this rank.
-        is_engine_rank: this rank is the one of its replica that works.
+        config: settings of the run.
+        replica: data-parallel rank.
+        is_engine_rank: whether this rank has the replica's engine.
 
     Attributes:
-        meetings: so far.
+        meetings: number of meetings so far.
     """
 
     def __init__(self, config: RunConfig, replica: int, is_engine_rank: bool) -> None:
@@ -35,12 +35,12 @@ class EngineWaits:
         self._store: Any = None
         if dist.get_world_size() > 1:
             store = _get_default_store()
-            # The first of all ranks and the last of them count to the same whole number of worlds.
+            # All ranks of the same collector compute the same number here.
             before = (store.add("collectors of rollouts", 1) - 1) // dist.get_world_size()
             self._store = PrefixStore(f"rollouts of collector {before}", store)
 
     def meet(self, what: str) -> None:
-        """Wait until the engines of all replicas are through.
+        """Wait until the engines of all replicas have ended their work.
 
         Raises:
             RuntimeError: an engine neither ended nor gave up in time.
@@ -49,7 +49,7 @@ class EngineWaits:
             return
         self.meetings += 1
         if self.is_engine_rank:
-            # A number that grows, for a rank that looks late: this one may be through with the next meeting by then.
+            # A growing number, because this rank may have ended the next meeting before a late rank looks.
             self._store.set(str(self.replica), str(self.meetings))
         begun = time.monotonic()
         while (waited := time.monotonic() - begun) < self.seconds + _GRACE_SECONDS:
@@ -59,11 +59,11 @@ class EngineWaits:
             time.sleep(min(max(_SHARE * waited, _SHORTEST), _LONGEST))
         raise RuntimeError(
             f"{what} did not end in {self.config.launch.rollout_wait_minutes} minutes (--rollout-wait-minutes) on the "
-            f"data-parallel replicas {', '.join(missing)}, and could not be given up"
+            f"data-parallel replicas {', '.join(missing)}, and could not be interrupted"
         )
 
     def _missing(self) -> list[str]:
-        """Replicas whose engine is not through."""
+        """Replicas whose engine still works."""
         replicas = [str(replica) for replica in range(self.config.data_parallel_size)]
         known = [replica for replica in replicas if self._store.check([replica])]
         told = dict(zip(known, self._store.multi_get(known), strict=True)) if known else {}

@@ -1,4 +1,4 @@
-"""What is learnt: prompts, and a rule that scores a response."""
+"""Tasks: sources of prompts, with a rule that scores responses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Problem", "Rule", "Task", "Text", "make_task"]
 
 
 class Rule(Protocol):
-    """Scores one response; called by keywords."""
+    """Scores one response; called with keyword arguments."""
 
     def __call__(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> Any:
-        """A number, or a dict of numbers of which the entry ``reward`` is trained on.
+        """Return a number, or a dict of numbers whose entry ``reward`` is trained on.
 
         Args:
-            prompt: of the problem; of a conversation its last message.
-            response: without its end.
-            label: of the problem.
-            record: of the problem.
+            prompt: the problem's prompt; for a conversation, its last message.
+            response: text without the end-of-text token.
+            label: the problem's label.
+            record: the problem's record.
         """
         ...
 
@@ -32,29 +32,29 @@ class Task(Protocol):
     """A source of problems with verifiable answers.
 
     Attributes:
-        text: how they become tokens.
-        max_response_length: tokens that a good response needs at most, the end-of-text token included.
+        text: the tokenizer.
+        max_response_length: maximum tokens of a response, the end-of-text token included.
     """
 
     text: Text
     max_response_length: int
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Problems number ``start`` to ``start + count - 1``: the same ones on every rank and in every run.
+        """Problems ``start`` to ``start + count - 1``, equal on every rank and in every run.
 
         Args:
-            start: number of the first.
-            count: how many.
-            held_out: from those that are kept for evaluation, and are never among the others.
+            start: number of the first problem.
+            count: number of problems.
+            held_out: take problems that are kept for evaluation and never trained on.
 
         Raises:
-            ConfigurationError: there are not as many held out.
+            ConfigurationError: fewer problems are held out.
         """
         ...
 
     @property
     def reward(self) -> Rule | None:
-        """Scores responses from 0 to 1, and 1 is for the right answer alone; None: ``--reward`` must say what does."""
+        """Rule with scores from 0 to 1, and 1 for the right answer only; None: ``--reward`` must name one."""
         ...
 
 
@@ -65,17 +65,17 @@ def make_task(
     seq_length: int | None = None,
     max_response_length: int | None = None,
 ) -> Task:
-    """The task of this name; a part after a colon is handed to it.
+    """Make the task that ``--task`` names.
 
     Args:
-        name: of the task.
-        seed: of its problems.
+        name: name of the task; a part after a colon is an argument of it.
+        seed: seed of its problems.
         text: the tokenizer; default: one token for each character that the task needs.
-        seq_length: tokens of a prompt and a response together; a task with problems of many lengths keeps to it.
-        max_response_length: tokens of a response; default: what the task needs.
+        seq_length: maximum tokens of a prompt and a response together, for tasks whose prompts differ in length.
+        max_response_length: maximum tokens of a response; default: as many as the task needs.
 
     Raises:
-        ConfigurationError: no such task, or the library it comes from is not installed.
+        ConfigurationError: the task is unknown, or its library is not installed.
     """
     from megatron_rc.launch.tasks.count_up import CountUp
     from megatron_rc.launch.tasks.python_task import PythonTask

@@ -13,10 +13,10 @@ DIGITS = "0123456789"
 
 
 class CountUp:
-    """The digits that follow the last one of the prompt, up to 9, and then the end; lengths differ by problem.
+    """Task whose answer is the digits after the prompt's last digit, up to 9, and then the end-of-text token.
 
-    The reward is the share of the answer, its end included, that is right up to the first mistake. The first place
-    earns its part by itself, so that learning starts at the first step, and only the right answer earns 1.
+    The reward is the share of the answer's tokens before the first mistake. A right first digit is rewarded alone, so
+    that learning starts at the first step; only the right answer earns 1.
     """
 
     def __init__(self, variant: str, seed: int, text: Text | None = None) -> None:
@@ -27,13 +27,13 @@ class CountUp:
         self.max_response_length = len(DIGITS)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Two random digits; the label is the right answer."""
+        """Prompts of two random digits; the label is the right answer."""
         if held_out:
-            raise ConfigurationError("--task count_up holds no problems out: it trains on all hundred there are")
+            raise ConfigurationError("--task count_up holds no problems out: it trains on all of its 100 problems")
         return [self._problem(number) for number in range(start, start + count)]
 
     def reward(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-        """Share of the answer's places (digits and the end) before the first mistake."""
+        """Share of the answer's tokens (digits and the end) before the first mistake."""
         answer: str = label
         right = sum(response.startswith(answer[:length]) for length in range(1, len(answer) + 1))
         return (right + (response == answer)) / (len(answer) + 1)

@@ -1,4 +1,4 @@
-"""A task that is a class in the user's own module: ``--task python:pkg.module:Class``."""
+"""Tasks of the user's own: ``--task python:pkg.module:Class``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
 
 class PythonTask:
-    """What the class says, checked where it is used.
+    """A user's class as a task, with checks of its results.
 
-    The class is made with ``seed=...``. It has the method ``problems(start, count, held_out=False)``, and may have the
-    method ``reward(prompt, response, label, record)``, the attribute ``max_response_length``, and the attribute
-    ``characters``, of which the tokenizer is made where no other is named.
+    The class is called with ``seed=...``. It needs the method ``problems(start, count, held_out=False)``. Optional are
+    the method ``reward(prompt, response, label, record)`` and the attributes ``max_response_length`` and
+    ``characters``, a text with all characters of the default tokenizer.
 
     Args:
         spec: ``python:pkg.module:Class``.
-        seed: of its problems.
-        text: the tokenizer; default: a token for each of ``characters``.
-        max_response_length: tokens of a response; default: the class's.
+        seed: seed of its problems.
+        text: the tokenizer; default: one token for each of ``characters``.
+        max_response_length: maximum tokens of a response; default: the class's attribute.
 
     Raises:
-        ConfigurationError: no such class, it raises when it is made, or what it lacks is not given by flags.
+        ConfigurationError: the class is missing, raises when it is called, or lacks something that no flag gives.
     """
 
     def __init__(self, spec: str, seed: int, text: Text | None = None, max_response_length: int | None = None) -> None:
@@ -43,12 +43,16 @@ class PythonTask:
         self.reward = _reward_of(self._own, self._user)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """What the class gives, if these are as many problems as it was asked for."""
+        """Problems of the class.
+
+        Raises:
+            ConfigurationError: the result is not a list of ``count`` valid problems.
+        """
         found = _call(self._user, "problems", self._own.problems, start, count, held_out=held_out)
         others = [one for one in found if not isinstance(one, Problem)] if isinstance(found, list) else [found]
         if others or len(found) != count:
-            where = "a list with " if isinstance(found, list) else ""
-            given = f"{where}a {type(others[0]).__name__}" if others else f"{len(found)} of them"
+            inside = "a list with " if isinstance(found, list) else ""
+            given = f"{inside}a {type(others[0]).__name__}" if others else f"{len(found)} of them"
             raise ConfigurationError(
                 f"{self._user}: problems({start}, {count}, held_out={held_out}) must give a list of {count} "
                 f"megatron_rc.launch.tasks.Problem, it gave {given}"
@@ -61,7 +65,7 @@ class PythonTask:
         return problems
 
     def _flaw(self, problem: Problem) -> str | None:
-        """Why a model cannot be shown a problem; None: it can."""
+        """Reason why a problem cannot be a prompt; None: it can."""
         if not isinstance(problem.record, Mapping):
             return f"has a {type(problem.record).__name__} as its record: give a dict"
         messages = problem.messages
@@ -76,27 +80,27 @@ class PythonTask:
         texts = [problem.prompt, *(text for pair in examples for text in pair)]
         if not all(isinstance(text, str) for text in texts):
             other = next(text for text in texts if not isinstance(text, str))
-            return f"has a {type(other).__name__} where its prompt or an example must be text: give a str"
+            return f"has a prompt or an example of type {type(other).__name__}: give a str"
         alphabet = self.text.alphabet if isinstance(self.text, CharacterText) else frozenset()
         unknown = next((char for char in "".join(texts) if alphabet and char not in alphabet | {"\n"}), None)
         if unknown is not None:
-            return f"has {unknown!r}, which is none of the tokenizer's characters: add it, or give --tokenizer-model"
+            return f"has {unknown!r}, which is not a character of the tokenizer: add it, or give --tokenizer-model"
         return None if self.text.encode(problem) else "has an empty prompt: give it a text"
 
     def _characters(self) -> Text:
         characters = _attribute(self._own, "characters", self._user)
         if not isinstance(characters, str) or not characters:
             raise ConfigurationError(
-                f"{self._user} has no text attribute characters to make tokens of: add it, or give --tokenizer-model"
+                f"{self._user} has no attribute characters, a str for the tokenizer: add it, or give --tokenizer-model"
             )
         return CharacterText(characters)
 
 
 def own_reward(spec: str, seed: int) -> Any:
-    """The method ``reward`` of such a class, if it has one: scoring needs neither a tokenizer nor lengths.
+    """The method ``reward`` of a user's class, or None; needs no tokenizer.
 
     Raises:
-        ConfigurationError: no such class, it raises when it is made, or ``reward`` is no method.
+        ConfigurationError: the class is missing, raises when it is called, or its ``reward`` is no method.
     """
     return _reward_of(_make(spec, seed), f"--task {spec}")
 
@@ -111,12 +115,12 @@ def _make(spec: str, seed: int) -> Any:
 def _reward_of(own: Any, user: str) -> Any:
     reward = _attribute(own, "reward", user)
     if reward is not None and not callable(reward):
-        raise ConfigurationError(f"{user} has a reward that is no method: make it one, or give --reward")
+        raise ConfigurationError(f"{user} has a reward that is not a method: make it one, or give --reward")
     return reward
 
 
 def _attribute(own: Any, name: str, user: str) -> Any:
-    """What the user's object has under a name, None without; a property runs the user's code."""
+    """Attribute of the user's object, or None; a property runs the user's code, which may raise."""
     return _call(user, name, getattr, own, name, None)
 
 

@@ -1,4 +1,4 @@
-"""Any data set of the reasoning-gym library: its problems, and its own scoring."""
+"""Tasks from data sets of the reasoning-gym library, with the library's scoring."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks.text import CharacterText, Problem, Text
 
 SIZE = 1_000_000
-_HELD_OUT = 5  # one question in so many is kept for evaluation
+RESPONSE_LENGTH = 32
+_HELD_OUT = 5  # one question in five is kept for evaluation
 _STRIDE, _ATTEMPTS = 9973, 200
 
 
-RESPONSE_LENGTH = 32
-
-
 class ReasoningGym:
-    """``reasoning_gym:<data set>``, spelled out in printable ASCII characters.
+    """The task ``reasoning_gym:<data set>``.
 
-    Questions of a data set differ much in their lengths: those that leave no room for a response are passed over.
+    Questions that leave no room for a response are skipped.
 
     Args:
         variant: name of the data set.
-        seed: of its problems.
-        text: the tokenizer; default: a token for each character.
-        seq_length: tokens of a prompt and a response together; None: no limit.
-        max_response_length: tokens of a response; default: 32.
+        seed: seed of its problems.
+        text: the tokenizer; default: one token for each printable ASCII character.
+        seq_length: maximum tokens of a prompt and a response together; None: no limit.
+        max_response_length: maximum tokens of a response; default: 32.
     """
 
     def __init__(
@@ -55,15 +53,18 @@ class ReasoningGym:
         self._longest_prompt = None if seq_length is None else seq_length - self.max_response_length
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Entries of the data set, which is a function of the seed and the number."""
+        """Entries of the data set; each depends only on the seed and its number."""
         return [self._problem(number, held_out) for number in range(start, start + count)]
 
     def reward(self, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-        """The data set's own score."""
+        """Score of the response by the library."""
         return float(self.dataset.score_answer(response.strip(), dict(record)))
 
     def _problem(self, number: int, held_out: bool) -> Problem:
-        """The first that fits, of those that stand for this number; the question's text decides on which side it is."""
+        """The first fitting entry among 200 candidates for this number.
+
+        A hash of the question decides whether it is held out, so that no question is on both sides.
+        """
         shortest = math.inf
         for attempt in range(_ATTEMPTS):
             entry: Any = self.dataset[(number + attempt * _STRIDE) % SIZE]

@@ -1,4 +1,4 @@
-"""Prompts as tokens and responses as text: one token a character, or the tokenizer of a Hugging Face directory."""
+"""Tokenizers: one token per character, or the tokenizer of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rc.launch.errors import ConfigurationError
 
 CHARACTERS, HUGGING_FACE = TOKENIZERS = ("CharacterTokenizer", "HuggingFaceTokenizer")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-# What a tokenizer of transformers may be stored in.
+# Files of a transformers tokenizer.
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json", "chat_template.jinja"),
@@ -22,14 +22,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and what a response to it is scored by.
+    """A prompt, and the data for scoring a response to it.
 
     Attributes:
-        prompt: what is asked, with the white space that stands before an answer; of a conversation its last message.
-        label: the right answer, or whatever the reward compares a response with; None: there is none.
-        examples: prompts and their answers that are shown before it.
+        prompt: text with the white space before the answer; for a conversation, its last message.
+        label: the right answer, or any value that the reward compares a response with; may be None.
+        examples: pairs of a prompt and its answer, shown before the prompt.
         messages: the whole conversation, each message with ``role`` and ``content``; empty: the prompt is plain text.
-        record: the row of a file that the problem was read from, with all its keys.
+        record: all keys of the row that the problem was read from.
     """
 
     prompt: str
@@ -40,14 +40,14 @@ class Problem:
 
 
 class Text(Protocol):
-    """How text becomes tokens, and tokens text.
+    """A tokenizer.
 
     Attributes:
         eos: id of the token that ends a response.
         pad: id of the token that fills batches.
-        pad_token: id of the tokenizer's own token for that; None: it has none, and ``pad`` is ``eos``.
+        pad_token: id of the tokenizer's own padding token; None: it has none, and ``pad`` is ``eos``.
         size: number of ids.
-        chat: problems are written as turns of a conversation.
+        chat: whether problems are written as turns of a conversation.
     """
 
     eos: int
@@ -57,11 +57,11 @@ class Text(Protocol):
     chat: bool
 
     def shown(self, problem: Problem) -> str:
-        """All that the model is shown."""
+        """The whole text of a prompt, examples or conversation included."""
         ...
 
     def encode(self, problem: Problem) -> list[int]:
-        """Token ids of all that the model is shown."""
+        """Token ids of the whole text of a prompt."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -69,23 +69,22 @@ class Text(Protocol):
         ...
 
     def tokens_of(self, text: str) -> list[int]:
-        """Token ids of a text by itself."""
+        """Token ids of a plain text, without special tokens around it."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer there, as transformers reads it.
+        """Write the tokenizer in the format of transformers.
 
         Raises:
-            OSError: its files cannot be read any more, or not be written.
+            OSError: its files cannot be read any more, or cannot be written.
         """
         ...
 
 
 class CharacterText:
-    """One token a character, for models that are trained from nothing.
+    """Tokenizer with one token per character, for models that are trained from scratch.
 
-    The ids are those of ``<pad>``, ``<eos>``, ``<unk>`` and then the characters in their order. ``alphabet`` holds the
-    characters.
+    The ids 0, 1 and 2 are ``<pad>``, ``<eos>`` and ``<unk>``; the characters of ``alphabet`` follow in their order.
     """
 
     chat = False
@@ -129,22 +128,22 @@ class CharacterText:
 
 
 def printable_text() -> CharacterText:
-    """One token for each printable ASCII character, for prompts that nobody has read yet."""
+    """Tokenizer with one token per printable ASCII character, for prompts whose characters are not known yet."""
     return CharacterText(string.printable)
 
 
 class HuggingFaceText:
-    """The tokenizer of a Hugging Face directory.
+    """Tokenizer of a Hugging Face directory.
 
     Args:
-        folder: of the model or of its tokenizer alone.
-        chat: write problems as turns of a conversation, by the tokenizer's chat template; else as plain text.
+        folder: directory of a model or of a tokenizer.
+        chat: write problems as turns of a conversation, with the tokenizer's chat template; else as plain text.
 
     Raises:
-        ConfigurationError: no tokenizer there, or one without an end-of-text token or without the template.
+        ConfigurationError: the directory holds no tokenizer, or one without an end-of-text token or a needed template.
 
     Attributes:
-        has_template: the tokenizer has a chat template.
+        has_template: whether the tokenizer has a chat template.
     """
 
     def __init__(self, folder: str | Path, chat: bool) -> None:
@@ -157,10 +156,10 @@ class HuggingFaceText:
             )
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of the many kinds that broken files bring up
+        except Exception as error:  # broken files raise many kinds
             why = " ".join(str(error).split())
-            if "trust_remote_code" in why:  # no flag of ours: unset, transformers would ask on the terminal
-                why = "it needs code that lies there, which is never run: give one that transformers has a class for"
+            if "trust_remote_code" in why:  # this message names an option that does not exist here
+                why = "it needs code from the directory, which is never run: give one that transformers has a class for"
             raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {why}") from error
         if self.tokenizer.eos_token_id is None:
             raise ConfigurationError(f"the tokenizer in {folder} has no eos_token: name it in tokenizer_config.json")
@@ -195,7 +194,7 @@ class HuggingFaceText:
         return ids
 
     def save(self, folder: Path) -> None:
-        """See :class:`Text`: its own files, as they are."""
+        """Copy the tokenizer's files; see :class:`Text`."""
         found = [self.folder / name for name in _TOKENIZER_FILES if (self.folder / name).is_file()]
         if not found:
             raise FileNotFoundError(f"{self.folder} holds no tokenizer any more")
@@ -206,7 +205,7 @@ class HuggingFaceText:
         turns = [dict(message) for message in problem.messages] or _turns(problem)
         try:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise ConfigurationError(
                 f"--apply-chat-template: the tokenizer's chat_template refuses the conversation ({error}): drop "
                 "the flag"
@@ -215,12 +214,12 @@ class HuggingFaceText:
 
 
 def as_plain_text(problem: Problem) -> str:
-    """The examples, each on lines of its own, and the prompt."""
+    """The examples, each ended by a newline, and then the prompt."""
     return "".join(f"{prompt}{answer}\n" for prompt, answer in problem.examples) + problem.prompt
 
 
 def _turns(problem: Problem) -> list[dict[str, str]]:
-    """The examples and the prompt, said in turn by a user and an assistant."""
+    """The examples and the prompt as alternating messages of a user and an assistant."""
     said = [text for example in problem.examples for text in example]
     roles = ("user", "assistant")
     return [{"role": roles[index % 2], "content": text.strip()} for index, text in enumerate([*said, problem.prompt])]

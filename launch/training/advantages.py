@@ -1,4 +1,4 @@
-"""The advantages of a rollout batch: rewards, what is taken off them, the estimator."""
+"""Advantages of a rollout batch from its rewards, by the estimator of ``--advantage-estimator``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_rc.records.rollout import RolloutBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a rollout batch says of its responses, on a rank of the last stage.
+    """Inputs of the estimator on a rank of the last stage.
 
     Attributes:
         batch: the records.
         rewards: [rows of the batch], scaled and clipped.
         cut: this rank's tokens.
-        old: log π_old, like them; None: the engine's log-probs stand for it.
-        ref: log π_ref, where a KL is taken off the rewards.
-        values: of a critic, likewise, with the estimator that needs them.
-        baselines: [rows], the reward of each prompt's greedy response, scaled and clipped likewise.
+        old: log π_old, like the tokens; None: the engine's log-probs are used.
+        ref: log π_ref, like the tokens; needed if the rewards have a KL penalty.
+        values: a critic's values, like the tokens; needed by ``gae``.
+        baselines: [rows], scaled and clipped reward of each prompt's greedy response; needed by ``remax``.
     """
 
     batch: RolloutBatch
@@ -50,10 +50,10 @@ class Estimated:
     """Advantages of this rank's tokens.
 
     Attributes:
-        advantages: [n], one a sequence, or one a token; float32.
-        decided: [rows of the batch] bool: the responses that have an advantage anywhere.
-        returns: what a critic's values are trained towards, like the tokens; None without one.
-        kl: the KL that is taken off the rewards, like the tokens; None: none is.
+        advantages: [n], or like the tokens; float32.
+        decided: [rows of the batch] bool: responses with an advantage other than 0.
+        returns: targets of a critic's values, like the tokens; None without a critic.
+        kl: KL penalty in the rewards, like the tokens; None if there is none.
     """
 
     advantages: Tensor
@@ -63,25 +63,25 @@ class Estimated:
 
 
 class Advantages:
-    """The estimator that the flags name. Ranks of the last stage alone call it, and all of these together.
+    """The estimator of advantages. All ranks of the last stage call it together, and no others.
 
     Args:
-        config: of the run.
-        groups: of this rank.
+        config: settings of the run.
+        groups: process groups of this rank.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups) -> None:
         self.wanted, self.groups = config.advantages, groups
 
     def of(self, scores: Scores, accepted: Tensor | None = None) -> Estimated:
-        """The advantages, measured by all responses, or by those that are accepted.
+        """Estimate the advantages.
 
         Args:
-            scores: of the rollout batch.
-            accepted: bool, like the tokens: what the rejection leaves; None: all counts.
+            scores: the rollout batch.
+            accepted: bool, like the tokens: accepted tokens, whose responses alone form baselines; None: all tokens.
 
-        Collectives: those of :mod:`megatron_rc.advantages` where tokens have advantages of their own, and of ``gpg``;
-        with ``accepted``, with a KL in the rewards, and for those advantages, a SUM of a number a sequence over ``cp``.
+        Collectives: as in :mod:`megatron_rc.advantages`, for estimators per token and ``gpg``. Up to three SUMs of [n]
+        over ``cp``: for estimators per token, for ``accepted``, and for a KL in the rewards.
         """
         mask = scores.cut.local.response_mask
         kl = self._kl(scores) if self.wanted.kl_in_reward else None
@@ -98,7 +98,7 @@ class Advantages:
         return Estimated(advantages.float(), decided, found.returns.float() if name == "gae" else None, kl)
 
     def _of_responses(self, scores: Scores, name: str, kl: Tensor | None, accepted: Tensor | None) -> Tensor:
-        """[rows], float64."""
+        """Advantages of responses, [rows], float64."""
         rewards, kept = scores.rewards, ~dropped(scores.batch)
         if kl is not None:
             rewards = rewards.double() - self.wanted.kl_in_reward * self._by_row(scores, kl)
@@ -112,11 +112,11 @@ class Advantages:
             lengths=lengths,
             kept=kept,
             f_norm=self.wanted.gpg_f_norm,
-            groups=self.groups if name == "gpg" else None,  # responses to a prompt lie on one rank
+            groups=self.groups if name == "gpg" else None,  # all responses to a prompt are on one rank
         )
 
     def _of_tokens(self, scores: Scores, kl: Tensor | None, accepted: Tensor | None) -> TokenAdvantages:
-        """Like the tokens, not whitened yet."""
+        """Advantages of tokens, like the tokens, not whitened."""
         local, sides = scores.cut.local, scores.cut.sides
         mask, layout, name = local.response_mask, local.layout, self.wanted.advantage_estimator
         where: dict[str, Any] = {"layout": layout, "groups": self.groups}
@@ -136,7 +136,7 @@ class Advantages:
         return gae(rewards, values, mask, gamma=self.wanted.gamma, lam=self.wanted.gae_lambda, **where)
 
     def _kl(self, scores: Scores) -> Tensor:
-        """Like the tokens, float64; 0 where nothing counts, and where the engine's log-prob is none."""
+        """KL to the reference, like the tokens, float64; 0 at masked tokens and at tokens with bad log-probs."""
         local = scores.cut.local
         old = local.rollout_log_probs if scores.old is None else scores.old
         usable = local.response_mask & is_log_prob(old)
@@ -144,7 +144,7 @@ class Advantages:
         return torch.where(usable, kl_penalty(here, there, self.wanted.kl_in_reward_estimator), 0)
 
     def _by_row(self, scores: Scores, values: Tensor) -> Tensor:
-        """The sums of values of tokens over whole responses, [rows], float64. Collectives: one SUM of [n] over cp."""
+        """Sums of tokens' values over whole responses, [rows], float64. Collectives: one SUM of [n] over ``cp``."""
         cut = scores.cut
         sums = all_reduce_sum(cut.local.layout.sum_sequences(values), self.groups.cp)
         rows = torch.zeros(len(scores.rewards), dtype=torch.float64, device=sums.device)
@@ -153,11 +153,11 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageSummary:
-    """What the advantages of a rollout batch are like, equal on all ranks.
+    """Summary of a rollout batch's advantages, equal on all ranks.
 
     Attributes:
-        nonzero: for each mini-batch the share of its responses that have an advantage.
-        metrics: of the whole batch.
+        nonzero: for each mini-batch, the share of its responses with an advantage other than 0.
+        metrics: metrics of the whole batch.
     """
 
     nonzero: tuple[float, ...]
@@ -167,13 +167,13 @@ class AdvantageSummary:
 def summarize(
     scores: Scores | None, estimated: Estimated | None, mini_batches: int, groups: ParallelGroups
 ) -> AdvantageSummary:
-    """Count them, on all stages together; those before the last know nothing, and hear of it.
+    """Summarize the advantages on the last stage, and broadcast the result to all stages.
 
     Args:
-        scores: of the rollout batch; None before the last stage, likewise the next.
-        estimated: its advantages.
-        mini_batches: of the batch.
-        groups: of this rank.
+        scores: the rollout batch; None before the last stage.
+        estimated: its advantages; None before the last stage.
+        mini_batches: number of mini-batches.
+        groups: process groups of this rank.
 
     Collectives: one SUM of 2 · mini_batches + 2 doubles over ``dp_cp``, one broadcast of them over ``pp``.
     """
@@ -188,7 +188,7 @@ def summarize(
 
 
 def _counts(scores: Scores, estimated: Estimated, mini_batches: int, groups: ParallelGroups) -> Tensor:
-    """This rank's part: CP ranks hold the same responses, of which the first one counts, and tokens of their own."""
+    """This rank's counts; only CP rank 0 counts responses, each CP rank counts its own tokens."""
     kept = ~dropped(scores.batch)
     rows = torch.stack([estimated.decided & kept, kept]).double().unflatten(1, (mini_batches, -1)).sum(dim=2)
     if group_rank(groups.cp):

@@ -1,4 +1,4 @@
-"""A run for TensorBoard and for Weights & Biases: names in sections, histograms, and the settings."""
+"""TensorBoard and Weights & Biases: metrics in sections, histograms, and the settings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ Distributions = Mapping[str, Distribution]
 
 WANDB_ID = "wandb-id.txt"
 _TIMERS = ("-time", "-share")
-# What Weights & Biases may take to upload what is left when the run ends: the rest lies on the disk for `wandb sync`.
+# Limit for Weights & Biases to upload the rest at the end of a run; `wandb sync` can do it later.
 _UPLOAD_SECONDS = 120.0
-# Lines of several metrics in one chart, in TensorBoard's tab "Custom Scalars"; regular expressions that match from the
-# first letter of a name on.
+# Charts of TensorBoard's tab "Custom Scalars"; TensorBoard matches the expressions at the start of names.
 _CHARTS = {
     "learning": {"reward": ["^reward/mean$", "^eval/"], "entropy": ["^policy/entropy$"], "loss": ["^loss/"]},
     "engine and trainer": {
@@ -41,22 +40,22 @@ _CHARTS = {
 
 
 def in_section(name: str) -> str:
-    """The name of a metric on a board, which makes a section of what is before the first ``/``."""
+    """Name of a metric on a board; boards group metrics by the part before the first ``/``."""
     if "/" in name:
         return name
     return f"timers/{name}" if name.endswith(_TIMERS) else f"optimizer/{name}"
 
 
 class TensorBoard:
-    """Scalars, histograms, and the settings as text.
+    """Writes TensorBoard's files.
 
     Args:
-        config: of the run.
-        folder: of the run, where ``--tensorboard-dir`` names no other.
-        iteration: optimizer steps that lie behind; what the board has of later ones is forgotten.
+        config: settings of the run.
+        folder: folder of the run, used unless ``--tensorboard-dir`` names another.
+        iteration: optimizer steps made before this run; the board drops older values of later steps.
 
     Attributes:
-        writer: of this process's file.
+        writer: torch's SummaryWriter.
     """
 
     def __init__(self, config: RunConfig, folder: Path, iteration: int) -> None:
@@ -67,7 +66,7 @@ class TensorBoard:
         self.writer.add_custom_scalars(charts)
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
-        """The numbers of a step; quantiles of what is there as a histogram are drawn from that, by "Distributions"."""
+        """Log a step; quantiles of a metric with a histogram are left out, because "Distributions" draws them."""
         for name, value in metrics.items():
             if re.sub(r"_p\d\d$", "", name) not in distributions:
                 self.writer.add_scalar(in_section(name), value, step)
@@ -87,23 +86,23 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, which a run that goes on goes on with, too.
+    """Logs to Weights & Biases; a resumed run continues its run there.
 
     Args:
-        config: of the run.
-        folder: of the run; keeps the id.
-        iteration: optimizer steps that lie behind.
+        config: settings of the run.
+        folder: folder of the run; keeps the id of the run.
+        iteration: optimizer steps made before this run.
 
     Attributes:
-        place: where it can be looked at, or is kept.
+        place: URL of the run, or its folder.
 
     Raises:
-        Exception: any that ``wandb.init`` has.
+        Exception: whatever ``wandb.init`` raises.
     """
 
     def __init__(self, config: RunConfig, folder: Path, iteration: int) -> None:
         self._wandb = importlib.import_module("wandb")
-        # Without a key it would ask the terminal for one, and all ranks would wait.
+        # Never ask for a key on the terminal, because all ranks would wait.
         quiet = self._wandb.Settings(show_info=False, quiet=True, finish_timeout=_UPLOAD_SECONDS)
         self._wandb.setup(settings=quiet)
         wanted, id_file = config.logging, folder / WANDB_ID
@@ -121,10 +120,10 @@ class WandB:
         )
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         place = self._run.settings.sync_dir if self._run.offline else self._run.url
-        self.place = place or "has nothing, by WANDB_MODE"
+        self.place = place or "got nothing, because WANDB_MODE disables it"
 
     def log(self, step: int, metrics: Mapping[str, float], distributions: Distributions) -> None:
-        """The numbers of a step."""
+        """Log the metrics and histograms of a step."""
         found: dict[str, Any] = {in_section(name): value for name, value in metrics.items()}
         found |= {
             name: self._wandb.Histogram(np_histogram=(counts, edges)) for name, (edges, counts) in distributions.items()
@@ -132,5 +131,5 @@ class WandB:
         self._run.log(found, step=step)
 
     def finish(self, code: int) -> None:
-        """Nothing more is logged; 0 says that all went well."""
+        """End the run with an exit code; 0 means success."""
         self._run.finish(exit_code=code)

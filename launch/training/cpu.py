@@ -1,9 +1,8 @@
-"""The CPU switch: real Megatron-Core on processes without a GPU.
+"""The CPU switch: Megatron-Core on processes without a GPU.
 
-megatron.core writes ``device="cuda"``, ``torch.cuda.current_device()``, ``.cuda()`` and the type names of CUDA
-tensors into its code. ``cpu_backend()`` answers them with the CPU while it is active and undoes everything when it
-ends. It is entered only for ``--cpu`` or where no CUDA device exists, says so in one line, and the GPU path never
-imports this module.
+megatron.core contains ``device="cuda"``, ``torch.cuda.current_device()``, ``.cuda()`` and type names of CUDA tensors.
+``cpu_backend()`` maps them to the CPU while it is active. It is used with ``--cpu`` or if no CUDA device exists, and
+logs one line. Runs on GPUs never import this module.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 logger = logging.getLogger(__name__)
 
-# What megatron-core 0.16 defines only with Transformer Engine, and uses without it too.
+# megatron-core 0.16 uses this name always, but defines it only with Transformer Engine.
 _MAY_BE_MISSING = ("te_general_gemm",)
 
 
@@ -40,7 +39,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers sort parameters by these names.
+            # The optimizers group parameters by these names.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.to:
             args = tuple(torch.device("cpu") if _is_cuda(argument) else argument for argument in args)
@@ -52,7 +51,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream on a device whose work is done when the call returns: there is nothing to wait for."""
+    """A stand-in for CUDA streams; work on the CPU is done when a call returns, so nothing waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -61,15 +60,15 @@ class _Stream:
     def synchronize(self) -> None: ...
 
     def record_event(self, *_: Any) -> _Stream:
-        """An event that can be waited for as well."""
+        """Return an object that can be waited for."""
         return self
 
 
 def _device_rng() -> dict[str, Callable[..., Any]]:
     """A generator in the place of the CUDA one, for Megatron's bookkeeping of RNG states.
 
-    The CPU's own generator stays apart: initial weights are drawn from it, equally on all ranks that hold the same
-    experts, and dropout, the only thing that Megatron draws from the CUDA generator, is refused by the flag checks.
+    It is separate from the CPU's generator, which draws the initial weights. Megatron uses the CUDA generator only for
+    dropout, which the flag checks refuse.
     """
     generator = torch.Generator()
 
@@ -83,12 +82,12 @@ def _device_rng() -> dict[str, Callable[..., Any]]:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu`` of tensors that are there already, which Megatron's own leaves as they are."""
+    """Stand-in for ``maybe_move_tensor_to_cpu``: Megatron's own would not convert a CPU tensor to numpy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _gather(equal: Callable[..., Tensor], part: Tensor, group: Any, sizes: Any = None, *rest: Any) -> Tensor:
-    """Gather parts of different lengths along the first dimension with ``equal``, which is for parts of one length."""
+    """Gather parts of different lengths along the first dimension; ``equal`` gathers parts of equal length."""
     if sizes is None:
         return equal(part, group, None, *rest)
     longest = max(1, *sizes)
@@ -98,17 +97,17 @@ def _gather(equal: Callable[..., Tensor], part: Tensor, group: Any, sizes: Any =
 
 
 def _expert_replacements() -> Iterator[tuple[Any, str, Any]]:
-    """What a mixture of experts needs besides."""
+    """Replacements for a mixture of experts; see :func:`_replacements`."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # Transformer Engine's products are for GPUs; None makes the router use torch's.
+    # Transformer Engine's matrix products need a GPU; None makes the router use torch's.
     yield moe_utils, "te_general_gemm", None
-    # all_to_all_single takes the lengths of the parts as numbers, and they would stay a tensor.
+    # all_to_all_single needs the lengths as numbers, not as a tensor.
     yield token_dispatcher, "maybe_move_tensor_to_cpu", _on_host
-    # Made once for all dispatchers: a stand-in must not be left behind.
+    # A class attribute, so restore it at the end.
     yield token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _Stream()
-    # The TP ranks of an expert get different numbers of its tokens; gloo gathers equal numbers only.
+    # An expert's TP ranks get different numbers of tokens; gloo gathers equal numbers only.
     yield mappings, "_gather_along_first_dim", partial(_gather, mappings._gather_along_first_dim)
 
 
@@ -135,7 +134,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield torch.cuda, name, nothing
     for name in ("range_push", "range_pop"):
         yield torch.cuda.nvtx, name, nothing
-    # megatron-core 0.16 takes Transformer Engine to be there where only its own wrapper module is.
+    # megatron-core 0.16 believes that Transformer Engine is installed if its own wrapper module is.
     yield multi_latent_attention, "HAVE_TE", False
     yield megatron_random, "_get_cuda_rng_state", rng["get"]
     yield megatron_random, "_set_cuda_rng_state", rng["set"]
@@ -144,11 +143,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside this block ``torch.compile`` leaves functions as they are written.
+    """Context in which ``torch.compile`` returns functions unchanged.
 
-    Megatron-Core compiles its fusions where it defines them, and none of them has work to do on a CPU. Imported here
-    they stay uncompiled for the life of the process, which saves loading the compiler: the longest part of a rank's
-    start.
+    Megatron-Core compiles its fusions at import, and a CPU uses none of them. Imported in this context, they stay
+    uncompiled for the life of the process. This saves loading the compiler, the longest part of a rank's start.
     """
 
     def as_written(function: Any = None, **_: Any) -> Any:
@@ -160,7 +158,7 @@ def without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """Run megatron.core on the CPU inside this block; reversible, one log line.
+    """Context in which megatron.core runs on the CPU; logs one line.
 
     Raises:
         RuntimeError: the block is already active in this process.
@@ -169,7 +167,7 @@ def cpu_backend() -> Iterator[None]:
         raise RuntimeError("cpu_backend() is already active in this process")
     logger.warning("Megatron-Core runs on the CPU (gloo, local modules, no fusions): for tests and small models")
     with contextlib.ExitStack() as stack:
-        # All of them first: the modules that they are in must not be loaded while some are active.
+        # Import all modules first, before any replacement is active.
         for owner, attribute, stand_in in list(_replacements()):
             create = attribute in _MAY_BE_MISSING
             stack.enter_context(mock.patch.object(owner, attribute, stand_in, create=create))

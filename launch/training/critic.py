@@ -1,4 +1,4 @@
-"""The critic on this rank: a second model that says what each state is worth, with an optimizer of its own."""
+"""The critic on this rank: a second model that predicts the value of each state, with its own optimizer."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class PreparedValues:
     """A rollout batch that is ready for the critic's steps.
 
     Attributes:
-        batch: its tokens; on the last stage with values, returns, and the critic's own mask, weights and n_i.
-        counted: [mini-batches][3] on every rank: tokens and sequences that the loss is divided by, and tokens that
-            have a loss.
+        batch: the tokens; on the last stage with values, returns, and the critic's mask, weights and n_i.
+        counted: [mini-batches][3] on every rank: the tokens and sequences in the loss's denominator, and the tokens
+            with a loss.
     """
 
     batch: LocalBatch
@@ -49,14 +49,14 @@ class PreparedValues:
 
 
 class Critic(TrainedModel):
-    """Values of states: a GPTModel of the policy's shape with a scalar head, cut over the ranks as the policy is.
+    """A GPTModel of the policy's shape with a scalar head, sharded as the policy.
 
     With ``--critic-offload`` its tensors are empty outside :meth:`here`.
 
     Args:
-        config: of the run; ``config.critic`` is there.
-        groups: of this rank.
-        passes: of the policy, whose timers count the critic's too.
+        config: settings of the run, with ``config.critic``.
+        groups: process groups of this rank.
+        passes: the policy's passes, whose timers also measure the critic.
     """
 
     def __init__(self, config: RunConfig, groups: ParallelGroups, passes: ModelPasses) -> None:
@@ -74,9 +74,9 @@ class Critic(TrainedModel):
 
     @contextmanager
     def here(self, *, with_optimizer: bool = True) -> Iterator[None]:
-        """Inside, its weights and gradients, and what its optimizer keeps, are on the device. Not to be nested.
+        """Context with weights, gradients and optimizer state on the device. Must not be nested.
 
-        Its own passes and steps see to it themselves.
+        The critic's own methods enter it themselves.
         """
         with ExitStack() as stack:
             for offload in self._offloads if with_optimizer else self._offloads[:1]:
@@ -91,13 +91,13 @@ class Critic(TrainedModel):
         return self.config.critic
 
     def start_from(self, policy: Sequence[torch.nn.Module]) -> None:
-        """Take the layers of ``--critic-load-hf``, or else those of the policy; the head stays as it was drawn.
+        """Load the layers from ``--critic-load-hf``, or copy the policy's; the head keeps its initial weight.
 
         Args:
-            policy: this rank's chunks, unwrapped.
+            policy: this rank's chunks of the policy, unwrapped.
 
         Raises:
-            AgreedError: on every rank, if the directory does not hold such a model.
+            AgreedError: on every rank, if the directory does not hold a fitting model.
         """
         own = [_without_head(chunk) for chunk in self.chunks]
         folder, error = self.settings.critic_load_hf, None
@@ -115,9 +115,9 @@ class Critic(TrainedModel):
         self.optimizer.reload_model_params()
 
     def score(self, batch: LocalBatch) -> Tensor | None:
-        """Values, float32, like the tokens, by a forward-only pass; None on stages before the last.
+        """Compute values in a forward-only pass: float32, like the tokens; None on stages before the last.
 
-        That of position t is the value of the state from which label t was sampled: of the tokens up to there.
+        Position t has the value of the state before label t was sampled.
         """
 
         def function(chunk: torch.nn.Module, local: LocalTokens, output: Tensor, non_loss_data: bool = True) -> Tensor:
@@ -130,15 +130,15 @@ class Critic(TrainedModel):
         return torch.cat(outputs) if outputs else None
 
     def prepare(self, batch: LocalBatch, values: Tensor | None, returns: Tensor | None) -> PreparedValues:
-        """What the critic's steps on a rollout batch need, when the correction's plan is made.
+        """Prepare a rollout batch for the critic's steps; the correction's plan must be made.
 
         Args:
-            batch: with the plan's mask and weights, where it has them.
-            values: of :meth:`score`, on the last stage.
-            returns: what they are to become, like them.
+            batch: the tokens, with the plan's mask and weights.
+            values: result of :meth:`score`.
+            returns: targets of the values, like the tokens; on the last stage.
 
-        Collectives: one SUM of [n] over ``cp``, one SUM of three numbers a mini-batch over ``dp_cp``, and one broadcast
-        of these over ``pp``.
+        Collectives: one SUM of [n] over ``cp``; for three numbers per mini-batch, one SUM over ``dp_cp`` and one
+        broadcast over ``pp``.
         """
         local, number = dataclasses.replace(batch.local, values=values, returns=returns), len(batch.cuts)
         counted = torch.zeros(number, 3, dtype=torch.float64, device=local.tokens.device)
@@ -149,19 +149,18 @@ class Critic(TrainedModel):
         return PreparedValues(dataclasses.replace(batch, local=local), found)
 
     def accumulate(self, prepared: PreparedValues, mini_batch: int, step: int) -> dict[str, float] | None:
-        """The gradients of one mini-batch, finished, in the critic's gradient buffers.
+        """Compute the gradients of one mini-batch into the critic's gradient buffers.
 
         Args:
             prepared: the rollout batch.
-            mini_batch: of it.
-            step: its number, for messages.
+            mini_batch: number of the mini-batch.
+            step: number of the optimizer step, for messages.
 
         Returns:
-            Metrics of the loss, equal on all ranks. None where no token has a loss: the step must not be made.
+            Metrics of the loss, equal on all ranks; None if no token has a loss, so that no step must be made.
 
         Raises:
-            BadStepError: on every rank, if the loss or the norm of the gradient is not finite, or by flag far larger
-                than before.
+            BadStepError: on every rank, if the loss or the gradient norm is not finite, or is refused by a guard.
         """
         tokens, sequences, having_loss = prepared.counted[mini_batch]
         if not having_loss:
@@ -185,14 +184,14 @@ class Critic(TrainedModel):
         return metrics
 
     def step(self) -> dict[str, float]:
-        """One optimizer step with the gradients that are there; with ``--fp16`` none where they are out of range."""
+        """Make one optimizer step with the accumulated gradients; with ``--fp16``, none if they overflowed."""
         learning_rate = self.learning_rate
         with self.here():
             norm = self.optimizer_step()
         return {"critic/lr": learning_rate} | ({} if norm is None else {"critic/grad_norm": norm})
 
     def _planned(self, local: LocalTokens, mini_batch_ids: Tensor, counted: Tensor) -> tuple[LocalTokens, Tensor]:
-        """The local tokens with the critic's mask, weights and n_i; and what they count for each mini-batch."""
+        """The local tokens with the critic's mask, weights and n_i; and the summed counts of each mini-batch."""
         wanted = self.settings.correct_values
         response = local.response_mask
         mask = response if wanted == "none" or local.mask is None else local.mask
@@ -207,9 +206,9 @@ class Critic(TrainedModel):
         return local, all_reduce_sum(counted, self.groups.dp_cp)
 
     def _loss(self, scale: LossScale, chunk: torch.nn.Module, local: LocalTokens, output: Tensor) -> Returned:
-        """On the last stage. Local arithmetic only: every global factor is in ``scale``."""
+        """Loss of a micro-batch on the last stage; local arithmetic, because ``scale`` has all global factors."""
         if local.returns is None or local.mask is None or local.sequence_lengths is None:
-            raise ValueError("the critic's loss needs returns, mask and lengths: prepare() the batch with them")
+            raise ValueError("the critic's loss needs returns, mask and lengths: call prepare() first")
         found = value_loss(
             _values(local, output),
             local.returns,
@@ -225,7 +224,7 @@ class Critic(TrainedModel):
         return schedule_return(total, {"loss": total}, scale)
 
     def _metrics(self) -> dict[str, float]:
-        """Of the gradients that were just made. A SUM over ``dp_cp`` and a broadcast over ``pp`` of eight numbers."""
+        """Metrics of the last gradients. Collectives: a SUM over ``dp_cp`` and a broadcast over ``pp``."""
         sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=next(self.model[0].parameters()).device)
         if self.groups.is_last_stage:
             sums = all_reduce_sum(torch.stack(self._sums).sum(0), self.groups.dp_cp)
@@ -236,23 +235,23 @@ class Critic(TrainedModel):
         return metrics
 
     def _check(self, step: int, loss: float) -> None:
-        """Before the policy's step is made."""
+        """Check the loss and the gradient norm; called before the policy's step."""
         self.checks.loss(step, loss)
         if self.config.compute.fp16:
-            return  # gradients out of range are no error there: the scale is lowered
+            return  # an overflow is no error with fp16: the optimizer lowers the loss scale
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        self.optimizer.zero_grad()  # of the copies; those in the buffers wait for the step
+        self.optimizer.zero_grad()  # clears the copies only; the buffers keep the gradients for the step
         self.checks.gradient(step, norm)
 
 
 def _values(local: LocalTokens, output: Tensor) -> Tensor:
-    """Like the tokens, from [b, s/cp, 1]."""
+    """Values, like the tokens, from the model's output [b, s/cp, 1]."""
     return output.reshape(local.layout.shape)
 
 
 def _without_head(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The embeddings and layers of a chunk, which it shares."""
+    """A module with a chunk's embeddings and layers; it shares their parameters."""
     body = torch.nn.Module()
     for name, child in chunk.named_children():
         if name != "output_layer":
@@ -261,7 +260,7 @@ def _without_head(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def _as_of_the_critic(config: RunConfig) -> RunConfig:
-    """The settings with the critic's learning rates in the place of the policy's."""
+    """Settings with the critic's learning-rate flags instead of the policy's."""
     critic = config.critic
     if critic is None:
         raise ValueError("this run has no critic")

@@ -1,4 +1,4 @@
-"""Whether all ranks, and a run and the one that it goes on from, read the same prompts."""
+"""Checks that all ranks, and a run and its checkpoint, read the same prompts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def check_data(config: RunConfig) -> None:
     Collectives: with ``--prompt-data`` one all-reduce of two numbers over all ranks, else none.
     """
     if config.data.rows_digest is not None:
-        message = "--prompt-data and --eval-data hold other rows on some machines: copy them anew"
+        message = "the files of --prompt-data and --eval-data differ between machines: copy them again"
         agree_alike(config, config.data.rows_digest, message)
 
 
 def compare_with_checkpoint(config: RunConfig, iteration: int) -> None:
-    """Say that training prompts are others than in the run that wrote the checkpoint, or in another order.
+    """Warn if the training prompts or their order differ from the run that wrote the checkpoint.
 
     Args:
-        config: the settings.
-        iteration: of the checkpoint; 0: there is none.
+        config: settings of the run.
+        iteration: step of the checkpoint; 0: there is none.
     """
     load, digest = config.checkpoints.load, config.data.order_digest
     if not load or not iteration:
@@ -36,14 +36,14 @@ def compare_with_checkpoint(config: RunConfig, iteration: int) -> None:
     seed = (settings.get("training") or {}).get("seed")
     if digest is None and seed not in (None, config.training.seed):
         _log.warning(
-            "--seed %d is not that of checkpoint %d, %d: from here on prompts and samples are others than they would "
-            "have been",
+            "--seed %d differs from the seed of checkpoint %d, which is %d: prompts and samples will differ from an "
+            "uninterrupted run",
             *(config.training.seed, iteration, seed),
         )
     kept = (settings.get("data") or {}).get("order_digest")
     if digest is not None and kept not in (None, digest):
         _log.warning(
-            "--prompt-data (its rows, its weights, or which of them fit) or --seed is not that of checkpoint %d: from "
-            "here on prompts come in another order than they would have",
+            "--prompt-data (rows, weights or lengths that fit) or --seed differs from checkpoint %d: prompts will come "
+            "in another order than in an uninterrupted run",
             iteration,
         )

@@ -1,4 +1,4 @@
-"""Floating-point operations of an optimizer step, as the model needs them: what is recomputed does not count twice."""
+"""Floating-point operations of an optimizer step, without activation recomputation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.run_config.megatron_configs import build_transformer_config
 
-# The backward pass multiplies twice for each product of the forward pass: for the input's gradient and the weight's.
+# One forward product needs two in the backward pass: for the gradients of the input and of the weight.
 _PASSES = 3
-# Dense bf16 operations in 10^12 a second, of devices whose names hold these words.
+# Dense bf16 TFLOP/s of devices, by a part of their name.
 _PEAKS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 
 def step_flops(config: RunConfig) -> float | None:
-    """Of one optimizer step on all ranks, the critic's included, with each sequence as long as ``--seq-length``.
+    """Operations of one optimizer step on all ranks, critic included, if all sequences have ``--seq-length`` tokens.
 
-    None with packed sequences, whose lengths differ from batch to batch.
+    None with packed sequences, whose lengths differ between batches.
     """
     if config.training.rl_use_sequence_packing:
         return None
@@ -30,7 +30,7 @@ def step_flops(config: RunConfig) -> float | None:
 
 
 def device_peak(config: RunConfig) -> float | None:
-    """What a rank's device can do in a second: ``--device-peak-tflops``, or what is known of it in 16 bits."""
+    """Peak operations per second of a rank's device: ``--device-peak-tflops``, or a known 16-bit peak; else None."""
     given = config.logging.device_peak_tflops
     if given is not None:
         return given * 1e12
@@ -41,20 +41,20 @@ def device_peak(config: RunConfig) -> float | None:
 
 
 def _layer(transformer: TransformerConfig, length: int, has_experts: bool) -> int:
-    """One layer, one sequence, the forward pass."""
+    """Operations of one layer for one sequence in the forward pass."""
     attention = _latent_attention if transformer.multi_latent_attention else _attention
     return int(2 * length * (attention(transformer, length) + _feed_forward(transformer, has_experts)))
 
 
 def _attention(transformer: TransformerConfig, length: int) -> int:
-    """Products of one token, which looks at half of the others: queries by keys, and weights by values."""
+    """Multiplications for one token, which attends to half of the sequence on average."""
     hidden, heads, width = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_channels
     queries, keys = heads * width, (transformer.num_query_groups or heads) * width
     return int(hidden * (queries + 2 * keys) + queries * hidden + length * queries)
 
 
 def _latent_attention(transformer: TransformerConfig, length: int) -> int:
-    """The same where queries, keys and values come from latents."""
+    """Multiplications for one token with multi-latent attention."""
     hidden, heads, latent = transformer.hidden_size, transformer.num_attention_heads, transformer.kv_lora_rank
     rotated, value = transformer.qk_pos_emb_head_dim, transformer.v_head_dim
     queries, rank = heads * (transformer.qk_head_dim + rotated), transformer.q_lora_rank
@@ -64,7 +64,7 @@ def _latent_attention(transformer: TransformerConfig, length: int) -> int:
 
 
 def _feed_forward(transformer: TransformerConfig, has_experts: bool) -> int:
-    """Products of one token."""
+    """Multiplications for one token in the MLP or the experts."""
     hidden, matrices = transformer.hidden_size, 3 if transformer.gated_linear_unit else 2
     if not has_experts:
         return int(matrices * hidden * transformer.ffn_hidden_size)

@@ -1,20 +1,20 @@
-"""The C library's free memory, given back to the system now and then."""
+"""Returns the C library's free memory to the system."""
 
 from __future__ import annotations
 
 import ctypes
 
-_STEPS = 100  # between two calls, each of which takes about a millisecond
+_STEPS = 100  # a call takes about a millisecond
 
 
 def trim_heap(step: int) -> None:
-    """Give back what lies free between blocks that are in use; every so many steps.
+    """Call ``malloc_trim`` every 100 steps.
 
-    With glibc 2.36 a run on CPUs was seen to take some kilobytes more of the system in every step, while what it had in
-    use stayed the same.
+    With glibc 2.36, runs on CPUs were seen to take some kilobytes more from the system in each step, although the
+    memory in use stayed equal.
     """
     if step % _STEPS:
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face directory, which other programs load without this one."""
+"""Export of the trained model as a Hugging Face directory (``--save-hf``)."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ GENERATION = "generation_config.json"
 def write_directory(
     target: Path, config: RunConfig, text: Text, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Write config, generation config, tokenizer and weights; a reader never finds half of them.
+    """Write config, generation config, tokenizer and weights; the directory appears only when it is complete.
 
     Args:
-        target: the directory; what stands there is replaced when all is written.
-        config: of the run.
-        text: its tokenizer.
-        weights: ``(Hugging Face name, tensor)``, all of the model; taken one after the other.
+        target: the directory; an older one is replaced at the end.
+        config: settings of the run.
+        text: the tokenizer.
+        weights: pairs of a Hugging Face name and a tensor, all of the model's; read one at a time.
         shard_bytes: size of a file of weights.
 
     Returns:
-        Number of bytes of the weights.
+        Bytes of the weights.
 
     Raises:
         ValueError: a file cannot be read or written, or the weights are not the model's.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A folder that nobody else has: whatever stands beside the target is the user's. So is what the target takes
-        # the place of and could not be put back.
+        # Only files in this own folder are removed; an old target that could not be put back stays.
         with own_folder(target.parent, ".megatron-rc-", spare="old") as own:
             part = own / "new"
             part.mkdir()
@@ -62,7 +61,7 @@ def write_directory(
 
 
 def _put_in_place(part: Path, target: Path, old: Path) -> None:
-    """Rename a directory to what it is to replace, which stays where that fails; ``old`` is its place meanwhile."""
+    """Rename ``part`` to ``target``; an older target moves to ``old``, and back if the renaming fails."""
     if target.exists():
         target.rename(old)
     try:
@@ -72,20 +71,20 @@ def _put_in_place(part: Path, target: Path, old: Path) -> None:
             old.rename(target)
         raise
     if old.exists():
-        old.rename(old.with_name("replaced"))  # to be removed, if need be by a later run
+        old.rename(old.with_name("replaced"))  # this name is removed, by a later run at the latest
 
 
 def hugging_face_folder(save_hf: str, step: int) -> Path:
-    """Where the model of a step lies."""
+    """Directory of a step's model."""
     return Path(save_hf) / f"step-{step}"
 
 
 class HuggingFaceSaves:
-    """``--save-hf DIR``: the model of every so many steps, and of the end, as ``DIR/step-N``.
+    """Writes ``DIR/step-N`` for ``--save-hf DIR``, every ``--save-hf-interval`` steps and at the end.
 
     Args:
-        config: of the run.
-        trainer: whose model it is.
+        config: settings of the run.
+        trainer: trainer with the model.
         text: the tokenizer.
     """
 
@@ -94,10 +93,10 @@ class HuggingFaceSaves:
         self._written = -1
 
     def __call__(self, at_end: bool = False) -> None:
-        """Write the model where it is due after this step, or at the end of the run; on every rank.
+        """Write the model if it is due; call it on every rank.
 
         Raises:
-            AgreedError: on every rank, if it cannot be written.
+            AgreedError: on every rank, if the model cannot be written.
         """
         files, step = self.config.checkpoints, self.trainer.iteration
         due = at_end or (files.save_hf_interval is not None and step % files.save_hf_interval == 0)
@@ -109,7 +108,7 @@ class HuggingFaceSaves:
         if dist.get_rank() == 0:
             try:
                 write_directory(hugging_face_folder(files.save_hf, step), self.config, self.text, weights)
-            except Exception as problem:  # the other ranks wait in the iterator, whatever it is
+            except Exception as problem:  # all ranks raise it together below
                 error = str(problem)
         for _ in weights:
             pass
@@ -117,7 +116,7 @@ class HuggingFaceSaves:
 
 
 def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
-    """Write everything but the weights; the ``transformers`` config."""
+    """Write everything but the weights, and return the ``transformers`` config."""
     from transformers import GenerationConfig
 
     family = find_family(config)
@@ -139,19 +138,19 @@ def _describe(folder: Path, config: RunConfig, text: Text) -> Any:
 
 
 def _special_tokens(config: RunConfig, text: Text) -> dict[str, Any]:
-    """Ids of the tokens that begin, end and fill a text: those of the model that the run started from, if one did."""
+    """Ids of the special tokens: from the model that the run started from, or else from the tokenizer."""
     found = {"bos_token_id": None, "eos_token_id": text.eos, "pad_token_id": text.pad_token}
     origin = _origin(config, text, "config.json")
     if origin is not None:
         published = json.loads(origin.read_text(encoding="utf-8"))
         found |= {name: published[name] for name in found if published.get(name) is not None}
-        # A model without a padding token stays so: transformers would never train the row of the token that it names.
+        # Add no padding token to a model without one: transformers would not train that token's embedding.
         found["pad_token_id"] = published.get("pad_token_id")
     return found
 
 
 def _origin(config: RunConfig, text: Text, name: str) -> Path | None:
-    """A file of the model that the run started from: where its tokenizer is now, or else where it was itself."""
+    """Path of a file of ``--load-hf``'s model, searched beside the tokenizer first; None if there is none."""
     source, other = config.checkpoints.load_hf, config.task.tokenizer_model
     if source is None or not isinstance(text, HuggingFaceText):
         return None

@@ -1,7 +1,7 @@
-"""Normalisation and attention for GPTModel where neither Transformer Engine nor apex is there.
+"""Norms and attention for GPTModel without Transformer Engine and apex.
 
-Megatron's own local modules refuse sequence parallelism (norms) and context parallelism (attention); these two do
-both, exactly, on any device.
+Megatron's local norms refuse sequence parallelism, and its local attention refuses context parallelism; these modules
+support both exactly, on any device.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_rc.parallel.layout import SequenceLayout, shard_positions
 
 @dataclass
 class PackedTokens(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of packed sequences, with the layout that says which of their tokens lie here."""
+    """Megatron's description of packed sequences, with the layout of this rank's tokens."""
 
     layout: SequenceLayout | None = None
 
     @classmethod
     def of(cls, layout: SequenceLayout, device: torch.device) -> PackedTokens:
-        """From a packed layout. Padding inside a sequence counts as its tokens: a causal mask makes it harmless."""
+        """Describe a packed layout; padding counts as tokens of its sequence, which the causal mask makes harmless."""
         bounds = torch.tensor([0, *accumulate(layout.full_lengths)], dtype=torch.int32, device=device)
-        # Megatron takes rotary positions to run over all sequences at once if this were the length of them all.
+        # With the sum of all lengths, Megatron would let rotary positions run on from sequence to sequence.
         longest = max(layout.full_lengths)
         return cls(
             qkv_format="thd",
@@ -49,17 +49,17 @@ class PackedTokens(PackedSeqParams):  # type: ignore[misc]
 
 
 class LocalNorm:
-    """Builds torch's RMSNorm or LayerNorm with the arguments that Megatron gives to a norm.
+    """Builds torch's RMSNorm or LayerNorm from the arguments that Megatron gives to a norm.
 
-    A class, since Megatron's specs call classes and hand functions through. Under sequence parallelism every rank sees
-    its own tokens, so the gradients of the weights are partial sums: ``sequence_parallel`` on a parameter makes
-    ``finalize_model_grads`` add them up over the TP group.
+    It is a class, because Megatron's specs call classes but not functions. Under sequence parallelism each rank sees
+    its own tokens, so the weights' gradients are partial sums. The attribute ``sequence_parallel`` of a parameter makes
+    ``finalize_model_grads`` sum them over the TP group.
     """
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> torch.nn.Module:
-        """Build it: ``config.normalization`` over the last dimension, ``hidden_size`` wide."""
+        """Build the norm ``config.normalization`` over the last dimension of ``hidden_size``."""
         kinds = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
         norm: torch.nn.Module = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
@@ -68,7 +68,7 @@ class LocalNorm:
 
 
 def use_local_layers(layer: Any, norm: Any, config: TransformerConfig) -> None:
-    """Put the modules of this file, and this norm, into Megatron's description of a local layer."""
+    """Put this file's modules, and ``norm``, into Megatron's spec of a local layer."""
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
     attention.core_attention = LocalAttention
@@ -81,10 +81,9 @@ def use_local_layers(layer: Any, norm: Any, config: TransformerConfig) -> None:
 
 
 class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Multi-latent attention whose projections to the latents are whole on every TP rank, as Transformer Engine's are.
+    """Multi-latent attention with unsharded projections to the latents, as with Transformer Engine.
 
-    Megatron's local layer splits them, and gathers the rotated keys in a way whose backward leaves out the heads of
-    the other TP ranks.
+    Megatron's local layer shards them, and the backward of its gather loses the gradients of other TP ranks' heads.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -94,19 +93,18 @@ class LocalLatentAttention(MLASelfAttention):  # type: ignore[misc]
         self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The modules as they are described.
+        """The modules of the spec, unchanged.
 
-        Where queries have no latent, megatron-core 0.19 would put a norm before their projection, which the published
-        models do not have.
+        For queries without a latent, megatron-core 0.19 would add a norm that published models do not have.
         """
         described: dict[str, Any] = vars(submodules)
         return described
 
 
 class WholeLinear(torch.nn.Module):
-    """A linear layer without a bias from the residual stream, with the same weight on all TP ranks.
+    """A linear layer without a bias, with the same weight on all TP ranks.
 
-    Under sequence parallelism every rank sees its own tokens, as with :class:`LocalNorm`.
+    Its gradients under sequence parallelism are partial sums, as in :class:`LocalNorm`.
     """
 
     def __init__(self, config: TransformerConfig, width: int) -> None:
@@ -119,15 +117,15 @@ class WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """The product ``[s, b, width]``, and the bias that Megatron's layers return beside it."""
+        """The product ``[s, b, width]``, and None in the place of a bias."""
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
 class LocalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention over sequences that are cut in zigzag over the CP group, padded or packed.
+    """Causal scaled-dot-product attention over padded or packed sequences, sharded in zigzag over the CP group.
 
-    Every rank gathers the keys and values of the whole sequences (the backward is a reduce-scatter) and lets each of
-    its queries see the keys at earlier positions of its own sequence.
+    Each rank gathers the keys and values of whole sequences; the backward is a reduce-scatter. A query sees the keys up
+    to its own position in its own sequence.
     """
 
     def __init__(
@@ -155,14 +153,14 @@ class LocalAttention(torch.nn.Module):
         packed_seq_params: PackedTokens | None = None,
         **_: Any,
     ) -> Tensor:
-        """The attention of this rank's queries over the keys and values of all CP ranks.
+        """Attention of this rank's queries over the keys and values of all CP ranks.
 
         Args:
             query: [s/cp, b, heads/tp, d], packed [t/cp, heads/tp, d].
             key: [s/cp, b, groups/tp, d], packed [t/cp, groups/tp, d].
-            value: like ``key``, of a width of its own with latents.
-            attention_mask: ignored: the mask is causal, and padding stands on the right.
-            packed_seq_params: which tokens these are, where they are packed.
+            value: like ``key``; with latents, d may differ.
+            attention_mask: ignored, because the mask is causal and padding is on the right.
+            packed_seq_params: layout of packed tokens; None for padded ones.
 
         Returns:
             [s/cp, b, heads/tp · d], packed [t/cp, heads/tp · d].
@@ -195,14 +193,14 @@ class LocalAttention(torch.nn.Module):
 
 @functools.lru_cache(maxsize=4)
 def _zigzag_mask(local_length: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """[s/cp, s], True where this rank's query may see the gathered key, which stand in rank order."""
+    """[s/cp, s], True if this rank's query sees the gathered key; keys are in rank order."""
     positions = [shard_positions(local_length * size, each, size) for each in range(size)]
     return (positions[rank].unsqueeze(1) >= torch.cat(positions).unsqueeze(0)).to(device)
 
 
 @functools.lru_cache(maxsize=4)
 def _packed_mask(layout: SequenceLayout, device: torch.device) -> Tensor:
-    """[t/cp, t] likewise; only keys of the query's own sequence."""
+    """[t/cp, t], True if this rank's query sees the gathered key, which must be of its own sequence."""
     ranks = [dataclasses.replace(layout, cp_rank=rank) for rank in range(layout.cp_size)]
     positions = torch.cat([each.positions() for each in ranks])
     sequences = layout.sequence_index.repeat(layout.cp_size)

@@ -1,4 +1,4 @@
-"""What a step asks of the machines: memory, time, operations."""
+"""Metrics of memory, time and floating-point operations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PHASE = "_seconds"
 
 
 class Machine:
-    """Metrics of the machines.
+    """Computes the metrics of the machines.
 
     Args:
-        config: of the run.
+        config: settings of the run.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -27,7 +27,7 @@ class Machine:
         self.flops, self.peak = step_flops(config), device_peak(config)
 
     def metrics(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Of a step that took these ``perf/..._seconds``, and sampled ``perf/tokens_per_second``.
+        """Metrics of a step, from its ``perf/<phase>_seconds`` and ``perf/tokens_per_second``.
 
         Collectives: one all-reduce of one number over all ranks.
         """
@@ -44,7 +44,7 @@ class Machine:
         return found | self._memory()
 
     def _memory(self) -> dict[str, float]:
-        """The most that any rank has needed so far, and which: the lowest of several."""
+        """Peak memory over all ranks, and the rank that has it (the lowest of equal ones)."""
         world, device = self.config.launch.world_size, self.config.launch.device
         most = torch.tensor(_peak_bytes(on_cpu=self.config.launch.on_cpu) * world + world - 1 - dist.get_rank())
         most = most.to(device)
@@ -54,8 +54,8 @@ class Machine:
 
 
 def _peak_bytes(*, on_cpu: bool) -> int:
-    """The most that PyTorch has allocated on this rank's device; without one, that the process has had of memory."""
+    """Peak bytes that PyTorch allocated on this rank's GPU; on a CPU, the process's peak resident memory."""
     if on_cpu:
-        # In KiB, on Linux.
+        # Linux counts in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.cuda.max_memory_allocated()

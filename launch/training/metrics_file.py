@@ -1,11 +1,10 @@
-"""``metrics.jsonl``: a run's numbers, one flat JSON object a line, each on the disk before the next step is made."""
+"""``metrics.jsonl``: a run's metrics, one flat JSON object per line, on disk before the next step begins."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TextIO
@@ -17,15 +16,15 @@ _BLOCK = 1 << 20
 
 
 class MetricsFile:
-    """Rows are appended one at a time; none of them stays in memory.
+    """Appends rows; keeps none of them in memory.
 
-    A run from the start keeps an older file under another name. A resumed run goes on with the file: rows of steps that
-    it makes again stay until its own first row, which is written over them. So whenever a run is killed, no row is
-    lost, and none is there twice. Of the file only its tail is read, back to the last row that stays.
+    A new run renames an older file. A resumed run continues the file: its first row overwrites the rows of steps that
+    it repeats. Until then they stay, so that a killed run loses no row and doubles none. Only the file's end is read,
+    back to the last row that stays.
 
     Args:
-        path: of the file.
-        iteration: optimizer steps that lie behind.
+        path: path of the file.
+        iteration: optimizer steps made before this run.
 
     Raises:
         ValueError: a resumed run cannot read the file.
@@ -38,7 +37,7 @@ class MetricsFile:
             _require_readable(path) if iteration else set_aside(path)
 
     def write(self, row: dict[str, float]) -> None:
-        """Append a row, and wait until it is on the disk."""
+        """Append a row, and wait until it is on disk."""
         line = json.dumps(row) + "\n"
         if self._file is None:
             if self.path.is_file():
@@ -49,16 +48,16 @@ class MetricsFile:
         _to_disk(self._file)
 
     def close(self) -> None:
-        """Nothing more is written."""
-        # What did not reach the disk was an error when its row was written.
+        """Close the file."""
+        # A write that failed was reported when its row was written.
         with suppress(OSError):
             if self._file is not None:
                 self._file.close()
 
     def _write_behind_kept(self, line: str) -> None:
-        """Write a row over the first one that goes, then cut off the others.
+        """Overwrite the first row of a repeated step, then truncate the file.
 
-        A run that is killed between the two leaves rows of later steps, as they were, and part of a line.
+        A run that is killed in between leaves part of a line, and the old rows of later steps.
         """
         with self.path.open("rb+") as file:
             file.seek(self._kept(file))
@@ -67,7 +66,7 @@ class MetricsFile:
             file.truncate()
 
     def _kept(self, file: BinaryIO) -> int:
-        """Bytes up to the end of the last whole row of a step that lies behind."""
+        """Bytes up to the end of the last complete row of a step before this run."""
         for begin, line in _lines_backwards(file):
             row = _parsed(line)
             if line.endswith(b"\n") and row is not None and row["step"] <= self.iteration:
@@ -76,43 +75,29 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a file one by one, without a last one that was cut off when the run was killed.
-
-    Of a row that somebody has changed by hand, what is no number is left out.
-    """
+    """Yield the rows of a file; skips broken lines, and values that are no numbers."""
     yield from map(_numbers, filter(None, map(_parsed, _lines(path))))
 
 
 def read_rows_backwards(path: Path, having: bytes = b"") -> Iterator[dict[str, float]]:
-    """The rows of :func:`read_rows` from the last one to the first, of those whose line has this text."""
+    """Yield the rows of :func:`read_rows` in reverse order, only from lines that contain ``having``."""
     with path.open("rb") as file:
         lines = (line for _, line in _lines_backwards(file) if having in line)
         yield from map(_numbers, filter(None, map(_parsed, lines)))
 
 
 def last_evaluation(path: Path, step: int) -> int:
-    """The newest evaluation that a file holds up to a step; −1: none."""
+    """Step of the newest evaluation in the file up to ``step``; −1 if there is none."""
     rows = read_rows_backwards(path, b'"eval/') if path.is_file() else ()
     evaluated = (int(row["step"]) for row in rows if any(name.startswith("eval/") for name in row))
     return next((found for found in evaluated if found <= step), -1)
 
 
-def summarize(rows: Iterable[dict[str, float]], window: int) -> dict[str, tuple[float, list[float]]]:
-    """The first value of every metric, and its last ones, as many as ``window`` says."""
-    first: dict[str, float] = {}
-    last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
-    for row in rows:
-        for name, value in row.items():
-            first.setdefault(name, value)
-            last[name].append(value)
-    return {name: (value, list(last[name])) for name, value in first.items()}
-
-
 def _require_readable(path: Path) -> None:
-    """Now, while the other ranks can hear of it: what counts on from its rows reads them on rank 0 alone."""
-    if not path.is_file():  # a pipe would be waited for
+    """Raise ValueError if the file cannot be read; done at the start, when all ranks can still agree on the error."""
+    if not path.is_file():  # reading a pipe would block
         raise ValueError(
-            f"{path}, which the run goes on with, is no regular file: move it away, or choose another --run-name"
+            f"{path}, which the resumed run continues, is no regular file: move it away, or choose another --run-name"
         )
     try:
         with path.open("rb") as file:
@@ -120,7 +105,7 @@ def _require_readable(path: Path) -> None:
             file.read(1)
     except OSError as error:
         raise ValueError(
-            f"{path}, which the run goes on with, cannot be read ({error.strerror}): make it readable, or choose "
+            f"{path}, which the resumed run continues, cannot be read ({error.strerror}): make it readable, or choose "
             "another --run-name"
         ) from error
 
@@ -131,7 +116,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, a line with its end) from the last line of a file to the first."""
+    """Yield (offset, line with its newline) from the last line of a file to the first."""
     begin, held = file.seek(0, os.SEEK_END), b""
     while begin:
         size = min(_BLOCK, begin)
@@ -152,7 +137,7 @@ def _numbers(row: dict[str, float]) -> dict[str, float]:
 
 
 def _parsed(line: str | bytes) -> dict[str, float] | None:
-    """The row of a line, if it is one."""
+    """Row of a line; None if the line holds no row."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) else None

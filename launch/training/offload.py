@@ -1,4 +1,4 @@
-"""Weights and states that wait in host memory while nothing on the device needs them."""
+"""Offloading of weights and optimizer states to host memory while the device does not need them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from megatron_rc.launch.weights.named_weights import named_weights
 
 
 class Offload:
-    """Some tensors, whose memory on the device is given back while they are away.
+    """Offloads tensors by emptying and refilling their storages, bit for bit.
 
-    A tensor keeps its shape, and what is a view of another stays one: the storage below them is emptied and filled
-    again, to the last bit. Nothing may read or write them in between.
+    Shapes and views between tensors stay valid. Nothing may read or write the tensors while they are offloaded.
 
     Args:
-        tensors: they are asked for whenever they go, so that new ones go too.
+        tensors: returns the tensors; called at each offload, so that new ones are included.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -28,7 +27,7 @@ class Offload:
         self._host: dict[int, Tensor] = {}
 
     def away(self) -> None:
-        """Copy them to the host, on a GPU to pinned memory, and give their memory back. Again: nothing."""
+        """Copy the tensors to the host (pinned memory for a GPU) and free their memory; no effect if already away."""
         if self._away:
             return
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
@@ -45,7 +44,7 @@ class Offload:
             storage.resize_(0)
 
     def back(self) -> None:
-        """Bring them back. Again: nothing. Where the device's memory runs out, the rest stays away."""
+        """Copy the tensors back; no effect if already back. If device memory runs out, the rest stays away."""
         while self._away:
             storage, host = self._away[-1]
             storage.resize_(host.numel())
@@ -55,7 +54,7 @@ class Offload:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Inside they are on the device, afterwards away."""
+        """Context with the tensors on the device; afterwards they are offloaded."""
         self.back()
         try:
             yield
@@ -64,7 +63,7 @@ class Offload:
 
 
 def tensors_of_model(model: Sequence[Any]) -> Iterator[Tensor]:
-    """The weights of chunks under Megatron's DDP, and the buffers of their gradients."""
+    """Weights and gradient buffers of chunks under Megatron's DDP."""
     for chunk in model:
         yield from (parameter.data for parameter in chunk.parameters())
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -72,7 +71,7 @@ def tensors_of_model(model: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def tensors_of_optimizer(optimizer: Any, model: Sequence[Any]) -> Iterator[Tensor]:
-    """Moments, and float32 copies of lower-precision weights, of Megatron's optimizer of these chunks."""
+    """Tensors of these chunks' optimizer: moments, and float32 copies of weights in lower precision."""
     weights = {tensor.untyped_storage()._cdata for tensor in tensors_of_model(model)}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         states = (value for state in part.optimizer.state.values() for value in state.values())
@@ -84,9 +83,9 @@ def tensors_of_optimizer(optimizer: Any, model: Sequence[Any]) -> Iterator[Tenso
 
 @contextmanager
 def exchanged(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, two models of one shape have each other's weights; afterwards their own, to the last bit.
+    """Context in which two models of one shape have each other's weights, bit for bit.
 
-    Where the others lie on the host, the device needs no more memory than one weight's.
+    If ``others`` are on the host, the device needs extra memory for one weight only.
     """
     _exchange(chunks, others)
     try:
@@ -108,6 +107,6 @@ def _exchange(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modul
 
 
 def _wait() -> None:
-    """Until what was copied without waiting is there."""
+    """Wait for the non-blocking copies."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

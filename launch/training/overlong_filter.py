@@ -1,4 +1,4 @@
-"""Responses that were cut off at their longest length, where they are not to be trained on."""
+"""Overlong filtering: no training on responses that were cut off at the maximum length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _CUT_OFF = FINISH_REASONS.index("length")
 
 
 def without_overlong(batch: RolloutBatch) -> RolloutBatch:
-    """The batch with no trained token in responses without an end: the overlong filtering of DAPO (Yu et al. 2025).
+    """Mask all tokens of responses that were cut off, as DAPO does (Yu et al. 2025, overlong filtering).
 
-    Their rewards stay, and so the mean and the spread of their prompts' rewards, which the advantages of the other
-    responses are measured by.
+    Their rewards stay, so the baselines of the other responses do not change.
     """
     kept = (batch.finish_reasons != _CUT_OFF).unsqueeze(1)
     return dataclasses.replace(batch, response_mask=torch.where(kept, batch.response_mask, False))

@@ -1,4 +1,4 @@
-"""Which sequences make a packed micro-batch: the same arithmetic on every rank, from what all ranks hold."""
+"""Packing of sequences into micro-batches; every rank computes the same result from the lengths of all ranks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 from megatron_rc.launch.run_config import RunConfig
 
-# How many tokens each sequence has; one with 0 has none that train, and is left out.
+# Tokens of each sequence; 0 for a sequence without trained tokens, which is left out.
 TokenCounts = Sequence[int]
-# For each micro-batch the indices of its sequences.
+# For each micro-batch, the indices of its sequences.
 Bins = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The micro-batches of one data-parallel rank.
+    """Micro-batches of one data-parallel rank.
 
     Attributes:
-        bins: by mini-batch.
-        num_micro_batches: by mini-batch; equal on all ranks.
-        width: tokens of each micro-batch here, padding included.
-        width_of_ranks: the same, summed over the ranks.
+        bins: micro-batches of each mini-batch.
+        num_micro_batches: number of micro-batches of each mini-batch; equal on all ranks.
+        width: tokens of each micro-batch on this rank, padding included.
+        width_of_ranks: sum of ``width`` over the ranks.
     """
 
     bins: list[Bins]
@@ -33,7 +33,7 @@ class Packing:
 
 
 def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -> Packing:
-    """The micro-batches of ``rank``, from the tokens of all sequences by data-parallel rank and mini-batch."""
+    """Micro-batches of ``rank``; ``ranks`` holds the token counts of each data-parallel rank and mini-batch."""
     capacity = config.training.rl_sequence_packing_bin_size
     numbers = [_num_bins(counts, capacity, config.parallel.micro_batch_unit) for counts in zip(*ranks, strict=True)]
     bins = [[fill_bins(counts, number, capacity) for counts, number in zip(one, numbers, strict=True)] for one in ranks]
@@ -42,19 +42,19 @@ def pack(ranks: Sequence[Sequence[TokenCounts]], rank: int, config: RunConfig) -
 
 
 def fill_bins(counts: TokenCounts, number: int, capacity: int) -> Bins:
-    """``number`` bins of at most ``capacity`` tokens, balanced; at least as many as :func:`balance` needs for that."""
+    """``number`` balanced bins of at most ``capacity`` tokens; :func:`balance` must need no more than ``number``."""
     bins = balance(counts, number)
     if _fullest(bins, counts) > capacity:
-        # More bins can fill one of them higher; then some stay empty.
+        # The fullest bin can grow with the number of bins; then use fewer, and leave some empty.
         bins = balance(counts, _fewest_bins(counts, capacity))
         bins += [[] for _ in range(number - len(bins))]
     return bins
 
 
 def balance(counts: TokenCounts, number: int) -> Bins:
-    """Indices of the counts above 0 in ``number`` bins: the longest first, each into the emptiest bin.
+    """Distribute the indices of counts above 0 to ``number`` bins: the largest first, each into the emptiest bin.
 
-    Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT): the fullest bin is at most 4/3 of the best one.
+    Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT): the fullest bin has at most 4/3 of the optimum.
     """
     bins: Bins = [[] for _ in range(number)]
     heap = [(0, index) for index in range(number)]
@@ -66,7 +66,7 @@ def balance(counts: TokenCounts, number: int) -> Bins:
 
 
 def _num_bins(ranks: Sequence[TokenCounts], capacity: int, multiple: int) -> int:
-    """Micro-batches of one mini-batch: what the fullest rank needs, a multiple of pp under virtual stages."""
+    """Micro-batches of one mini-batch: as many as the fullest rank needs, rounded up to a multiple."""
     number = max(1, *(_fewest_bins(counts, capacity) for counts in ranks))
     return math.ceil(number / multiple) * multiple
 
@@ -83,6 +83,6 @@ def _fullest(bins: Bins, counts: TokenCounts) -> int:
 
 
 def _width(bins: Sequence[Bins], counts: Sequence[TokenCounts], unit: int) -> int:
-    """Tokens of each of a rank's micro-batches: those of its fullest one."""
+    """Width of a rank's micro-batches: the tokens of its fullest one, rounded up to a multiple of ``unit``."""
     fullest = max(_fullest(some, each) for some, each in zip(bins, counts, strict=True))
     return max(1, math.ceil(fullest / unit)) * unit

@@ -1,4 +1,4 @@
-"""How far a run is, on standard error: a line a step, and in a terminal a bar below the lines."""
+"""Progress of a run on standard error: a line for each step, and a bar if it is a terminal."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from tqdm import tqdm
 from megatron_rc.launch.standard_error import visible
 from megatron_rc.launch.training.shown import header, line
 
-# Steps that are faster than this are not all shown.
+# Seconds between two lines: faster steps are not all shown.
 _QUIET_SECONDS = 2.0
-# Lines between two headers.
-_HEADER_EVERY = 20
-# Of what does not say how wide it is.
-_COLUMNS = 100
+_HEADER_EVERY = 20  # lines
+_COLUMNS = 100  # width if the output has none
 
 
 class Progress:
-    """The optimizer steps made, of all.
+    """Shows the steps of a run.
 
     Args:
         total: steps of the run.
-        done: those that lie behind.
+        done: steps made before this run.
     """
 
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done, self._begun_at = total, done, done
-        # A dumb terminal cannot write over what it has shown.
+        # A dumb terminal cannot redraw a line.
         terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        # Rows are said here because tqdm shows nothing in a terminal that says it has none, as under `script`.
+        # nrows is set, because tqdm shows nothing in a terminal with 0 rows, such as under `script`.
         self.bar = tqdm(
             total=total, initial=done, unit="step", file=sys.stderr, disable=not terminal, ncols=_columns(), nrows=24
         )
@@ -40,7 +38,7 @@ class Progress:
         self._last_line, self._lines = float("-inf"), 0
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """One more step is made: its metrics, those of the correction under their usual names."""
+        """Show one more step, from its metrics under their usual names."""
         self.done += 1
         now = time.monotonic()
         seconds, self._last_step = now - self._last_step, now
@@ -55,17 +53,17 @@ class Progress:
             self.bar.update()
 
     def say(self, text: str) -> None:
-        """A line of text that does not break the bar."""
+        """Write a line of text above the bar."""
         tqdm.write(visible(text), file=sys.stderr)
         sys.stderr.flush()
 
     def close(self) -> None:
-        """The bar stays as it is; more lines may follow."""
+        """End the bar; more lines may follow."""
         self.bar.close()
 
 
 def _columns() -> int:
-    """Columns of a line that the terminal does not wrap."""
+    """Characters that fit into a line of the terminal."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

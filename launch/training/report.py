@@ -1,4 +1,4 @@
-"""What the user sees: a line a step, metrics.jsonl, TensorBoard, and at the end a table, a page and a picture."""
+"""Reports on a run: lines on the terminal, metrics.jsonl, boards, and at the end a table, a page and a picture."""
 
 from __future__ import annotations
 
@@ -18,23 +18,18 @@ from megatron_rc.launch.rollouts.samples import bad_folder
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.set_aside import set_aside
 from megatron_rc.launch.training.boards import Distributions, TensorBoard, WandB
-from megatron_rc.launch.training.metrics_file import (
-    METRICS_FILE,
-    MetricsFile,
-    read_rows,
-    read_rows_backwards,
-    summarize,
-)
+from megatron_rc.launch.training.metrics_file import METRICS_FILE, MetricsFile, read_rows, read_rows_backwards
 from megatron_rc.launch.training.progress import Progress
 from megatron_rc.launch.training.run_page.page import PAGE, write_page
-from megatron_rc.launch.training.shown import AVERAGED, table, usual_names
+from megatron_rc.launch.training.series import collect
+from megatron_rc.launch.training.shown import IN_TABLE, table, usual_names
 
 
 def begin_report(config: RunConfig, iteration: int) -> Reporter | None:
-    """The reporter of a run, on rank 0 alone.
+    """Make the reporter of a run on rank 0; None on other ranks.
 
     Raises:
-        AgreedError: on every rank, if it cannot begin.
+        AgreedError: on every rank, if rank 0 cannot make it.
     """
     reporter, error = None, None
     if dist.get_rank() == 0:
@@ -71,17 +66,17 @@ def _of_wandb(project: str | None, error: Exception) -> str:
 
 
 class Reporter:
-    """Writes a run's folder and talks to the terminal; made on one rank only.
+    """Writes a run's folder and the terminal's lines; exists on rank 0 only.
 
     Args:
-        config: of the run.
-        iteration: optimizer steps that lie behind.
+        config: settings of the run.
+        iteration: optimizer steps made before this run.
 
-    Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, with a row an optimizer step and one an evaluation;
+    Files in ``<runs-dir>/<run-name>/``: ``metrics.jsonl``, with a row for each optimizer step and each evaluation;
     ``tensorboard/``; ``report.html``; ``summary.png``; ``wandb/`` and ``wandb-id.txt`` with Weights & Biases.
 
     Attributes:
-        error: why a file could not be written, once one could not: the run is to end on all ranks.
+        error: message if a file could not be written; the run must then end on all ranks.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
@@ -101,7 +96,7 @@ class Reporter:
         self.doctor = _doctor(config)
 
     def step(self, step: int, metrics: dict[str, float], distributions: Distributions = MappingProxyType({})) -> None:
-        """Report one optimizer step: its metrics, and what TensorBoard and Weights & Biases get as histograms."""
+        """Report an optimizer step: its metrics, and histograms for TensorBoard and Weights & Biases."""
         self._write(step, metrics, distributions, is_logged=step % self.logging.log_interval == 0)
         self.progress.step(usual_names(metrics, self.prefix))
         words = self.doctor.step(step, metrics) if self.doctor is not None else None
@@ -109,37 +104,33 @@ class Reporter:
             self.say(words)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation after ``step`` optimizer steps: a line of its own in the metrics file."""
+        """Report an evaluation after ``step`` optimizer steps; it has its own row in the metrics file."""
         self._write(step, metrics, {})
         self.say(f"step {step}/{self.train_iters}  {in_words(metrics)}")
 
-    def rows(self) -> Iterator[dict[str, float]]:
-        """What the metrics file holds by now."""
-        return read_rows(self.metrics.path) if self.metrics.path.is_file() else iter(())
-
     def rows_backwards(self) -> Iterator[dict[str, float]]:
-        """What the metrics file holds by now, the last row first."""
+        """Rows of the metrics file so far, the last one first."""
         return read_rows_backwards(self.metrics.path) if self.metrics.path.is_file() else iter(())
 
     def say(self, text: str) -> None:
-        """A line of text that does not break the bar."""
+        """Write a line of text above the bar."""
         self.progress.say(text)
 
     def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object = None, *_: object) -> None:
-        """A run that failed leaves what it has."""
+        """Close the report of a run that failed."""
         if kind is not None:
             self.close(f"failed after step {self.progress.done}", code=1, why=f": {error}" if error else "")
 
     def close(self, note: str, code: int = 0, why: str = "") -> None:
-        """The table, the page and the picture of the run, and where everything lies.
+        """Close all files; write the table, the page and the picture, and their paths.
 
         Args:
-            note: how it ended.
-            code: 0 where all went well.
-            why: what the page says of it besides.
+            note: how the run ended.
+            code: exit code for Weights & Biases; 0 means success.
+            why: reason that the page adds to ``note``.
         """
         self.progress.close()
         self.metrics.close()
@@ -147,14 +138,15 @@ class Reporter:
             self.board.writer.close()
         except OSError as error:
             folder = self.board.writer.log_dir
-            self.say(f"TensorBoard's files in {folder} are not whole ({error.strerror}): {METRICS_FILE} is")
+            self.say(f"TensorBoard's files in {folder} are incomplete ({error.strerror}); {METRICS_FILE} is complete")
         if self.wandb is not None:
             with self._without_wandb():
                 self.wandb.finish(code)
         seconds = time.monotonic() - self.started
-        summary = summarize((usual_names(row, self.prefix) for row in self.rows()), AVERAGED)
-        if summary:
-            self.say(f"\n{note} after {seconds:.0f} s\n\n{table(summary)}\n")
+        rows = read_rows(self.metrics.path) if self.metrics.path.is_file() else ()
+        series = collect((usual_names(row, self.prefix) for row in rows), ("step", *IN_TABLE))
+        if series:
+            self.say(f"\n{note} after {seconds:.0f} s\n\n{table(series)}\n")
             page = self._page(f"{note}{why}, after {seconds:.0f} s")
             self.say(f"metrics {self.metrics.path}\nreport {page}\npicture {self._picture()}")
             if self.wandb is not None:
@@ -181,30 +173,29 @@ class Reporter:
             return None
         try:
             return WandB(config, self.folder, iteration)
-        except Exception as error:  # whatever the library raises, the other ranks must hear of it
-            raise ValueError(f"{_of_wandb(project, error)}: mend that, or leave the flag out") from error
+        except Exception as error:  # wandb may raise anything, and the other ranks must know
+            raise ValueError(f"{_of_wandb(project, error)}: repair it, or leave the flag out") from error
 
     @contextmanager
     def _without_wandb(self) -> Iterator[None]:
-        """The run goes on without Weights & Biases where it fails under way, and says so."""
+        """Context that disables Weights & Biases, with a message, if it fails; the run goes on."""
         try:
             yield
-        except Exception as error:  # the library raises what its many parts do
+        except Exception as error:  # wandb may raise anything
             self.wandb = None
-            self.say(
-                f"{_of_wandb(self.logging.wandb_project, error)}: the run goes on without it, {METRICS_FILE} is whole"
-            )
+            failure = _of_wandb(self.logging.wandb_project, error)
+            self.say(f"{failure}: the run goes on without it; {METRICS_FILE} is complete")
 
     def _page(self, ending: str) -> str:
-        """Write it; its path, or why there is none."""
+        """Write the page, and return its path or the reason why there is none."""
         try:
             return str(write_page(self.folder, ending))
-        except Exception as error:  # what a run left may hold anything, and no page is worth another end of the run
+        except Exception as error:  # a run's files may hold anything, and a page must not fail the run
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             return f"{self.folder / PAGE} could not be written ({why})"
 
     def _picture(self) -> str:
-        """Draw it; its path, or why there is none."""
+        """Draw the picture, and return its path or the reason why there is none."""
         from megatron_rc.launch.training.picture import draw_run
 
         path = self.folder / "summary.png"

@@ -1,4 +1,4 @@
-"""What is done to rewards before they become advantages: scaling by the run so far, and clipping."""
+"""Scaling and clipping of rewards before the advantages are estimated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STATE = "reward_statistics"
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """Of all rewards of a run so far.
+    """Statistics of all rewards of a run so far.
 
     Attributes:
-        count: how many there were.
-        mean: of them.
-        squares: sum of their squared distances from the mean.
+        count: number of rewards.
+        mean: mean of the rewards.
+        squares: sum of the squared distances from the mean.
     """
 
     count: float = 0.0
@@ -30,11 +30,11 @@ class RewardStatistics:
 
     @property
     def std(self) -> float:
-        """Their deviation, of a sample; 1 where all were alike, so that nothing is divided by 0."""
+        """Sample standard deviation; 1 if all rewards are equal, so that nothing is divided by 0."""
         return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 and self.squares > 0 else 1.0
 
     def joined(self, rewards: Tensor, kept: Tensor, dp: Group | None) -> RewardStatistics:
-        """With those of one more batch, of all replicas. Collectives: two SUMs over ``dp``, of two doubles and of one.
+        """Statistics with one more batch of all replicas added. Collectives: two SUMs over ``dp``.
 
         Chan et al. 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
         """
@@ -51,48 +51,48 @@ class RewardStatistics:
 
 
 class RewardScaler:
-    """Scales and clips rewards as the flags say; the statistics grow with every rollout batch, and are saved.
+    """Scales and clips rewards as the flags say; checkpoints keep the statistics.
 
     Args:
-        wanted: the flags.
-        dp: the ranks with other responses.
+        wanted: settings of the advantages.
+        dp: group of the ranks with other responses.
     """
 
     def __init__(self, wanted: AdvantageSection, dp: Group | None) -> None:
         self.wanted, self.dp, self.statistics = wanted, dp, RewardStatistics()
 
     def __call__(self, rewards: Tensor, kept: Tensor) -> Tensor:
-        """[n], what the estimator sees of the rewards of a rollout batch, whose statistics count from now on.
+        """Add a rollout batch to the statistics, and return its scaled and clipped rewards [n].
 
         Args:
-            rewards: [n], of this replica's responses.
-            kept: [n] bool; the others do not count.
+            rewards: [n], rewards of this replica's responses.
+            kept: [n] bool, responses that count in the statistics.
         """
         if self.wanted.reward_scaling != "none":
             self.statistics = self.statistics.joined(rewards, kept, self.dp)
         return self.scaled(rewards)
 
     def scaled(self, rewards: Tensor) -> Tensor:
-        """[n], by the statistics so far: rewards that count in none of them, as those of greedy responses."""
+        """[n], rewards scaled and clipped by the statistics so far, without adding them."""
         if self.wanted.reward_scaling != "none":
             mean = self.statistics.mean if self.wanted.reward_scaling == "mean-std" else 0.0
-            # Back in their dtype: float64 sums of equal float32 rewards are exact, and so is their mean.
+            # Equal float32 rewards have an exact float64 mean, so they become exactly 0.
             rewards = ((rewards.double() - mean) / self.statistics.std).to(rewards.dtype)
         limit = self.wanted.reward_clip
         return rewards if limit is None else rewards.clamp(-limit, limit)
 
     def metrics(self) -> dict[str, float]:
-        """The statistics, where they are used."""
+        """Metrics of the statistics; empty if rewards are not scaled."""
         if self.wanted.reward_scaling == "none":
             return {}
         return {"reward/running_mean": self.statistics.mean, "reward/running_std": self.statistics.std}
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         one = self.statistics
         return {STATE: [one.count, one.mean, one.squares]} if one.count else {}
 
     def load(self, loaded: dict[str, list[float]]) -> None:
-        """Go on from a checkpoint; one without statistics leaves them as they are."""
+        """Restore the statistics from a checkpoint that has them."""
         if STATE in loaded:
             self.statistics = RewardStatistics(*map(float, loaded[STATE]))

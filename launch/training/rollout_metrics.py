@@ -1,4 +1,4 @@
-"""What a rollout batch is like: rewards, lengths and ages."""
+"""Metrics of a rollout batch: rewards, lengths and ages of its responses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_rc.records.rollout import RolloutBatch
 
 
 class RolloutSummary(NamedTuple):
-    """Of all replicas.
+    """Summary of a rollout batch over all replicas.
 
     Attributes:
-        metrics: sums and extremes, and what follows from them.
-        distributions: of the responses' rewards and lengths.
+        metrics: means, extremes and sums.
+        distributions: histograms of the responses' rewards and lengths.
     """
 
     metrics: dict[str, float]
@@ -28,7 +28,7 @@ class RolloutSummary(NamedTuple):
 
 
 def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int | None = None) -> RolloutSummary:
-    """Rewards and lengths over all replicas, and how old the tokens are at a version: one MAX and one SUM over DP."""
+    """Summarize rewards and lengths, and the tokens' age at ``version``. Collectives: one MAX and one SUM over DP."""
     rewards, lengths = batch.rewards.double(), batch.response_mask.sum(dim=1).double()
     stopped = (batch.finish_reasons == 0).double()
     ones = (~dropped(batch)).double()
@@ -56,7 +56,7 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
     of_rewards, of_lengths = Histogram(sums[6 : 6 + NUM_BINS]), Histogram(sums[6 + NUM_BINS :])
     distributions = {
         "reward/rewards": even_bins(-lowest, highest, count, lambda value: of_rewards.below(value * scales[0])),
-        # Each length in the middle of a bin, or several.
+        # One bin per length, or fewer if there are many lengths.
         "rollout/response_lengths": even_bins(
             -shortest - 0.5,
             longest + 0.5,
@@ -69,10 +69,10 @@ def summarize_rollouts(batch: RolloutBatch, groups: ParallelGroups, version: int
 
 
 def _scale(largest: float) -> float:
-    """The power of two that brings values of this magnitude to between 16 and 32, where the bins end."""
+    """Power of two that scales ``largest`` into [16, 32), near the end of the bins."""
     return 2.0 ** (5 - math.frexp(largest)[1])
 
 
 def _until(values: Tensor, counts: Tensor) -> Tensor:
-    """[NUM_BINS], how often values [n] lie in each bin or in one before it."""
+    """[NUM_BINS], cumulative histogram of values [n]."""
     return bins_of(values, counts[None])[0].cumsum(0)

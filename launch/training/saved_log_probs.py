@@ -1,4 +1,4 @@
-"""The trainer's log-probs of a rollout batch, gathered from its ranks into the record that --save-rollouts wrote."""
+"""Saving the trainer's log-probs of a rollout batch into its record (``--save-log-probs``)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_rc.parallel.groups import group_size
 
 
 class SavedLogProbs:
-    """What ``--save-log-probs`` writes: log π_old, and log π_θ of each token's last optimizer step where it is another.
+    """Saves log π_old, and log π_θ of each token's last optimizer step if the two differ.
 
     Args:
-        config: of the run.
-        groups: of this rank.
-        trainer: that makes the steps.
-        collector: that knows which ranks write records.
+        config: settings of the run.
+        groups: process groups of this rank.
+        trainer: trainer that makes the steps.
+        collector: collector, which knows the ranks that write records.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class SavedLogProbs:
 
     @property
     def _differ(self) -> bool:
-        """Whether the steps on a batch see another policy than π_old: its first step sees that very one."""
+        """Whether π_θ of a batch's last step differs from π_old; its first step has π_θ = π_old."""
         return self.config.correction.corrects_in_loss or self.config.updates_per_rollout > 1
 
     def after_update(self, prepared: PreparedBatch | None, update: int, mini_batch: int) -> None:
-        """Keep what the step saw, and after a batch's last one write it all; nothing for a batch that was left out.
+        """Keep the step's log-probs; after the batch's last step, write all of them.
 
         Args:
-            prepared: the batch.
-            update: how many steps were made on it before this one.
-            mini_batch: the part of it that this step took.
+            prepared: the batch; None if it was left out.
+            update: number of earlier steps on the batch.
+            mini_batch: number of the step's mini-batch.
 
         Collectives, after the last step: one SUM over CP and one broadcast over PP of all tokens of the batch, and the
         agreement of all ranks.
@@ -75,8 +75,8 @@ class SavedLogProbs:
         agree(self.config, error)
 
     def _keep(self, batch: LocalBatch, mini_batch: int, update: int) -> None:
-        """On the last stage: what the step's loss computed, in the place of its micro-batches in the local batch."""
-        # Taken, so that a step that fails before its pass finds none of the step before.
+        """Copy the log-probs of the step's loss, on the last stage, to their places in the local batch."""
+        # Empty the trainer's list, so that a step that fails before its pass does not find older ones.
         kept, self.trainer.kept_log_probs = self.trainer.kept_log_probs, []
         if not self.groups.is_last_stage:
             return
@@ -86,7 +86,7 @@ class SavedLogProbs:
             self._current[cut.tokens] = log_probs
 
     def _gathered(self, batch: LocalBatch, values: Tensor | None) -> Tensor:
-        """[rows, s] in token positions, on the host of every rank; NaN where the trainer scored none."""
+        """[rows, s] in token positions, on the host of every rank; NaN at tokens without a score."""
         local, columns = batch.local, self.config.training.seq_length
         rows = self.config.rollouts.sequences // self.config.data_parallel_size
         whole = torch.zeros(2, rows, columns, device=local.tokens.device)

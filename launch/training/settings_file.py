@@ -1,4 +1,4 @@
-"""``config.yaml`` in a run's folder: a launch file of all flags as they were resolved, and what else the run is of."""
+"""``config.yaml`` in a run's folder: a launch file with all resolved flags, versions and repositories."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ SETTINGS_FILE = "config.yaml"
 
 
 def settings_text(config: RunConfig, file: Path) -> str:
-    """What stands in the file: versions and repositories, how to start the run again, and its flags."""
+    """Text of the file: versions and repositories, the command that repeats the run, and its flags."""
     again = f"python -m megatron_rc.launch --nproc-per-node {config.launch.world_size} --config {file}"
     lines = [
         *environment_lines(),
-        f"Once more, in {Path.cwd()}: {again}",
-        "Behind a # stands what was not given: defaults, and what follows from other settings.",
+        f"To repeat this run, in {Path.cwd()}: {again}",
+        "Flags behind a # were not given: they have their default, or follow from other flags.",
     ]
     return "".join(f"# {line}\n" for line in lines) + f"\n{as_launch_file(config.flags)}"
 
 
 def write_settings(config: RunConfig) -> str | None:
-    """Write the file into the run's folder, and keep another one that is there under another name.
+    """Write the file into the run's folder; a different older file is renamed.
 
     Returns:
-        Why it could not be written, if so.
+        An error message if the file could not be written.
     """
     path = Path(config.launch.runs_dir) / config.launch.run_name / SETTINGS_FILE
     text, partial = settings_text(config, path), path.with_name(f"{SETTINGS_FILE}.partial")

@@ -1,20 +1,23 @@
-"""Which of a run's many numbers the terminal shows."""
+"""Texts for the terminal: a line for each step, and the table at the end."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from statistics import fmean
 from typing import NamedTuple
+
+from megatron_rc.launch.training.series import Series
 
 
 class Column(NamedTuple):
-    """A metric in the line of a step.
+    """Column of a metric in the line of a step.
 
     Attributes:
-        title: in the header.
-        metric: its name; of the correction's the usual one.
-        width: that no number exceeds.
-        digits: after the point, of what lies between 0 and 1; None: three digits that count.
+        title: title in the header.
+        metric: usual name of the metric.
+        width: characters of the column.
+        digits: decimal places, for values between 0 and 1; None: three significant digits.
     """
 
     title: str
@@ -23,7 +26,7 @@ class Column(NamedTuple):
     digits: int | None = None
 
 
-# By importance: the last ones are left out where a terminal is narrow.
+# In order of importance: a narrow terminal shows the first ones only.
 COLUMNS = (
     Column("reward", "reward/mean", 8),
     Column("kl", "rollout_corr/kl", 8),
@@ -31,13 +34,13 @@ COLUMNS = (
     Column("rejected", "rollout_corr/rollout_rs_masked_fraction", 8, digits=4),
     Column("grad norm", "grad_norm", 9),
 )
-# Behind the seconds.
+# These columns follow the seconds.
 MACHINE = (
     Column("tok/s", "perf/tokens_per_second", 6),
     Column("GiB", "perf/peak_memory_gib", 6),
 )
 _SECONDS, _LEFT, _GAP = 6, 8, "  "
-TABLE = (
+_ROWS = (
     "reward/mean",
     "eval/exact_match",
     "rollout_corr/kl",
@@ -49,14 +52,15 @@ TABLE = (
     "grad_norm",
     "perf/tokens_per_second",
 )
+IN_TABLE = (*_ROWS, "perf/")  # all metrics that the table needs, as collect() takes them
 AVERAGED = 10
-_USUAL, _SHARE = "rollout_corr/", "_share"
+_USUAL = "rollout_corr/"
 
 
 def usual_names(row: dict[str, float], prefix: str) -> dict[str, float]:
-    """The metrics of a row, those of the correction under their usual names whatever ``--metric-prefix`` says.
+    """Metrics of a row with the prefix ``rollout_corr/`` instead of ``--metric-prefix``.
 
-    The prefix of the oldest dashboards has a name that says it twice: ``mismatch/mismatch_kl``.
+    The prefix ``mismatch/`` of old dashboards appears twice in a name: ``mismatch/mismatch_kl``.
     """
     if prefix == _USUAL:
         return row
@@ -67,22 +71,22 @@ def usual_names(row: dict[str, float], prefix: str) -> dict[str, float]:
 
 
 def header(total: int, columns: int) -> str:
-    """What the columns of :func:`line` are; as many as fit into ``columns``."""
+    """Titles of the columns of :func:`line`, as many as fit into ``columns``."""
     cells = [f"{'step':>{_step_width(total)}}", *(f"{column.title:>{column.width}}" for column in COLUMNS)]
     cells += [f"{'s/step':>{_SECONDS}}", *(f"{column.title:>{column.width}}" for column in MACHINE)]
     return _cut([*cells, f"{'left':>{_LEFT}}"], columns)
 
 
 def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float, left: float, columns: int) -> str:
-    """An optimizer step in one line, which no number makes wider.
+    """One line about an optimizer step, with fixed widths of its columns.
 
     Args:
-        step: its number.
+        step: number of the step.
         total: steps of the run.
-        metrics: of the step; a minus sign stands for one that is not there.
-        seconds: that it took.
+        metrics: metrics of the step; ``-`` is shown for a missing one.
+        seconds: duration of the step.
         left: seconds until the end of the run.
-        columns: most characters of the line.
+        columns: maximum width of the line.
     """
     cells = [f"{f'{step}/{total}':>{_step_width(total)}}", *(_cell(column, metrics) for column in COLUMNS)]
     cells += [narrow(seconds, _SECONDS), *(_cell(column, metrics) for column in MACHINE)]
@@ -90,9 +94,9 @@ def line(step: int, total: int, metrics: Mapping[str, float], *, seconds: float,
 
 
 def narrow(value: float, width: int) -> str:
-    """A number to three digits, or to as many as fit, right-justified.
+    """A number with three significant digits, or as many as fit, right-justified.
 
-    Six characters hold every float, with a minus sign seven.
+    Every float fits into six characters, or seven with a minus sign.
     """
     if abs(value) >= 999.5 and len(f"{value:.0f}") <= width:
         return f"{value:>{width}.0f}"
@@ -119,7 +123,7 @@ def _step_width(total: int) -> int:
 
 
 def _cut(cells: list[str], columns: int) -> str:
-    """The first cells, as many as fit; never less than the first."""
+    """Join the first cell and as many more as fit."""
     text = cells[0]
     for cell in cells[1:]:
         if len(text) + len(_GAP) + len(cell) > columns:
@@ -129,7 +133,7 @@ def _cut(cells: list[str], columns: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """As 1:23, 4:05:06 or 12d 3h."""
+    """A duration such as 1:23, 4:05:06 or 12d 3h."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours < 100:
@@ -138,30 +142,23 @@ def _duration(seconds: float) -> str:
     return f"{days}d {hours}h" if days < 1000 else f"{min(days, 9_999_999)}d"
 
 
-def table(summary: dict[str, tuple[float, list[float]]]) -> str:
-    """First values, and means of the last ones; of an evaluation the last one alone."""
+def table(series: Mapping[str, Series]) -> str:
+    """Table with first values and means of the last values; for evaluations, only the last value."""
     lines = [f"{'metric':<44}{'first step':>12}{f'last {AVERAGED} steps':>15}"]
-    for name in TABLE:
-        if name in summary:
-            first, values = summary[name]
-            last = values[-1:] if name.startswith("eval/") else values
-            lines.append(f"{name:<44}{first:>12.4g}{_mean(last):>15.4g}")
-    return "\n".join([*lines, *_machine(summary)])
+    for name in _ROWS:
+        if name in series:
+            values = series[name].values
+            last = fmean(values[-1:] if name.startswith("eval/") else values[-AVERAGED:])
+            lines.append(f"{name:<44}{values[0]:>12.4g}{last:>15.4g}")
+    return "\n".join([*lines, *_machine(series)])
 
 
-def _machine(summary: dict[str, tuple[float, list[float]]]) -> list[str]:
-    """Where the time of the last steps went, and the most memory that a rank has needed."""
-    shares = {
-        name.removeprefix("perf/").removesuffix(_SHARE): _mean(values)
-        for name, (_, values) in summary.items()
-        if name.startswith("perf/") and name.endswith(_SHARE)
-    }
-    found = [", ".join(f"{phase} {share:.0%}" for phase, share in shares.items())] if shares else []
-    if "perf/peak_memory_gib" in summary:
-        size, rank = (summary[name][1][-1] for name in ("perf/peak_memory_gib", "perf/peak_memory_rank"))
+def _machine(series: Mapping[str, Series]) -> list[str]:
+    """Line with each phase's share of the last steps' time, and the peak memory of a rank."""
+    shares = {name: fmean(one.values[-AVERAGED:]) for name, one in series.items() if name.endswith("_share")}
+    words = (f"{name.removeprefix('perf/').removesuffix('_share')} {share:.0%}" for name, share in shares.items())
+    found = [", ".join(words)] if shares else []
+    if "perf/peak_memory_gib" in series:
+        size, rank = (series[name].values[-1] for name in ("perf/peak_memory_gib", "perf/peak_memory_rank"))
         found.append(f"peak memory {size:.3g} GiB, of rank {rank:.0f}")
     return [f"\n{'; '.join(found)}"] if found else []
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

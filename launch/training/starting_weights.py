@@ -1,4 +1,4 @@
-"""The weights that a policy and its reference start from, where the flags name a directory or a checkpoint."""
+"""Initial weights of the policy and its reference from a Hugging Face directory or a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_rc.parallel import ParallelGroups
 def start_from(
     folder: str | Path, flag: str, config: RunConfig, groups: ParallelGroups, chunks: Sequence[GPTModel]
 ) -> None:
-    """Overwrite the weights of these chunks by those of a Hugging Face directory.
+    """Load the weights of these chunks from a Hugging Face directory.
 
     Args:
         folder: the directory.
-        flag: the flag that names it.
-        config: of the run.
-        groups: of this rank.
+        flag: flag that gave the directory, for errors.
+        config: settings of the run.
+        groups: process groups of this rank.
         chunks: this rank's GPTModels.
 
     Raises:
-        AgreedError: on every rank, if the directory does not hold such a model.
+        AgreedError: on every rank, if the directory does not hold a fitting model.
     """
     error = None
     try:
@@ -39,7 +39,7 @@ def start_from(
 
 
 def reference_reader(config: RunConfig, groups: ParallelGroups) -> Callable[[Sequence[GPTModel]], None] | None:
-    """What puts the weights of ``--ref-load`` or ``--ref-load-hf`` into chunks; None: neither is given."""
+    """Function that loads ``--ref-load`` or ``--ref-load-hf`` into chunks; None if neither is given."""
     reference = config.reference
     if reference.ref_load:
         return partial(read_weights, reference.ref_load, config, "--ref-load")

@@ -1,4 +1,4 @@
-"""``--log-timers-to-tensorboard``: Megatron-Core's timers, under the names that Megatron-LM gives them."""
+"""Megatron-Core's timers with Megatron-LM's names (``--log-timers-to-tensorboard``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig
 
-# As Megatron-LM lists them, so that all ranks ask for the same ones whichever they have.
+# Megatron-LM's list. All ranks reduce all of these names, because they may have run different timers.
 _NAMES = (
     *("forward-backward", "forward-compute", "backward-compute"),
     *("forward-recv", "forward-send", "backward-recv", "backward-send", "forward-send-forward-recv"),
@@ -22,13 +22,13 @@ _NAMES = (
 
 
 class StepTimers:
-    """The times of an optimizer step's parts.
+    """Times of an optimizer step's parts.
 
     Args:
-        config: of the run.
+        config: settings of the run.
 
     Attributes:
-        megatron: what Megatron's configs take as ``timers``; None without the flag.
+        megatron: Megatron's ``Timers``; None without the flag.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -41,7 +41,7 @@ class StepTimers:
 
     @contextlib.contextmanager
     def optimizer(self) -> Iterator[None]:
-        """Around a step of the optimizer."""
+        """Context that measures a step of the optimizer."""
         if self.megatron is None:
             yield
             return
@@ -52,15 +52,15 @@ class StepTimers:
             self.megatron("optimizer").stop()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds since the last call; of each timer that ran on any rank the most that it ran on one, and its share.
+        """Seconds since the last call; for each timer, its maximum over the ranks and the share of these seconds.
 
-        Collectives: with the flag, one all-gather of a number a timer over all ranks.
+        Collectives: with the flag, one all-gather over all ranks of one number per timer.
         """
         if self.megatron is None:
             return {}
         now = time.monotonic()
         whole, self._begun = now - self._begun, now
-        # What Megatron's ``write`` writes, as numbers for all places that metrics go to.
+        # Megatron's ``write`` logs the same values, but returns nothing.
         times = self.megatron._get_global_min_max_time(list(_NAMES), reset=True, barrier=False, normalizer=1.0)
         seconds = {name: most for name, (_, most) in times.items()}
         shares = {f"{name}-share": most / whole for name, most in seconds.items()}

@@ -1,4 +1,4 @@
-"""A model that learns, whichever it is: its chunks under Megatron's DDP, and the optimizer that changes them."""
+"""A model with its optimizer; base of the policy's trainer and of the critic."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron_rc.launch.training.passes import ModelPasses
 
 
 class TrainedModel:
-    """The policy's or the critic's share on this rank.
+    """This rank's shard of a model, under Megatron's DDP, with Megatron's optimizer.
 
     Args:
-        config: of the run; the optimizer and its schedule are made as it says.
-        passes: whose timers count the optimizer's time.
-        chunks: this rank's GPTModels, with the weights that training starts from.
+        config: settings of the run, with the optimizer's and the schedule's.
+        passes: passes whose timers measure the optimizer.
+        chunks: this rank's GPTModels with their initial weights.
 
     Attributes:
         model: the chunks under Megatron's DDP.
-        optimizer: Megatron's, of these.
-        scheduler: of the learning rate; counts the steps that were made.
+        optimizer: Megatron's optimizer of the chunks.
+        scheduler: schedule of the learning rate; counts the steps.
     """
 
     def __init__(self, config: RunConfig, passes: ModelPasses, chunks: list[Any]) -> None:
@@ -33,30 +33,30 @@ class TrainedModel:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """This rank's GPTModels, unwrapped, with whole weights: all data-parallel ranks ask for them together."""
+        """This rank's GPTModels, unwrapped, with gathered weights; call it on all data-parallel ranks together."""
         self.gather_weights()
         return [unwrap(chunk) for chunk in self.model]
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gather_weights(self) -> None:
-        """With --overlap-param-gather the shares of a step's weights come together in the next training pass alone."""
+        """Gather the weights now; ``--overlap-param-gather`` would delay it to the next training pass."""
         if self._gathers_late:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
         self._gathers_late = False
 
     def clear_gradients(self) -> None:
-        """Those in the buffers, and the optimizer's copies of them."""
+        """Clear the gradient buffers and the optimizer's copies of gradients."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def optimizer_step(self) -> float | None:
-        """One step with the gradients in the buffers: their norm. None: ``--fp16`` found them out of range, no step."""
+        """Make one step and return the gradient norm; None if ``--fp16`` gradients overflowed and no step was made."""
         with self.passes.timers.optimizer():
             is_made, norm, _ = self.optimizer.step()
         if not is_made:

@@ -1,4 +1,4 @@
-"""The critic's last layer: one number a token in the place of logits."""
+"""The critic's last layer: one value per token instead of logits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer from hidden states to the value of a state, called as GPTModel calls its output layer.
+    """A linear layer from hidden states to values, with the interface of GPTModel's output layer.
 
-    Every tensor-parallel rank has the whole weight. With sequence parallelism each sees its slice of the tokens, and
-    Megatron adds up the gradients of parameters that are marked ``sequence_parallel``, as it does those of norms.
+    Each TP rank has the whole weight. With sequence parallelism each sees its own tokens, and Megatron sums the
+    gradients of parameters marked ``sequence_parallel`` over the TP group.
 
     Args:
-        config: of the layers.
-        seed: of the initial weight, N(0, 1 / (hidden size + 1)²), so that a new critic's values are near 0 (Huang et
-            al. 2024, "The N+ Implementation Details of RLHF with PPO").
+        config: Megatron's config of the layers.
+        seed: seed of the initial weight, N(0, 1 / (hidden size + 1)²), so that a new critic's values are near 0 (Huang
+            et al. 2024, "The N+ Implementation Details of RLHF with PPO").
 
     Attributes:
         weight: [1, h], in the model's dtype; the product is computed in float32.
@@ -26,7 +26,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig, seed: int) -> None:
         super().__init__()
         width, self.sequence_parallel = config.hidden_size, config.sequence_parallel
-        # The same on every rank, whatever it has drawn before.
+        # An own generator gives the same weight on every rank.
         drawn = torch.randn(1, width, generator=torch.Generator().manual_seed(seed), device="cpu") / (width + 1)
         self.weight = torch.nn.Parameter(drawn.to(config.params_dtype))
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
@@ -37,6 +37,6 @@ class ValueHead(torch.nn.Module):
         """[s/cp, b, 1] float32, equal on all tensor-parallel ranks, from [s/cp, b, h] or slices [s/cp/tp, b, h]."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
-            # All ranks go on alike from here: each takes its own slice of the one gradient.
+            # All ranks compute the same loss after this, so each takes its slice of the gradient, without a sum.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

@@ -1,4 +1,4 @@
-"""What the ``config.json`` of a Hugging Face directory says of the model, as flags."""
+"""Flags of the model that a Hugging Face ``config.json`` describes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from megatron_rc.launch.weights.families import FAMILIES
 
 
 def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
-    """Flag names without dashes, and their values as they would be typed; ``true`` and ``false`` for switches.
+    """Read ``config.json``: flag names without dashes, and values as typed; ``true`` and ``false`` for switches.
 
     Args:
-        folder: of the model.
-        name: the flag that names it.
+        folder: directory of the model.
+        name: flag that gave the directory, for errors.
 
     Raises:
-        ConfigurationError: no such file, an architecture that is not known, or one with a feature that GPTModel would
-            not reproduce.
+        ConfigurationError: the file is missing or damaged, or GPTModel cannot compute the same function.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
         raise ConfigurationError(
-            f"{name} {folder}: there is no such directory here, and nothing is downloaded: give that of a Hugging Face "
-            "model, such as hf download NAME --local-dir DIR makes"
+            f"{name} {folder}: there is no such directory here, and nothing is downloaded: give the directory of a "
+            "Hugging Face model, such as hf download NAME --local-dir DIR makes"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -36,14 +35,14 @@ def read_architecture(folder: str | Path, name: str = "--load-hf") -> Flags:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigurationError(
-            f"{name} {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}, whichever "
-            "bridge is installed: take a model of these, or add a family (docs/models.md)"
+            f"{name} {folder}: model_type {kind!r} is not known; known are {', '.join(sorted(FAMILIES))}, with or "
+            "without a bridge: use a model of these, or add a family (docs/models.md)"
         )
     try:
         return FAMILIES[kind].read(config)
     except KeyError as error:
         raise ConfigurationError(f"{name} {folder}: {path.name} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ConfigurationError(f"{name} {folder}: {path.name} has an entry of the wrong kind ({error})") from error
+        raise ConfigurationError(f"{name} {folder}: {path.name} has an entry of the wrong type ({error})") from error
     except UnknownFeatureError as error:
-        raise ConfigurationError(f"{name} {folder}: {error}; GPTModel would not compute the same") from error
+        raise ConfigurationError(f"{name} {folder}: {error}; GPTModel cannot compute this") from error

@@ -1,4 +1,4 @@
-"""mbridge in the place of our tables, for models of Transformer Engine's layers, whose names are all that it knows."""
+"""Conversion of weights by mbridge, which knows Transformer Engine's layers only."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ MBRIDGE = "mbridge"
 def bridge_export(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`export_weights`; the library gives every tensor to every rank."""
-    bridge = _make_bridge(config)  # at once, so that what it raises is raised on every rank alike
+    """Export weights as :func:`export_weights` does; mbridge gives every tensor to every rank."""
+    bridge = _make_bridge(config)  # not inside the generator, so that every rank raises its errors now
     is_first = group_rank(groups.tp) == group_rank(groups.cp) == group_rank(groups.pp) == 0
     return _stream(bridge.export_weights(list(chunks)), _names(config), is_first)
 
 
 def _stream(tensors: Iterable[tuple[str, Tensor]], missing: set[str], is_first: bool) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
-        # Tied embeddings come once more from the last stage.
+        # mbridge repeats tied embeddings from the last stage.
         if is_first and name in missing:
             missing.discard(name)
             yield name, tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def bridge_load(chunks: Sequence[torch.nn.Module], config: RunConfig, folder: str | Path) -> None:
-    """As :func:`load_weights`; what does not fit is found before the first TP ranks read for the others."""
+    """Load weights as :func:`load_weights` does; checks all shapes before mbridge's first collective."""
     bridge = _make_bridge(config)
     family = find_family(config)
     shapes = checkpoint_tensors(empty_model(family.hugging_face_config(config))) if family else {}
@@ -58,6 +58,6 @@ def _make_bridge(config: RunConfig) -> Any:
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     described = family.hugging_face_config(config) if family else None
     bridge = AutoBridge.from_config(described, dtype=config.dtype, make_vocab_size_divisible_by=multiple)
-    # It counts them only for models that it builds itself.
+    # mbridge sets these only for models that it builds itself.
     bridge.vocab_size, bridge.padded_vocab_size = config.model.vocab_size, config.model.padded_vocab_size
     return bridge

@@ -1,6 +1,6 @@
-"""The parameters of a transformers model under the names that its files have.
+"""Parameters of a transformers model by their names in files.
 
-Engines and files know each expert's matrices by themselves; transformers 5 stacks those of a layer in two parameters.
+Engines and files have separate matrices for each expert; transformers 5 stacks a layer's experts in two parameters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from megatron_rc.launch.weights.named_weights import named_weights
 
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """Every weight of a transformers model by its name in files; writing to a tensor writes to the model.
-
-    Tied parameters come once.
-    """
+    """Weights of a transformers model by name in files; tied ones once. Writing to a tensor writes to the model."""
     family = FAMILIES.get(model.config.model_type)
     names = None if family is None else family.expert_names
     tensors: dict[str, Tensor] = {}
@@ -30,7 +27,7 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def empty_model(config: Any) -> Any:
-    """The transformers model of a config without its memory, for names and shapes."""
+    """Transformers model of a config on the meta device, for names and shapes."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -38,14 +35,14 @@ def empty_model(config: Any) -> Any:
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they come, all of those that the model has and no others.
+    """Pass weights on, and check them against the model.
 
     Args:
-        weights: ``(name in files, tensor)``.
+        weights: pairs of a name in files and a tensor.
         shapes: tensors of the right shapes by name.
 
     Raises:
-        ValueError: a tensor that the model lacks, that comes twice, of another shape, or that never came.
+        ValueError: a tensor is unknown, comes twice, has another shape, or is missing at the end.
     """
     missing = set(shapes)
     for name, tensor in weights:
@@ -63,7 +60,7 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Tensor])
 
 
 def is_expert(name: str) -> bool:
-    """Whether the name in a file is that of a matrix of an expert."""
+    """Whether a name in a file belongs to an expert."""
     return ".experts." in name
 
 

@@ -1,4 +1,4 @@
-"""How one Megatron parameter, cut over the tensor-parallel ranks, holds one or more Hugging Face tensors; both ways."""
+"""Conversions between a Megatron parameter, sharded over TP ranks, and one or more Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Both directions; the tensors' values are only moved.
+    """Pair of functions for both directions; values are only moved.
 
     Attributes:
-        join: from the shards of all TP ranks, stacked in rank order ``[tp, ...]``, to the Hugging Face tensors, made
-            one after the other; views of the shards where they lie as they should.
-        cut: from those tensors to the shard of one rank (third argument) of so many (fourth).
+        join: makes the Hugging Face tensors, one after the other, from the shards of all TP ranks ``[tp, ...]``; they
+            may be views of the shards.
+        cut: makes the shard of one TP rank (third argument; fourth: number of ranks) from the Hugging Face tensors.
     """
 
     join: Callable[[Tensor, RunConfig], Iterator[Tensor]]
@@ -56,7 +56,7 @@ def _join_vocabulary(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
 
 
 def _cut_vocabulary(tensors: Tensors, config: RunConfig, rank: int, size: int) -> Tensor:
-    """Rows that only pad the vocabulary are 0; no label and no probability refers to them."""
+    """Cut the vocabulary; padding rows are 0, because no label and no probability uses them."""
     if tensors[0].shape[0] != config.model.vocab_size:
         raise IndexError("another vocabulary")
     rows = config.model.padded_vocab_size // size
@@ -75,7 +75,7 @@ def _cut_gate_and_up(tensors: Tensors, config: RunConfig, rank: int, size: int) 
 
 
 def _join_query_key_value(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
-    """Megatron interleaves by group: the query heads of a group, its key head, its value head."""
+    """Split Megatron's interleaved groups: the query heads of a group, then its key head and its value head."""
     layers = config.transformer
     heads = layers.num_attention_heads // layers.num_query_groups
     grouped = shards.flatten(0, 1).unflatten(0, (layers.num_query_groups, heads + 2, layers.kv_channels))
@@ -109,7 +109,7 @@ STACKED_QUERY_KEY_VALUE = Conversion(_join_stacked, _cut_stacked)
 
 
 def transposed(conversion: Conversion) -> Conversion:
-    """The conversion for Hugging Face tensors that are stored as [in, out]."""
+    """A conversion for Hugging Face tensors that are stored as [in, out]."""
 
     def join(shards: Tensor, config: RunConfig) -> Iterator[Tensor]:
         for tensor in conversion.join(shards, config):

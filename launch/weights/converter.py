@@ -1,4 +1,4 @@
-"""Who converts the weights of this run, with the groups that it takes."""
+"""Conversion of a run's weights by our own tables or by mbridge, as ``--weights-bridge`` says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rc.parallel.groups import ParallelGroups
 def export_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
+    """Weights for the engine; every rank must exhaust the iterator. See :func:`export_weights`."""
     if config.checkpoints.weights_bridge == MBRIDGE:
         return bridge_export(chunks, config, groups)
     return export_weights(chunks, config, groups, parallel_state.get_expert_model_parallel_group())
@@ -28,7 +28,7 @@ def export_model(
 def load_model(
     chunks: Sequence[torch.nn.Module], config: RunConfig, groups: ParallelGroups, folder: str | Path
 ) -> None:
-    """Overwrite this rank's weights by those of a Hugging Face directory. See :func:`load_weights`."""
+    """Load this rank's weights from a Hugging Face directory. See :func:`load_weights`."""
     if config.checkpoints.weights_bridge == MBRIDGE:
         bridge_load(chunks, config, folder)
         return

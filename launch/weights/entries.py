@@ -1,7 +1,7 @@
-"""Entries of a ``config.json`` and the flags of a run that say the same: each is one row of a table, for both ways.
+"""Rows of a family's table, each relating entries of a ``config.json`` to flags of a run.
 
-A family lists its rows. Read from a file they give flags; written from a run's settings they give the arguments of a
-``transformers`` config; and settings that they fit are a model of the family.
+A row reads an entry into flags, writes flags as arguments of a ``transformers`` config, and tells whether a run's
+settings fit the family.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Any
 
 from megatron_rc.launch.run_config import RunConfig, flag_options
 
-# Names without dashes, and values as they would be typed; ``true`` and ``false`` for switches.
+# Names without dashes, and values as typed; ``true`` and ``false`` for switches.
 Flags = dict[str, str]
 File = Mapping[str, Any]
 
 
 class UnknownFeatureError(Exception):
-    """A setting in a ``config.json`` under which our GPTModel would be another function."""
+    """A setting in a ``config.json`` that GPTModel cannot reproduce."""
 
 
 class Row:
-    """What one row of a family's table does; this one reads and writes nothing, and every run fits it."""
+    """Base of all rows; it reads and writes nothing, and every run fits it."""
 
     def read(self, file: File) -> Flags:
-        """The flags that it stands for in a ``config.json``.
+        """Flags from a ``config.json``.
 
         Raises:
-            KeyError: an entry is missing that has no default.
-            UnknownFeatureError: it says what this model cannot be.
+            KeyError: an entry without a default is missing.
+            UnknownFeatureError: GPTModel cannot reproduce the entry.
         """
         return {}
 
     def write(self, config: RunConfig) -> dict[str, Any]:
-        """The arguments of the ``transformers`` config that it stands for in a run's settings."""
+        """Arguments of the ``transformers`` config from a run's settings."""
         return {}
 
     def fits(self, config: RunConfig) -> bool:
-        """Whether a run's settings are possible in this family."""
+        """Whether this family allows the run's settings."""
         return True
 
 
@@ -47,15 +47,15 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Entry(Row):
-    """An entry whose value is a flag's.
+    """An entry with the value of a flag.
 
     Attributes:
-        name: in ``config.json``.
-        flag: without dashes.
-        default: where the file lacks it, or has null: a value, or a function of the file.
-        inverted: true in the file is false as a flag, and the other way round.
-        other_name: that some files use instead.
-        other_flag: that is set to the same.
+        name: name in ``config.json``.
+        flag: name of the flag without dashes.
+        default: value if the file lacks the entry or has null; may be a function of the file.
+        inverted: whether true in the file means false for the flag.
+        other_name: name that some files use instead.
+        other_flag: second flag with the same value.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Entry(Row):
     other_flag: str = ""
 
     def read(self, file: File) -> Flags:
-        """See :class:`Row`; no flag where the value is None."""
+        """See :class:`Row`; no flag if the value is None."""
         value = file.get(self.name)
         if value is None:
             value = file.get(self.other_name)
@@ -88,7 +88,7 @@ class Entry(Row):
 
 @dataclass(frozen=True)
 class Always(Row):
-    """A flag that the whole family has at one value; None: it is not given."""
+    """A flag with the same value in the whole family; None: the flag is not given."""
 
     flag: str
     value: Any
@@ -105,7 +105,7 @@ class Always(Row):
 
 @dataclass(frozen=True)
 class Lacks(Row):
-    """A flag that no model of the family has: in a run it has its default, or does not apply."""
+    """A flag that no model of the family uses: it must have its default, or not apply."""
 
     flag: str
 
@@ -121,7 +121,7 @@ class Lacks(Row):
 
 @dataclass(frozen=True)
 class Follows(Row):
-    """A flag that follows from the file, and what it then is in a run."""
+    """A flag computed from the file, with a test of a run's settings."""
 
     flag: str
     value: Callable[[File], Any]
@@ -138,7 +138,7 @@ class Follows(Row):
 
 @dataclass(frozen=True)
 class Choice(Row):
-    """An entry of few values, each of them a value of one flag; the first with a value is the one that is written."""
+    """An entry with a few values, each mapped to a value of the flag; of equal ones the first is written."""
 
     name: str
     flag: str
@@ -164,7 +164,7 @@ class Choice(Row):
 
 @dataclass(frozen=True)
 class Only(Row):
-    """An entry that may have one value alone, which is its default in ``transformers`` too: it is never written."""
+    """An entry with one allowed value, its default in ``transformers``; never written."""
 
     name: str
     value: Any
@@ -179,7 +179,7 @@ class Only(Row):
 
 @dataclass(frozen=True)
 class Written(Row):
-    """An argument that a file may have otherwise, since it changes nothing that is computed here."""
+    """An argument that is written but not read, because it does not change GPTModel's function."""
 
     name: str
     value: Any
@@ -190,10 +190,10 @@ class Written(Row):
 
 
 def as_word(name: str, flag: str, value: Any) -> str:
-    """The value as it would be typed.
+    """Value of an entry as typed after the flag.
 
     Raises:
-        UnknownFeatureError: it is of another kind than the flag's.
+        UnknownFeatureError: the value has another type than the flag.
     """
     option = flag_options().get(flag)
     kind = bool if option is None else option[1].kind

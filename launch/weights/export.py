@@ -1,9 +1,9 @@
 """Stream the weights of a sharded GPTModel to the rollout engine of its data-parallel replica.
 
-One parameter at a time: the owner stage gathers the TP shards on its first TP rank, which makes the Hugging Face
-tensors one after the other and sends each to the first stage, where the engine lives. Those of an expert go from the
-rank that has it to the other ranks of its expert-parallel group first. No rank ever holds more than about one layer,
-one expert or the embeddings, whichever is the largest, beside its own weights.
+For each parameter, the owner stage gathers the TP shards on its first TP rank. This rank makes the Hugging Face
+tensors one after the other, and sends each to the engine's rank on the first stage. Tensors of an expert are first
+broadcast over its expert-parallel group. Beside its own weights, no rank holds more than about one layer, one expert or
+the embeddings.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def export_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(Hugging Face name, whole tensor)`` on the first rank of the replica, nothing on the others.
 
-    Every rank must exhaust the iterator, since it gathers and sends inside. A tensor that came out shares no memory
-    with the model, and nothing else holds it when the next one is made.
+    Every rank must exhaust the iterator, because it makes the collectives. The tensors share no memory with the model,
+    and the iterator releases each before it makes the next.
 
     Args:
         chunks: this rank's GPTModels, unwrapped, by virtual stage.
-        config: of the run.
-        groups: ``tp``, ``cp`` and ``pp`` are used.
-        ep_group: the ranks that hold the other experts of the same layers.
+        config: settings of the run.
+        groups: process groups; ``tp``, ``cp`` and ``pp`` are used.
+        ep_group: ranks with the other experts of the same layers.
 
-    Collectives: one gather over ``tp`` a parameter; a broadcast over ``ep_group`` of every tensor of an expert; from
-    stages other than the first, every tensor once over ``pp``.
+    Collectives: a gather over ``tp`` for each parameter; a broadcast over ``ep_group`` for each tensor of an expert;
+    for each tensor of a later stage, a send to the first stage over ``pp``.
 
     Raises:
-        RuntimeError: at once, on every rank alike: the model has a parameter that no rule names.
-        ValueError: at once: ``ep_group`` has another size than the flags say.
+        RuntimeError: on every rank, before the first tensor: no rule names a parameter of the model.
+        ValueError: before the first tensor: the size of ``ep_group`` differs from the flags.
     """
     check_expert_group(config, ep_group)
     parameters = [named_weights(chunk) for chunk in chunks]
@@ -53,10 +53,10 @@ def export_weights(
 
 
 def export_parameters(parameters: Mapping[str, Tensor], config: RunConfig) -> Iterator[tuple[str, Tensor]]:
-    """The same of a model that is whole in this process, by its parameters' names; each is looked up when it is due.
+    """Yield ``(Hugging Face name, tensor)`` of an unsharded model; reads each parameter only when it is needed.
 
     Raises:
-        RuntimeError: at once: there is a parameter that no rule names.
+        RuntimeError: before the first tensor: no rule names a parameter.
     """
     units = units_of(config)
     check_complete([parameters], units)
@@ -71,7 +71,7 @@ def _stream(
     ep_group: Group | None,
 ) -> Iterator[tuple[str, Tensor]]:
     tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
-    # CP ranks hold the same but for their experts, so one of them speaks for the replica.
+    # CP ranks hold equal weights, experts excepted, so one of them sends for the replica.
     speaks = tp_rank == 0 and group_rank(groups.cp) == 0
     for unit in units:
         takes_part = group_rank(groups.cp) == 0 or unit.expert_rank is not None
@@ -96,9 +96,9 @@ def _whole_tensors(
     tp_group: Group | None,
     ep_group: Group | None,
 ) -> Iterator[Tensor]:
-    """The tensors of a rule on the first TP ranks of its stage; the others take part and get nothing."""
+    """Tensors of a rule on the first TP ranks of its stage; the other TP ranks only join the gather."""
     owner = unit.expert_rank
-    # An expert of another rank has the shapes of the one that stands at its place here.
+    # Another rank's expert has the same shapes as this rank's expert at the same place.
     shard = find_parameter(parameters, unit.prefix, rule)
     here = owner in (None, group_rank(ep_group))
     shards = _gather(shard, tp_group) if here else shard.new_empty(group_size(tp_group), *shard.shape, device="meta")
@@ -114,7 +114,7 @@ def _whole_tensors(
 
 
 def _gather(shard: Tensor, group: Group | None) -> Tensor:
-    """The shards of all TP ranks ``[tp, ...]`` on the first one; nothing of use elsewhere."""
+    """Shards of all TP ranks ``[tp, ...]`` on the first one; an empty tensor on the others."""
     if group is None or group_size(group) == 1:
         return shard.unsqueeze(0)
     shard = shard.contiguous()
@@ -125,7 +125,7 @@ def _gather(shard: Tensor, group: Group | None) -> Tensor:
 
 
 def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The tensor in one piece, in memory that is not the parameter's."""
+    """The tensor, contiguous, in memory that it does not share with the parameter."""
     tensor = tensor.contiguous()
     is_view = tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
     return tensor.clone() if is_view else tensor
@@ -134,7 +134,7 @@ def _own(tensor: Tensor, parameter: Tensor) -> Tensor:
 def _to_first_stage(
     tensors: Iterator[Tensor], rule: Rule, source: int, config: RunConfig, group: Group
 ) -> Iterator[Tensor]:
-    """Hand the rule's tensors, of one or two dimensions, from stage ``source`` to the first stage, which gets them."""
+    """Send a rule's tensors, of one or two dimensions, from stage ``source``; yield them on the first stage."""
     if group_rank(group) == source:
         for tensor in tensors:
             shape = torch.tensor([*tensor.shape, 0][:2], device=tensor.device)

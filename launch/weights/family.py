@@ -1,4 +1,4 @@
-"""What a model family is: one architecture of Hugging Face's, as a GPTModel and back."""
+"""Model families: the table of one Hugging Face architecture for conversion to GPTModel and back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron_rc.launch.run_config.megatron import ExpertSection
 from megatron_rc.launch.weights.conversions import Conversion
 from megatron_rc.launch.weights.entries import File, Flags, Only, Row
 
-# A directory whose numbers are stored in another way (FP8 with scales, GPTQ, …) would be read as something else.
+# Quantized weights (FP8 with scales, GPTQ, …) would be misread.
 _OF_EVERY_FAMILY: tuple[Row, ...] = (Only("quantization_config", None),)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter.
+    """Rule for one Megatron parameter.
 
     Attributes:
-        megatron: its names: that of the local modules first, then Transformer Engine's where they differ.
-        hugging_face: the tensors that it holds.
-        conversion: between the two.
-        is_float32: it is so in whatever dtype the model computes.
-        holds: whether a run's model has the parameter; None: every one does.
+        megatron: its names: in the local modules, and in Transformer Engine's modules if that differs.
+        hugging_face: names of the Hugging Face tensors that it holds.
+        conversion: conversion between the parameter and these tensors.
+        is_float32: whether it is float32 whatever the model's dtype.
+        holds: tells whether a run's model has the parameter; None: always.
     """
 
     megatron: tuple[str, ...]
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What files call the block of experts in a layer, and the projections of one of them."""
+    """Names in files of a layer's block of experts, and of an expert's projections."""
 
     block: str
     gate: str
@@ -48,27 +48,27 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture. Names of its parameters are relative to a layer, or to an expert.
+    """One architecture. Megatron names in its rules are relative to a layer or an expert.
 
-    ``{layer}`` and ``{expert}`` in a Hugging Face name are the global numbers from 0. These names are those of files,
-    which engines read; the modules of transformers may hold several of them in one parameter.
+    Hugging Face names are the names in files, which engines read; ``{layer}`` and ``{expert}`` in them are global
+    numbers from 0. Modules of transformers may hold several of these tensors in one parameter.
 
     Attributes:
-        name: ``model_type`` in its ``config.json``.
-        config_class: name of its config in ``transformers``.
-        fields: the entries of its ``config.json`` that are settings of a run, for reading and for writing.
+        name: ``model_type`` in ``config.json``.
+        config_class: name of the config class in ``transformers``.
+        fields: rows for the entries of ``config.json``.
         embedding: rules of the first stage.
-        layer: of every layer.
-        dense_layer: besides, of one without experts.
-        expert_layer: besides, of one with experts, without these.
-        head: of the last stage.
-        untied_head: of an output layer with weights of its own.
-        expert: of every expert.
-        expert_names: of every expert in files; goes with ``expert``.
-        in_bridge: ``--weights-bridge`` converts it as it is built here.
+        layer: rules of every layer.
+        dense_layer: further rules of a layer without experts.
+        expert_layer: further rules of a layer with experts, the experts excepted.
+        head: rules of the last stage.
+        untied_head: rules of an output layer that does not share the embedding's weights.
+        expert: rules of every expert.
+        expert_names: names of the experts in files; needed with ``expert``.
+        in_bridge: whether ``--weights-bridge`` can convert this family.
 
     Raises:
-        ValueError: experts without their names, or the names without experts.
+        ValueError: only one of ``expert`` and ``expert_names`` is given.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Family:
             raise ValueError(f"family {self.name}: expert and expert_names go together, give both or neither")
 
     def read(self, file: File) -> Flags:
-        """What a ``config.json`` says of the model, as flags.
+        """Flags of the model that a ``config.json`` describes.
 
         Raises:
             KeyError: an entry is missing.
-            UnknownFeatureError: our GPTModel would compute something else.
+            UnknownFeatureError: GPTModel cannot compute the same function.
         """
         flags: Flags = {"hf-model-type": self.name}
         for row in (*_OF_EVERY_FAMILY, *self.fields):
@@ -101,11 +101,11 @@ class Family:
         return flags
 
     def matches(self, config: RunConfig) -> bool:
-        """Whether a run's model is of this family, by its shape."""
+        """Whether a run's settings describe a model of this family."""
         return all(row.fits(config) for row in self.fields)
 
     def hugging_face_config(self, config: RunConfig) -> Any:
-        """The ``transformers`` config of such a model."""
+        """Config in ``transformers`` of a run's model."""
         import transformers
 
         check_transformers()
@@ -116,22 +116,22 @@ class Family:
 
 
 def check_transformers() -> None:
-    """Configs of transformers 4 take the rotary base by another name, and would keep their own in its place.
+    """Refuse transformers 4, whose configs would silently keep their own rotary base.
 
     Raises:
-        ConfigurationError: that is what is installed, as another package may have asked for it.
+        ConfigurationError: transformers is missing or older than 5.
     """
     require("transformers", "the conversion of weights", "launch")
     installed = metadata.version("transformers")
     if int(installed.partition(".")[0]) < 5:
         raise ConfigurationError(
-            f"transformers {installed} is installed, which takes rotary frequencies of these models for others: "
+            f"transformers {installed} is installed, which misreads the rotary frequencies of these models: "
             "pip install 'transformers>=5'"
         )
 
 
 def experts_of(config: RunConfig) -> ExpertSection:
-    """The experts of a model that has some."""
+    """The run's expert settings; raises RuntimeError for a dense model."""
     if config.experts is None:
         raise RuntimeError("a dense model has no experts")
     return config.experts

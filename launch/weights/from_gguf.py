@@ -2,7 +2,7 @@
 
     python -m megatron_rc.launch.weights.from_gguf MODEL.gguf DIR
 
-The weights are the file's, dequantised to float32; nothing is downloaded.
+The weights are dequantised to float32; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_rc.launch.own_folders import own_folder
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the model, its config and its tokenizer; a folder that holds a model already is left as it is.
+    """Write the model, its config and its tokenizer; does nothing if the folder already holds a model.
 
     Raises:
-        ConfigurationError: no such file, one that cannot be read, a folder that cannot be written to, or a package that
-            is missing.
+        ConfigurationError: the file is missing or cannot be read, the folder cannot be written to, or a package is
+            missing.
     """
     folder = folder.absolute()
     if (folder / "config.json").is_file():
@@ -35,7 +35,7 @@ def unpack(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
-    # Unset, transformers would ask on the terminal whether to run code that lies there.
+    # Without it transformers asks on the terminal whether to run code from the folder.
     source["trust_remote_code"] = False
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -50,11 +50,11 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def check_complete(file: Path, report: Mapping[str, Collection[Any]]) -> None:
-    """Refuse a model of which transformers has filled a part with random weights.
+    """Refuse a model if transformers filled a part of it with random weights.
 
     Args:
-        file: that was read.
-        report: of transformers, what was missing in it and what fitted nowhere.
+        file: the GGUF file.
+        report: transformers' loading info: missing tensors, and tensors of another shape.
 
     Raises:
         ConfigurationError: names the first tensor.
@@ -65,11 +65,11 @@ def check_complete(file: Path, report: Mapping[str, Collection[Any]]) -> None:
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    # What is written is not quantised any more.
+    # The written weights are not quantised.
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     tokenizer.save_pretrained(folder)
-    # The config comes last: it says that the folder is whole.
+    # config.json comes last: it marks the folder as complete.
     with own_folder(folder.parent, f".{folder.name}-") as part:
         model.save_pretrained(part)
         for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):

@@ -1,4 +1,4 @@
-"""Read a Hugging Face directory into a sharded GPTModel: one parameter at a time, every rank what it holds."""
+"""Load a Hugging Face directory into a sharded GPTModel; each rank reads its own parameters, one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_rc.parallel.groups import Group, ParallelGroups, group_rank, group
 
 
 class WeightFiles:
-    """The tensors of a directory by name, read one at a time; opened by :func:`open_weights`."""
+    """Tensors of a directory by name, read one at a time; opened by :func:`open_weights`."""
 
     def __init__(self, folder: Path, files: dict[str, Any]) -> None:
         self.folder, self.files = folder, files
@@ -29,21 +29,21 @@ class WeightFiles:
         """Read one tensor of the directory.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: the directory has no such tensor.
         """
         stored = self._find(name)
         tensor: Tensor = self.files[stored].get_tensor(stored)
         return tensor
 
     def check(self, name: str, shape: tuple[int, ...] | None = None) -> None:
-        """Raise ValueError if there is no tensor of this name, or one of another shape."""
+        """Raise ValueError if the tensor is missing or has another shape."""
         stored = self._find(name)
         found = tuple(self.files[stored].get_slice(stored).get_shape())
         if shape is not None and found != shape:
             raise ValueError(f"{self.folder}: {name} {found} is not the {shape} that the flags describe")
 
     def _find(self, name: str) -> str:
-        """The name there: GPT-2 was published without its head, and so without ``transformer.`` in front."""
+        """Name of the tensor in the directory; published GPT-2 files lack the prefix ``transformer.``."""
         for stored in (name, name.partition(".")[2]):
             if stored in self.files:
                 return stored
@@ -55,7 +55,7 @@ def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
     """Open a directory with ``model.safetensors``, or with several files and their index.
 
     Raises:
-        ValueError: there is neither, or a file that cannot be read.
+        ValueError: both are missing, or a file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -63,7 +63,7 @@ def open_weights(folder: str | Path) -> Iterator[WeightFiles]:
     with ExitStack() as stack:
         files = {}
         for path in _files_of(folder):
-            if path.exists() and not path.is_file():  # a pipe would be waited for, with the interpreter's lock held
+            if path.exists() and not path.is_file():  # opening a pipe would block all threads
                 raise ValueError(f"{path} is no regular file: put the safetensors file of the model there")
             try:
                 opened = stack.enter_context(safe_open(str(path), framework="pt"))
@@ -80,21 +80,19 @@ def load_weights(
     folder: str | Path,
     ep_group: Group | None = None,
 ) -> None:
-    """Overwrite this rank's weights by those of a Hugging Face directory.
+    """Load this rank's weights from a Hugging Face directory. Collectives: none.
 
     Args:
         chunks: this rank's GPTModels, unwrapped, by virtual stage.
-        config: of the run.
-        groups: ``tp`` and ``pp`` say which part is here.
-        folder: with safetensors under the names of the family that the flags describe.
-        ep_group: the ranks that hold the other experts of the same layers.
-
-    Collectives: none.
+        config: settings of the run.
+        groups: process groups; ``tp`` and ``pp`` decide this rank's part.
+        folder: directory with safetensors under the names of the run's family.
+        ep_group: ranks with the other experts of the same layers.
 
     Raises:
-        ValueError: a file or a tensor that is missing, or has another shape than the flags say. Other ranks may read
-            what is there: agree before going on. Or ``ep_group`` has another size than the flags say.
-        RuntimeError: the model has a parameter that no rule names.
+        ValueError: a file or a tensor is missing or has another shape; other ranks may succeed, so agree before going
+            on. Or the size of ``ep_group`` differs from the flags.
+        RuntimeError: no rule names a parameter of the model.
     """
     parameters = [named_weights(chunk) for chunk in chunks]
     check_expert_group(config, ep_group)
@@ -107,7 +105,7 @@ def load_weights(
                 _copy(files, unit, rule, find_parameter(parameters[unit.chunk], unit.prefix, rule), config, groups)
         copy = parameters[-1].get("output_layer.weight")
         if copy is not None and not config.model.untie_embeddings_and_output_weights:
-            # With tied embeddings the last stage holds a copy of the first stage's.
+            # With tied embeddings the last stage holds a copy of the embeddings.
             _copy(files, units[0], units[0].rules[0], copy, config, groups)
 
 
@@ -119,7 +117,7 @@ def _copy(
     try:
         shard = rule.conversion.cut(tensors, config, group_rank(groups.tp), group_size(groups.tp))
     except (RuntimeError, IndexError):
-        shard = tensors[0].new_empty(0)  # of a shape that cannot even be cut
+        shard = tensors[0].new_empty(0)  # the tensors' shapes cannot be cut
     if shard.shape != parameter.shape:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, tensors, strict=True))
         raise ValueError(
@@ -130,7 +128,7 @@ def _copy(
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The single file, as transformers reads it where there is an index too; else those of the index."""
+    """``model.safetensors``, which transformers prefers too, or else the files of the index."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""What a model is made of, by name: its parameters, and the buffers that are kept with them."""
+"""Weights of a model by name: its parameters, and the buffers that checkpoints keep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers that are in the model's checkpoints: the bias of experts, which no optimizer moves."""
+    """Buffers in the model's checkpoints, such as the routers' expert bias."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
@@ -17,5 +17,5 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and those buffers; writing to a tensor writes to the model. Tied parameters come once."""
+    """Parameters and kept buffers by name; tied ones once. Writing to a tensor writes to the model."""
     return {name: tensor.data for name, tensor in model.named_parameters()} | kept_buffers(model)

@@ -1,4 +1,4 @@
-"""Rotary embeddings as a ``config.json`` describes them: plain, or stretched as Llama 3.1's or by YaRN."""
+"""Rows for rotary embeddings: plain, with Llama 3.1's scaling, or with YaRN."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.weights.entries import File, Flags, Row, UnknownFeatureError, as_word
 
 _PART = "partial_rotary_factor"
-# GPTModel's stretching has a factor of one's choice, and these numbers.
+# GPTModel's RoPE scaling has these constants; only its factor can be chosen.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What YaRN's numbers are called in files, their flags, and transformers' defaults.
+# YaRN's parameters: names in files with their flags, and transformers' defaults.
 _YARN = {
     "factor": "rotary-scaling-factor",
     "original_max_position_embeddings": "original-max-position-embeddings",
@@ -25,11 +25,11 @@ _YARN_DEFAULTS: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale":
 
 @dataclass(frozen=True)
 class Rotary(Row):
-    """``rope_parameters``, which before transformers 5 were ``rope_theta`` and ``rope_scaling``.
+    """Row for ``rope_parameters``; before transformers 5 they were ``rope_theta`` and ``rope_scaling``.
 
     Attributes:
-        default_theta: where a file names no base.
-        default_part: share of a head's width that is turned, where a file names none; None: it is always all of it.
+        default_theta: base if the file has none.
+        default_part: share of a head's width that is rotated, if the file has none; None: always the whole head.
     """
 
     default_theta: float = 10000.0
@@ -74,7 +74,7 @@ class Rotary(Row):
 
 @dataclass(frozen=True)
 class LatentRotary(Row):
-    """The same of DeepSeek's latent attention: plain, or stretched by YaRN, whose scales are Megatron's too."""
+    """Row for the rotary embeddings of DeepSeek's latent attention: plain or with YaRN."""
 
     def read(self, file: File) -> Flags:
         """See :class:`Row`."""
@@ -97,7 +97,7 @@ class LatentRotary(Row):
         if values["mscale_all_dim"] and not parameters.get("mscale"):
             raise UnknownFeatureError("yarn's rotary embeddings have mscale_all_dim without mscale")
         if not values["mscale_all_dim"]:
-            values["mscale"] = 1.0  # transformers takes no other then
+            values["mscale"] = 1.0  # transformers ignores mscale here
         words = {flag: as_word(name, flag, values.get(name)) for name, flag in _YARN.items()}
         return flags | words | {"rope-type": "yarn"}
 
@@ -117,7 +117,7 @@ class LatentRotary(Row):
 
 
 def _parameters(file: File, default_theta: float) -> dict[str, Any]:
-    """Of either form, as the newer one has them."""
+    """Rotary parameters of a file in the old or the new form, as one dict."""
     found: dict[str, Any] = {"rope_theta": file.get("rope_theta") or default_theta}
     for name in ("rope_scaling", "rope_parameters"):
         value = file.get(name) or {}
@@ -128,7 +128,7 @@ def _parameters(file: File, default_theta: float) -> dict[str, Any]:
 
 
 def _part(file: File, parameters: dict[str, Any], default: float | None) -> Any:
-    """The share of a head that is rotated; without a default, all of it."""
+    """Share of a head that is rotated; without a default it must be 1."""
     found = next((holder[_PART] for holder in (parameters, file) if holder.get(_PART) is not None), default or 1.0)
     if default is None and found != 1:
         raise UnknownFeatureError(f"{_PART} is {found!r}, not 1.0")

@@ -1,4 +1,4 @@
-"""The tensors of a model in safetensors, one file in memory at a time."""
+"""Write a model's tensors as safetensors files, with one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ SHARD_BYTES = 4 << 30
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write ``model.safetensors``, or several files and their index, as transformers names them.
+    """Write ``model.safetensors``, or several files and their index, with the names that transformers uses.
 
     Args:
-        folder: where to; files of a model that is there already are not looked at.
-        tensors: by name, each once; taken one after the other.
-        shard_bytes: a file is closed once it holds as many.
+        folder: the directory; its other files are left alone.
+        tensors: pairs of a name and a tensor; read one at a time.
+        shard_bytes: size at which a file is closed.
 
     Returns:
-        Number of bytes of all tensors.
+        Bytes of all tensors.
 
     Raises:
         OSError, SafetensorError: a file cannot be written.
@@ -45,7 +45,7 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 
 def _write(folder: Path, shard: dict[str, Tensor], number: int) -> Path:
-    """Write the shard to a file of its own, and empty it."""
+    """Write the shard to a file, and empty it."""
     from safetensors.torch import save_file
 
     path = folder / f"part-{number}.safetensors"
@@ -55,7 +55,7 @@ def _write(folder: Path, shard: dict[str, Tensor], number: int) -> Path:
 
 
 def _name(folder: Path, files: list[Path], weight_map: dict[str, int], total: int) -> None:
-    """How many files there are is in their names, and known only now."""
+    """Give the files their final names, which contain the number of files, and write the index."""
     if len(files) == 1:
         files[0].rename(folder / SINGLE)
         return

@@ -1,4 +1,4 @@
-"""Which rules apply where: the parameters of every layer and expert, by stage and model chunk."""
+"""Units: the conversion rules of each layer and expert, with the stage and model chunk that own it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Unit:
 
     Attributes:
         stage: pipeline rank of the owner.
-        chunk: its model chunk.
-        prefix: of the Megatron names.
+        chunk: model chunk on that rank.
+        prefix: prefix of the Megatron names.
         layer: global layer number, for the Hugging Face names.
-        rules: what to convert.
-        expert: global number of the expert, for the Hugging Face names; 0 where it has none.
-        expert_rank: expert-parallel rank of the owner; None: every one has it.
+        rules: rules of the parameters.
+        expert: global number of the expert, for the Hugging Face names; 0 if there is none.
+        expert_rank: expert-parallel rank of the owner; None: every rank holds a copy.
     """
 
     stage: int
@@ -36,19 +36,21 @@ class Unit:
     expert_rank: int | None = None
 
     def names(self, rule: Rule) -> list[str]:
-        """The Hugging Face names of one of its rules."""
+        """Hugging Face names of a rule."""
         return [name.format(layer=self.layer, expert=self.expert) for name in rule.hugging_face]
 
     def is_on(self, pp_rank: int, ep_rank: int) -> bool:
-        """Whether the rank of that stage with those experts holds its parameters."""
+        """Whether a rank holds the unit's parameters."""
         return self.stage == pp_rank and self.expert_rank in (None, ep_rank)
 
 
 def units_of(config: RunConfig) -> list[Unit]:
-    """Where each parameter of the model lies, in the order of the layers."""
+    """Units of the whole model, in the order of the layers."""
     family = find_family(config)
     if family is None:
-        raise RuntimeError("no Hugging Face architecture has these settings: the checks were not asked for an engine")
+        raise RuntimeError(
+            "no Hugging Face architecture has these settings: check them with check_architecture() first"
+        )
     stages = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     units = [Unit(0, 0, "", 0, family.embedding)]
@@ -63,7 +65,7 @@ def units_of(config: RunConfig) -> list[Unit]:
 
 
 def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Unit]:
-    """A layer, and then its experts."""
+    """Units of a layer: itself, then its experts."""
     has_experts = config.layers_with_experts[layer.layer]
     rules = (*family.layer, *(family.expert_layer if has_experts else family.dense_layer))
     yield replace(layer, rules=tuple(rule for rule in rules if rule.holds is None or rule.holds(config)))
@@ -72,7 +74,7 @@ def _layer_units(layer: Unit, family: Family, config: RunConfig) -> Iterator[Uni
 
 
 def _experts_of(layer: Unit, rules: tuple[Rule, ...], config: RunConfig) -> Iterator[Unit]:
-    """Megatron gives each expert-parallel rank experts that follow each other."""
+    """Units of a layer's experts; each expert-parallel rank owns a contiguous range of them."""
     number = experts_of(config).num_moe_experts
     share = number // config.parallel.expert_model_parallel_size
     for expert in range(number):
@@ -82,7 +84,7 @@ def _experts_of(layer: Unit, rules: tuple[Rule, ...], config: RunConfig) -> Iter
 
 
 def check_expert_group(config: RunConfig, ep_group: Group | None) -> None:
-    """Raise ValueError unless the group has as many ranks as the flags say."""
+    """Raise ValueError unless the group has ``--expert-model-parallel-size`` ranks."""
     if group_size(ep_group) != config.parallel.expert_model_parallel_size:
         raise ValueError(
             f"ep_group has {group_size(ep_group)} ranks, expected the {config.parallel.expert_model_parallel_size} of "
@@ -91,9 +93,9 @@ def check_expert_group(config: RunConfig, ep_group: Group | None) -> None:
 
 
 def check_complete(parameters: Sequence[Mapping[str, Tensor]], units: Sequence[Unit]) -> None:
-    """Raise RuntimeError for a parameter of this rank, by chunk and name, that no rule names."""
+    """Raise RuntimeError if no rule names a parameter of this rank."""
     covered = {(unit.chunk, unit.prefix + name) for unit in units for rule in unit.rules for name in rule.megatron}
-    # With tied embeddings the last stage holds a copy of the first stage's, kept equal by Megatron.
+    # With tied embeddings the last stage holds a copy of the embeddings, which Megatron keeps equal.
     covered |= {(chunk, "output_layer.weight") for chunk in range(len(parameters))}
     left = [name for chunk, named in enumerate(parameters) for name in named if (chunk, name) not in covered]
     if left:
@@ -101,7 +103,7 @@ def check_complete(parameters: Sequence[Mapping[str, Tensor]], units: Sequence[U
 
 
 def find_parameter(parameters: Mapping[str, Tensor], prefix: str, rule: Rule) -> Tensor:
-    """The parameter of a rule, under any of its names."""
+    """Find the parameter of a rule under any of its names; RuntimeError if it is missing."""
     for name in rule.megatron:
         if prefix + name in parameters:
             return parameters[prefix + name]

@@ -1,1 +1,1 @@
-"""Prompts from the user's own files: what the rows say, which ones fit, and in which order they come."""
+"""Prompts from the user's files (``--prompt-data``, ``--eval-data``): reading, checking, order."""

@@ -1,7 +1,4 @@
-"""Prompt files: JSON lines, and folders that the ``datasets`` library saved.
-
-Rows stay on the disk until they are used.
-"""
+"""Prompt files: JSON lines, and folders of the ``datasets`` library. Rows stay on disk until they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from megatron_rc.launch.errors import ConfigurationError, require
 from megatron_rc.launch.tasks.prompt_data.rows import Row, parse_line
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# How files begin that are taken for JSON lines by mistake, and what makes JSON lines of them.
+# First bytes of other formats, with the remedy for the error.
 _OTHER_FORMATS = {
     b"\x1f\x8b": "compressed by gzip: decompress it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: decompress it",
@@ -34,40 +31,38 @@ class Rows(Protocol):
     """The rows of a file, by number.
 
     Attributes:
-        digest: of all rows; equal where they are.
+        digest: hash of all rows.
     """
 
     digest: bytes
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         ...
 
     def row(self, index: int) -> Row:
-        """One of them, read now."""
+        """Read one row."""
         ...
 
     def where(self, index: int) -> str:
-        """The flag, the file and the place in it, as an error names them."""
+        """Name of a row for errors: flag, file and place in it."""
         ...
 
 
 def open_rows(name: str, path: str, visit: Visit) -> Rows:
-    """The rows of a file, every one of them looked at once.
+    """Open a prompt file, and check each of its rows.
 
     Args:
-        name: of the flag.
+        name: name of the flag.
         path: a file of JSON lines, or a folder that ``datasets`` saved.
-        visit: is called with every row and its number; raises ValueError, which says what is wrong with it.
+        visit: called with the number of every row and the row; raises ValueError with the fault of a bad row.
 
     Raises:
-        ConfigurationError: it cannot be read, has no row, or one that is wrong.
+        ConfigurationError: the file cannot be read, has no row, or has a bad one.
     """
-    # Unlike Path.exists(), no OSError for a name that is too long, which opening it says in words.
+    # Path.exists() raises OSError for a name that is too long; open() below reports it.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        raise ConfigurationError(
-            f"{name} {path} is no file that can be read again, as every rank does: write it to one"
-        )
+        raise ConfigurationError(f"{name} {path} is no regular file, and every rank must read it: write it to one")
     rows: Rows = SavedDataset(name, path, visit) if os.path.isdir(path) else JsonLines(name, path, visit)
     if not len(rows):
         raise ConfigurationError(f"{name} {path} is empty: every prompt is one row")
@@ -75,7 +70,7 @@ def open_rows(name: str, path: str, visit: Visit) -> Rows:
 
 
 class JsonLines:
-    """One JSON object a line. In memory is where each line begins: eight bytes a prompt."""
+    """Rows of a file with one JSON object per line. Memory: eight bytes per line, its offset."""
 
     def __init__(self, name: str, path: str, visit: Visit) -> None:
         self.name, self.path = name, path
@@ -90,7 +85,7 @@ class JsonLines:
                     if not line.strip():
                         blank = blank or number
                         continue
-                    # Empty lines may stand at the end alone.
+                    # Empty lines are allowed at the end only.
                     self._read(blank or number, b"" if blank else line, visit)
                     self._starts.append(self._starts[-1] + len(line))
         except OSError as error:
@@ -98,14 +93,14 @@ class JsonLines:
         self.digest = digest.digest()
 
     def __len__(self) -> int:
-        """Lines, without empty ones at the end."""
+        """Number of lines, without empty ones at the end."""
         return len(self._starts) - 1
 
     def row(self, index: int) -> Row:
         """Read one line.
 
         Raises:
-            ConfigurationError: the file has changed since it was opened first.
+            ConfigurationError: the file has changed since the run began, or cannot be read any more.
         """
         begin, end = self._starts[index : index + 2]
         try:
@@ -135,7 +130,7 @@ class JsonLines:
         return row
 
     def _refuse_other_formats(self, line: bytes) -> None:
-        """Say what the file is, if its first line, which is no JSON object, shows it."""
+        """Raise ConfigurationError if a first line that is no JSON object shows another file format."""
         found = next((words for begin, words in _OTHER_FORMATS.items() if line.startswith(begin)), None)
         if line.strip() in (b"[", b"{"):
             found = "one JSON value over several lines: write each prompt as an object on a line of its own"
@@ -149,7 +144,7 @@ class JsonLines:
 
 
 class SavedDataset:
-    """A folder that ``Dataset.save_to_disk`` of the ``datasets`` library wrote; its rows are mapped from the disk."""
+    """Rows of a folder that ``Dataset.save_to_disk`` of the ``datasets`` library wrote; memory-mapped."""
 
     def __init__(self, name: str, path: str, visit: Visit) -> None:
         self.name, self.path = name, path
@@ -163,7 +158,7 @@ class SavedDataset:
         self.digest = self._digest()
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._dataset)
 
     def row(self, index: int) -> Row:
@@ -176,7 +171,7 @@ class SavedDataset:
         return f"{self.name} {self.path}, row {index}"
 
     def _digest(self) -> bytes:
-        """Of the rows as they are stored: an image that was read from them is another object in every process."""
+        """Hash of the stored rows; decoded objects such as images would differ between processes."""
         digest = hashlib.blake2b(digest_size=8)
         for rows in self._dataset.with_format("arrow").iter(batch_size=1000):
             for row in rows.to_pylist():
@@ -188,7 +183,7 @@ class SavedDataset:
 
         try:
             found = load_from_disk(path)
-        except Exception as error:  # of the many kinds that broken folders bring up
+        except Exception as error:  # broken folders raise many kinds
             raise ConfigurationError(
                 f"{self.name} {path} is a folder that datasets cannot load ({error}): write it with save_to_disk, or "
                 "give a file of JSON lines"

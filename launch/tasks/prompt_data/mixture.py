@@ -1,7 +1,7 @@
-"""Several files as one sequence of prompts: which file a number falls to, and in which order its rows come.
+"""Mixture of several prompt files: the file and the row of training prompt number n.
 
-Both follow from the seed and the number alone, so every rank and every resumed run draws the same prompts without
-having drawn those before.
+Both depend only on the seed and n, so every rank and every resumed run finds the same prompts without drawing the
+earlier ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Part = tuple[str, "Fraction | None"]
 
 
 def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
-    """Paths and their weights, as Megatron-LM's ``--data-path`` has them: ``0.7 a.jsonl 0.3 b.jsonl``, or paths alone.
+    """Paths and weights from the words of a flag such as ``0.7 a.jsonl 0.3 b.jsonl``; weights may be left out.
 
     Raises:
-        ConfigurationError: weights for some paths only, a weight that is not positive, or the same file twice.
+        ConfigurationError: some paths have no weight, a weight is not positive, or a file is named twice.
     """
     numbers = [_number(word) for word in words]
     weights: list[Fraction | None] = [None] * len(words)
@@ -34,17 +34,17 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
         if wrong or len(paths) < len(weights):
             found = wrong[0] if wrong else words[-1]
             raise ConfigurationError(
-                f"{name} {' '.join(words)}: {found!r} stands where a positive weight and a path belong: give a weight "
-                "for each path (0.7 a.jsonl 0.3 b.jsonl), or for none"
+                f"{name} {' '.join(words)}: expected a positive weight and its path, got {found!r}: give a weight for "
+                "each path (0.7 a.jsonl 0.3 b.jsonl), or for none"
             )
     stray = next((word for word in paths if _number(word) is not None), None)
-    # Two names of one file, such as a.jsonl and ./a.jsonl, name it twice too.
+    # a.jsonl and ./a.jsonl are the same file.
     files = [(path, os.path.realpath(path)) for path in paths]
     twice = next(((one, other) for (one, file), (other, same) in combinations(files, 2) if file == same), None)
     if stray is not None:
         raise ConfigurationError(
-            f"{name} {' '.join(words)}: {stray!r} stands where a path belongs: give a weight before each path, or none "
-            "(a file of that name is ./" + stray + ")"
+            f"{name} {' '.join(words)}: expected a path, got {stray!r}: give a weight before each path, or none (write "
+            f"a file of that name as ./{stray})"
         )
     if twice is not None:
         one, other = twice
@@ -54,14 +54,14 @@ def parse_mixture(name: str, words: Sequence[str]) -> list[Part]:
 
 
 def place(number: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """(the file, how many prompts it gave before) of the prompt with this number.
+    """Index of the file of prompt ``number``, and how many prompts that file gave before.
 
-    Prompt k of a file with share w of the whole comes at time (k + 1/2) / w, and the sequence is the prompts of all
-    files by their times (Webster's apportionment): among the first n prompts a file has its share to within one or two.
+    Prompt k of a file with share w has time (k + 1/2) / w; prompts of all files are sorted by their times (Webster's
+    apportionment). Among the first n prompts each file has its share to within one or two.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    # Files together give at least n - len/2 prompts by time n, so what comes before this time lies before the number.
+    # By time n the files have given between n - len/2 and n + len/2 prompts, so the search can begin here.
     begin = max(0, number - len(shares))
     counts = [int(begin * share + Fraction(1, 2)) for share in shares]
     while True:
@@ -72,17 +72,17 @@ def place(number: int, weights: Sequence[Fraction]) -> tuple[int, int]:
 
 
 def shuffled(count: int, seed: str) -> array[int]:
-    """The numbers below ``count`` in an order that follows from the seed."""
+    """A permutation of the numbers below ``count`` that depends only on the seed."""
     order = array("Q", range(count))
     random.Random(seed).shuffle(order)
     return order
 
 
 def _number(word: str) -> Fraction | None:
-    """The decimal number that a word is; None for a path."""
+    """Value of a word that is a decimal number; None for a path."""
     try:
         value = float(word)
     except ValueError:
         return None
-    # A fraction of 1e-999999999 would have that many digits.
+    # Fraction("1e-999999999") would have a billion digits.
     return Fraction(word) if math.isfinite(value) and value else Fraction(0)

@@ -1,4 +1,4 @@
-"""Whether a prompt leaves room for a response."""
+"""Check that a prompt leaves room for a response."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.tasks.text import Problem, Text
 
-_MOST_TOKENS = 4  # of one character: its bytes in UTF-8
-# The longest tokens of published vocabularies: runs of spaces or dashes. A tokenizer takes minutes and gigabytes for
-# texts far beyond --seq-length.
+_MOST_TOKENS = 4  # per character: its bytes in UTF-8
+# Characters of the longest tokens in published vocabularies: runs of spaces or dashes. A text that is surely too long
+# is not tokenized, which could take minutes and gigabytes.
 _MOST_CHARACTERS = 128
 
 
 class Room:
-    """Counts the tokens of prompts, where characters do not already tell that there are few.
+    """Finds prompts that are too long; tokenizes only those whose characters do not decide it.
 
     Args:
         text: the tokenizer.
-        seq_length: tokens of a prompt and a response together.
-        response: tokens of a response.
-        drops: longer prompts are left out; else they are an error.
+        seq_length: maximum tokens of a prompt and a response together.
+        response: maximum tokens of a response.
+        drops: leave out prompts that are too long; otherwise they are an error.
     """
 
     def __init__(self, text: Text, seq_length: int, response: int, drops: bool) -> None:
@@ -29,10 +29,10 @@ class Room:
         self._frames: dict[tuple[str, ...], int] = {}
 
     def excess(self, problem: Problem) -> int | None:
-        """The length of a prompt that is too long, None for one that fits.
+        """Tokens of a prompt that is too long, or a lower bound of them; None for a prompt that fits.
 
         Raises:
-            ValueError: it is too long, and such prompts are an error; or the chat template refuses it.
+            ValueError: the prompt is too long and ``drops`` is False, or the chat template refuses it.
         """
         try:
             if self._surely_fits(problem):
@@ -51,12 +51,12 @@ class Room:
         return length
 
     def _lengths(self, problem: Problem) -> tuple[int, int]:
-        """The least tokens that a prompt of its characters can have, and its tokens if those are not too many yet."""
+        """Lower bound of a prompt's tokens from its characters, and their number if the bound does not decide."""
         least = len(self.text.shown(problem)) // _MOST_CHARACTERS
         return least, least if least > self.tokens else len(self.text.encode(problem))
 
     def _surely_fits(self, problem: Problem) -> bool:
-        """Spares the tokenizer most prompts of a large file; what it lets through is counted again when it is used."""
+        """Whether the upper bound of a prompt's tokens fits; spares the tokenizer most prompts of a large file."""
         roles = tuple(message["role"] for message in problem.messages)
         if roles not in self._frames:
             short = replace(problem, prompt="a", messages=tuple({**said, "content": "a"} for said in problem.messages))

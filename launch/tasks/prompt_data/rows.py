@@ -1,4 +1,4 @@
-"""One row of a prompt file as a problem."""
+"""Parse a row of a prompt file into a problem."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Row = dict[str, Any]
 
 
 def parse_line(line: bytes) -> Row:
-    """One line of JSON lines.
+    """Parse one line of a JSON-lines file.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the line is no JSON object; the message says why.
     """
     try:
-        # Without its end, from which the parser would begin to count columns anew.
+        # The parser would count columns from 1 again after a newline.
         text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start + 1} is 0x{line[error.start]:02x})") from error
@@ -41,15 +41,15 @@ def parse_line(line: bytes) -> Row:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Where a row holds what, and what it may hold.
+    """Keys of a row, and the requirements on its values.
 
     Attributes:
         input_key: key of the prompt: a string, or a list of messages with ``role`` and ``content``.
-        label_key: key of what the reward compares a response with.
-        needs_label: every row must have one.
-        chat: the tokenizer writes prompts as turns of a conversation.
-        alphabet: the characters that the tokenizer knows; None: any.
-        plain_label: a label is text or a number, which ``--reward exact`` compares with responses.
+        label_key: key of the label that the reward compares a response with.
+        needs_label: whether every row must have a label.
+        chat: whether the tokenizer writes prompts as turns of a conversation.
+        alphabet: characters that the tokenizer knows; None: all.
+        plain_label: whether labels must be texts or numbers, as ``--reward exact`` needs them.
     """
 
     input_key: str
@@ -60,10 +60,10 @@ class RowFormat:
     plain_label: bool = False
 
     def problem(self, row: Row) -> Problem:
-        """The problem that a row poses.
+        """Make a problem from a row.
 
         Raises:
-            ValueError: what is wrong with the row.
+            ValueError: the row is bad; the message says why.
         """
         if self.input_key not in row:
             raise ValueError(f"has no {self.input_key!r}{_among(row)}: name the prompt's key with --input-key")
@@ -84,7 +84,7 @@ class RowFormat:
         return Problem(last, label, messages=messages, record=row)
 
     def _messages(self, prompt: Any) -> tuple[Mapping[str, Any], ...]:
-        """The conversation, or nothing where the prompt is shown as plain text."""
+        """Messages of the conversation; empty if the prompt is plain text."""
         if isinstance(prompt, str):
             return ({"role": "user", "content": prompt},) if self.chat else ()
         if not isinstance(prompt, list):
@@ -97,10 +97,11 @@ class RowFormat:
                 raise ValueError(f"has {_kind(message)} as {place}, not a message with 'role' and 'content'")
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
-                    raise ValueError(f"has {_kind(message.get(key))} as {place}[{key!r}], not a string")
+                    found = _kind(message[key]) if key in message else "nothing"
+                    raise ValueError(f"has {found} as {place}[{key!r}], not a string")
             self._check_text(place, message["content"], may_be_empty=number + 1 < len(prompt))
         if prompt[-1]["role"] == "assistant":
-            raise ValueError(f"ends {self.input_key!r} with a message of the assistant: leave the answer out")
+            raise ValueError(f"ends {self.input_key!r} with a message of the assistant: remove the answer")
         if not self.chat:
             raise ValueError(
                 f"has messages under {self.input_key!r}: give --apply-chat-template and a tokenizer that has one"
@@ -117,7 +118,7 @@ class RowFormat:
         unknown = None if self.alphabet is None else next((char for char in text if char not in self.alphabet), None)
         if unknown is not None:
             raise ValueError(
-                f"has {unknown!r} in {place}, which the tokenizer of single characters lacks: give "
+                f"has {unknown!r} in {place}, which is not a token of the character tokenizer: give "
                 "--tokenizer-model DIR"
             )
 
@@ -144,16 +145,16 @@ def _finite(word: str) -> float:
 def _integer(word: str) -> int:
     try:
         return int(word)
-    except ValueError as error:  # Python's bound on the work that one number makes
+    except ValueError as error:  # Python limits the digits of an integer
         raise ValueError(f"holds an integer of {len(word)} digits, which is too large a number") from error
 
 
 def _among(row: Row) -> str:
-    """The keys that there are, as far as they fit a sentence."""
+    """The row's first eight keys, for an error."""
     keys = ", ".join(map(repr, list(row)[:8]))
     return f" (it has {keys}{', …' if len(row) > 8 else ''})" if row else " (it has no key at all)"
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")

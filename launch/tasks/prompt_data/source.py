@@ -1,4 +1,4 @@
-"""The prompts of a run from the user's files, in the place of a task's."""
+"""Problems from the user's prompt files, used instead of a task."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _log = logging.getLogger("megatron_rc")
 
 
 class PromptData:
-    """Problems from files; see :class:`Task`, whose reward it leaves to ``--reward``.
+    """Task whose problems come from files; its reward is ``--reward``.
 
     Args:
         train: words of ``--prompt-data``.
         held_out: words of ``--eval-data``; may be empty.
-        row_format: what a row holds.
+        row_format: format of the rows.
         text: the tokenizer.
-        seed: of the order.
-        room: for a prompt, and what becomes of those that are longer.
-        max_response_length: tokens of a response.
+        seed: seed of the order.
+        room: check of the prompts' lengths.
+        max_response_length: maximum tokens of a response.
 
     Attributes:
-        digest: a number that is the same where all rows are.
-        order_digest: a number that is the same where training prompt number n is, for every n.
-        dropped: training prompts that are left out because they are too long.
+        digest: hash of all rows.
+        order_digest: hash of the order of training prompts.
+        dropped: training prompts left out because they are too long.
     """
 
     reward = None
@@ -56,11 +56,11 @@ class PromptData:
             PromptFile(PROMPT_DATA, path, row_format, room, f"{seed}/{number}")
             for number, (path, _) in enumerate(parts)
         ]
-        # Without weights every prompt comes once an epoch.
+        # Without weights each file has its number of prompts as weight, so each prompt comes once per epoch.
         self._weights = [weight or Fraction(len(file)) for (_, weight), file in zip(parts, self._train, strict=True)]
         kept = parse_mixture(EVAL_DATA, held_out) if held_out else []
         if any(weight is not None for _, weight in kept):
-            raise ConfigurationError(f"{EVAL_DATA} {' '.join(held_out)} takes no weights: all its prompts count alike")
+            raise ConfigurationError(f"{EVAL_DATA} {' '.join(held_out)} takes no weights: give paths only")
         self._held_out = [PromptFile(EVAL_DATA, path, row_format, room, "") for path, _ in kept]
         self.dropped = sum(file.dropped for file in self._train)
         self._warn_of_same_rows()
@@ -71,13 +71,14 @@ class PromptData:
 
     @property
     def num_held_out(self) -> int:
-        """How many problems there are for evaluations."""
+        """Number of problems for evaluations."""
         return sum(map(len, self._held_out))
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
         """See :class:`Task`. Held-out problems come in the order of their files."""
         if not held_out:
-            return [self._trained(number) for number in range(start, start + count)]
+            places = [place(number, self._weights) for number in range(start, start + count)]
+            return [self._train[index].shuffled_problem(position) for index, position in places]
         if start + count > self.num_held_out:
             raise ConfigurationError(
                 f"{EVAL_DATA} holds {self.num_held_out} prompts, {start + count} were asked for: lower --eval-problems"
@@ -86,9 +87,9 @@ class PromptData:
         return [file.problem(index) for file, index in every[start : start + count]]
 
     def metrics(self, drawn: int) -> dict[str, float]:
-        """How often the prompts were gone through once so many are drawn, and how many are left out.
+        """Epochs after ``drawn`` prompts, and the number of prompts that were left out.
 
-        Of several files the number is that of the one that was gone through most often.
+        With several files, the file with the most epochs counts.
         """
         epochs = [
             drawn * float(weight / sum(self._weights)) / len(file)
@@ -97,22 +98,18 @@ class PromptData:
         return {"data/epoch": max(epochs), "data/overlong_prompts": float(self.dropped)}
 
     def _warn_of_same_rows(self) -> None:
-        """An evaluation of what was trained says little, and nobody means to make it."""
+        """Warn if evaluations use the rows that are trained on."""
         trained = {file.rows.digest: file.path for file in self._train}
         for file in self._held_out:
             if file.rows.digest in trained:
                 _log.warning(
-                    "%s %s has the rows of %s %s: evaluations are made on what is trained",
+                    "%s %s has the rows of %s %s: evaluations use the prompts that are trained on",
                     *(EVAL_DATA, file.path, PROMPT_DATA, trained[file.rows.digest]),
                 )
 
-    def _trained(self, number: int) -> Problem:
-        index, position = place(number, self._weights)
-        return self._train[index].shuffled_problem(position)
-
 
 def _number_of(parts: Iterable[bytes]) -> int:
-    """A number that tells lists of texts apart."""
+    """48-bit hash of a list of bytes."""
     digest = hashlib.blake2b(digest_size=6)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -120,13 +117,13 @@ def _number_of(parts: Iterable[bytes]) -> int:
 
 
 class PromptFile:
-    """The prompts of one file that leave room for a response.
+    """Prompts of one file that leave room for a response.
 
     Attributes:
-        path: of the file.
-        rows: all of them.
-        dropped: how many are left out.
-        digest: of all rows, and of which fit.
+        path: path of the file.
+        rows: all rows of the file.
+        dropped: number of prompts that are too long.
+        digest: hash of all rows and of the numbers of the fitting ones.
     """
 
     def __init__(self, name: str, path: str, row_format: RowFormat, room: Room, seed: str) -> None:
@@ -155,14 +152,14 @@ class PromptFile:
         self._order = lru_cache(maxsize=2)(lambda epoch: shuffled(len(self), f"{seed}/{epoch}"))
 
     def __len__(self) -> int:
-        """Prompts that fit."""
+        """Number of prompts that fit."""
         return len(self._kept)
 
     def problem(self, index: int) -> Problem:
-        """One of them, in the order of the file."""
+        """Fitting prompt number ``index``, in the order of the file."""
         return self._row_format.problem(self.rows.row(self._kept[index]))
 
     def shuffled_problem(self, position: int) -> Problem:
-        """One of them in the order of training, which goes on after its last: each epoch has an order of its own."""
+        """Prompt number ``position`` of training; each epoch has its own order."""
         epoch, index = divmod(position, len(self))
         return self.problem(self._order(epoch)[index])

@@ -1,1 +1,1 @@
-"""One HTML page of a run: what was run, how it went, and its curves."""
+"""The HTML page of a run: its settings, its curves and the doctor's verdict."""

@@ -1,4 +1,4 @@
-"""What else a run left: graded answers, checkpoints, records of its rollouts, and what went wrong."""
+"""Graded answers of a run, and notes about its checkpoints, records and errors, for its page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ANSWERS, LONGEST = 40, 2000
 
 
 def answers_of(folder: Path) -> dict[str, Any] | None:
-    """The graded answers of the newest evaluation that has any: ``file``, ``files`` and ``rows``; None: there are none.
+    """Graded answers of the newest evaluation that has any: ``file``, ``files`` and ``rows``; None without any.
 
-    Texts are cut to 2,000 characters each, and say so.
+    Texts are cut to 2,000 characters, with a note.
     """
     files = sorted((folder / FOLDER).glob("step-*.jsonl"))
     for file in reversed(files):
@@ -30,12 +30,15 @@ def answers_of(folder: Path) -> dict[str, Any] | None:
 
 
 def notes_of(folder: Path, settings: Settings) -> list[str]:
-    """Where the rest lies, a sentence each."""
+    """Sentences about the run's checkpoints, its records, and its files of errors."""
+    problems = (
+        (folder / "reward-errors.jsonl", "Responses that could not be scored are in"),
+        (folder / "bad", "Rollout batches or responses that could not be used are in"),
+    )
     return [
         *_checkpoints(settings),
         *_records(folder, settings),
-        *_wrong(folder / "reward-errors.jsonl", "Responses that could not be scored are in"),
-        *_wrong(folder / "bad", "Rollout batches or responses that could not be used are in"),
+        *(f"{words} {path}." for path, words in problems if path.exists()),
     ]
 
 
@@ -59,7 +62,7 @@ def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(prompt: Any) -> str:
-    """A text, or the messages of a conversation one below the other."""
+    """Text of a prompt; a conversation becomes one line per message."""
     if not isinstance(prompt, list):
         return str(prompt)
     return "\n".join(
@@ -92,8 +95,4 @@ def _records(folder: Path, settings: Settings) -> list[str]:
         return [f"Rollouts are recorded in {records}, without log-probs of the trainer (--save-log-probs)."]
     batches, page = (shlex.quote(str(path)) for path in (settings.home / records, folder / "replay.html"))
     command = f"python -m megatron_rc.replay {batches} --preset decoupled_token_is --html {page}"
-    return [f"What another correction would have done to the recorded rollouts: {command}"]
-
-
-def _wrong(path: Path, words: str) -> list[str]:
-    return [f"{words} {path}."] if path.exists() else []
+    return [f"Replay the recorded rollouts under another correction: {command}"]

@@ -1,22 +1,22 @@
-"""The page of a run, written from what lies in its folder."""
+"""Writes ``report.html``, the page of a run, from the files in its folder."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megatron_rc.doctor.series import WINDOW
-from megatron_rc.launch.training.metrics_file import METRICS_FILE, read_rows
+from megatron_rc.launch.training.metrics_file import METRICS_FILE, read_rows, read_rows_backwards
 from megatron_rc.launch.training.run_page.left import answers_of, notes_of
 from megatron_rc.launch.training.run_page.panels import WANTED, histograms_of, panels_of
-from megatron_rc.launch.training.run_page.series import collect
-from megatron_rc.launch.training.run_page.settings import as_data, settings_of
+from megatron_rc.launch.training.run_page.settings import settings_of
 from megatron_rc.launch.training.run_page.verdict import FULL_NAMES, doctor_of, tiles_of
+from megatron_rc.launch.training.series import collect
 from megatron_rc.launch.training.shown import usual_names
 from megatron_rc.replay.template import filled
 
@@ -25,14 +25,14 @@ _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', 
 
 
 def write_page(folder: Path, ending: str | None = None) -> Path:
-    """Write ``report.html`` into a run's folder; where it is.
+    """Write ``report.html`` into a run's folder, and return its path.
 
     Args:
-        folder: of the run. What is missing in it, or cannot be read, is left out of the page.
-        ending: how the run ended; None: as the page that is there says, if it is of as many steps.
+        folder: folder of the run; files that are missing or damaged are left out of the page.
+        ending: how the run ended; None: as an older page of the same number of steps says.
 
     Raises:
-        OSError: ``metrics.jsonl`` cannot be read, or the page not be written.
+        OSError: ``metrics.jsonl`` cannot be read, or the page cannot be written.
     """
     path = folder / PAGE
     template = files("megatron_rc.launch.training.run_page").joinpath("page.html").read_text(encoding="utf-8")
@@ -44,52 +44,38 @@ def write_page(folder: Path, ending: str | None = None) -> Path:
 
 
 def page_data(folder: Path, ending: str | None = None) -> dict[str, Any]:
-    """What the page shows; every number is finite, or null. The arguments are those of :func:`write_page`."""
-    settings, last = settings_of(folder), _Last()  # rows pass one by one: those of a long run fill gigabytes
-    prefix = settings.get("metric-prefix") or "rollout_corr/"
-    series = collect(last.of_steps(_rows(folder / METRICS_FILE, prefix)), (*WANTED, *FULL_NAMES.values()))
-    row: Mapping[str, Any] = last.rows[-1] if last.rows else {}
-    steps = row.get("step", 0)
+    """Data of the page, for the arguments of :func:`write_page`; numbers are finite or None."""
+    settings = settings_of(folder)
+    rows, last = _rows(folder / METRICS_FILE, settings.get("metric-prefix") or "rollout_corr/")
+    series = collect(rows, (*WANTED, *FULL_NAMES.values()))
+    newest: Mapping[str, Any] = last[-1] if last else {}
+    steps = newest.get("step", 0)
     return {
         "name": settings.get("run-name") or folder.resolve().name,
         "layout": settings.layout if settings.all else "",
         "steps": steps,
         "ending": ending if ending is not None else _known_ending(folder / PAGE, steps),
         "tiles": tiles_of(series, steps, settings),
-        "doctor": doctor_of(series, last.rows, settings) if row else None,
+        "doctor": doctor_of(series, last, settings) if last else None,
         "panels": panels_of(series),
-        "histograms": histograms_of(row, settings.get("rollout-is")) if row else [],
+        "histograms": histograms_of(newest, settings.get("rollout-is")) if last else [],
         "answers": answers_of(folder),
         "notes": notes_of(folder, settings),
-        "settings": as_data(settings),
+        "settings": {"given": settings.given, "made_with": settings.made_with, "correction": settings.correction},
     }
 
 
-class _Last:
-    """Keeps the last rows of optimizer steps that go by; those of evaluations have no correction.
-
-    Attributes:
-        rows: as many as the doctor looks at.
-    """
-
-    def __init__(self) -> None:
-        self.rows: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-
-    def of_steps(self, rows: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """The rows as they come."""
-        for row in rows:
-            if "reward/mean" in row:
-                self.rows.append(row)
-            yield row
-
-
-def _rows(path: Path, prefix: str) -> Iterator[Mapping[str, Any]]:
-    """None where a run ended before its first step."""
-    return (usual_names(row, prefix) for row in read_rows(path)) if path.is_file() else iter(())
+def _rows(path: Path, prefix: str) -> tuple[Iterator[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """All rows, read one by one because they may fill gigabytes; and the last rows of steps, without evaluations."""
+    if not path.is_file():
+        return iter(()), []
+    steps = (row for row in read_rows_backwards(path) if "reward/mean" in row)
+    last = [usual_names(row, prefix) for row in islice(steps, WINDOW)][::-1]
+    return (usual_names(row, prefix) for row in read_rows(path)), last
 
 
 def _known_ending(page: Path, steps: int) -> str:
-    """What a page of the same steps says, which the run wrote when it ended."""
+    """The ending that an older page of the same number of steps names; empty if there is none."""
     try:
         match = _DATA.search(page.read_text(encoding="utf-8"))
         known = json.loads(match[1]) if match else {}

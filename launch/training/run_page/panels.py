@@ -1,4 +1,4 @@
-"""Which metrics a run's page draws together, and how."""
+"""Panels: the metrics that a run's page and its picture draw together."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rc.launch.training.run_page.series import Series, aligned, drawn
+from megatron_rc.launch.training.series import Series, aligned, drawn
 
-_RC, _PASS = "rollout_corr/", "eval/pass@"
+_RC, _PASS, _HELD_OUT = "rollout_corr/", "eval/pass@", "eval/reward"
 _PERCENTS = ("01", "05", "25", "50", "75", "95", "99")
 _PHASES = ("sync", "eval", "rollout", "plan", "update", "save")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one picture.
+    """Curves in one drawing.
 
     Attributes:
-        title: of the picture, with the unit.
-        note: what to know of it.
-        curves: a label for each metric; one that was not measured is left out.
-        stacked: draw sums of the curves.
-        wide: the values may differ by orders of magnitude: the axis is logarithmic where they do.
+        title: title with the unit.
+        note: explanation below the title.
+        curves: label of each metric; metrics without a value are left out.
+        stacked: draw the curves on top of each other.
+        wide: use a logarithmic axis if the values differ by orders of magnitude.
     """
 
     title: str
@@ -37,24 +37,24 @@ class Panel:
 PANELS = (
     Panel(
         "Reward",
-        "Of the sampled responses, and of answers to held-out problems where there were evaluations.",
+        "Mean over the sampled responses; for evaluations, over the answers to held-out problems.",
         {
             "reward/mean": "mean reward",
             "reward/greedy": "most likely response",
             "eval/exact_match": "right answers, held out",
-            "eval/reward": "mean reward, held out",
+            _HELD_OUT: "mean reward, held out",
             _PASS: "right in {k} tries, held out",
         },
     ),
     Panel(
         "Distance of the policies, nats a token",
-        "KL from the engine that sampled to the trainer; k3 is the estimate that cannot be negative.",
+        "KL from the engine to the trainer; the k3 estimate is never negative.",
         {f"{_RC}kl": "KL", f"{_RC}k3_kl": "k3"},
         wide=True,
     ),
     Panel(
         "Effective sample size and rejection, shares",
-        "ESS: how much of the batch the weights leave. Rejected: tokens that train nothing.",
+        "ESS: effective share of the batch under the weights. Rejected tokens are not trained on.",
         {
             f"{_RC}rollout_is_eff_sample_size": "ESS",
             f"{_RC}rollout_rs_masked_fraction": "rejected tokens",
@@ -66,22 +66,17 @@ PANELS = (
         "log of π_trainer / π_rollout: half of the tokens lie between the quartiles, 98 % within the outer lines.",
         {f"{_RC}log_ratio_p{percent}": f"{int(percent)} %" for percent in ("01", "25", "50", "75", "99")},
     ),
-    Panel(
-        "Gradient norm",
-        "Before clipping.",
-        {"grad_norm": "policy", "critic/grad_norm": "critic"},
-        wide=True,
-    ),
-    Panel("Loss", "Of each optimizer step, penalties included.", {"loss/total": "policy", "loss/critic": "critic"}),
+    Panel("Gradient norm", "Before clipping.", {"grad_norm": "policy", "critic/grad_norm": "critic"}, wide=True),
+    Panel("Loss", "Of each optimizer step, with penalties.", {"loss/total": "policy", "loss/critic": "critic"}),
     Panel(
         "Entropy, and KL to the reference policy, nats a token",
-        "Entropy near 0: the policy says one thing only.",
+        "Near an entropy of 0 the policy gives one answer only.",
         {"policy/entropy": "entropy", "policy/reference_kl": "KL to the reference"},
     ),
     Panel("Response length, tokens", "Mean over the sampled responses.", {"rollout/response_length": "mean length"}),
     Panel(
         "Staleness, optimizer steps",
-        "How many steps the weights that sampled were behind those that train.",
+        "Steps by which the sampling weights were older than the trained weights.",
         {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest"},
     ),
     Panel(
@@ -95,7 +90,7 @@ PANELS = (
         "Sampled tokens over the time from the weight sync to the end of the first update.",
         {"perf/tokens_per_second": "all ranks together"},
     ),
-    Panel("Memory, GiB", "The most that any rank has needed so far.", {"perf/peak_memory_gib": "peak"}),
+    Panel("Memory, GiB", "Peak over all ranks so far.", {"perf/peak_memory_gib": "peak"}),
 )
 WANTED = (
     *(name for panel in PANELS for name in panel.curves if name != _PASS),
@@ -104,10 +99,10 @@ WANTED = (
 
 
 def panels_of(series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """The panels that have a curve, as the page draws them."""
+    """Panels with at least one curve, as data of the page."""
     found = []
     for panel in PANELS:
-        labels = _labels(panel, series)
+        labels = labels_of(panel, series)
         held = aligned(series, list(labels)) if panel.stacked else series
         curves = [{"label": label, **drawn(held[name])} for name, label in labels.items()]
         if curves:
@@ -116,28 +111,38 @@ def panels_of(series: Mapping[str, Series]) -> list[dict[str, Any]]:
     return found
 
 
-def _labels(panel: Panel, series: Mapping[str, Series]) -> dict[str, str]:
+def labels_of(panel: Panel, series: Mapping[str, Series]) -> dict[str, str]:
+    """Labels of a panel's curves by metric; of pass@k only the largest k, and no second curve of equal values."""
     labels = {name: label for name, label in panel.curves.items() if name in series}
     tries = [int(name.removeprefix(_PASS)) for name in series if name.startswith(_PASS)]
     if _PASS in panel.curves and max(tries, default=1) > 1:
         labels[f"{_PASS}{max(tries)}"] = panel.curves[_PASS].format(k=max(tries))
+    if _HELD_OUT in labels and _is_share_of_right(series):
+        del labels[_HELD_OUT]
     return labels
+
+
+def _is_share_of_right(series: Mapping[str, Series]) -> bool:
+    """Whether the mean rewards of evaluations equal their shares of right answers."""
+    rewards, right = (series[name].values if name in series else () for name in (_HELD_OUT, "eval/exact_match"))
+    pairs = zip(rewards, right, strict=False)
+    return len(rewards) == len(right) and all(math.isclose(one, other, abs_tol=1e-9) for one, other in pairs)
 
 
 def _left_out(series: Mapping[str, Series], labels: Mapping[str, str]) -> str:
     lost = sum(len(series[name].values) - len(series[name].finite()) for name in labels)
-    return f" Not drawn, since NaN or infinite: {lost}." if lost else ""
+    return f" Not drawn, because NaN or infinite: {lost}." if lost else ""
 
 
 def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str, Any]]:
-    """The last step's ratios and weights: bins between the quantiles that its metrics have, with the share of each.
+    """Histograms of the last step's ratios and weights, with the quantiles among its metrics as edges of the bins.
 
     Args:
         row: metrics of the step under their usual names.
         level: ``token``, ``sequence`` or ``geometric``; None: there are no weights.
 
     Returns:
-        For each ``edges`` (logarithms) and ``shares``, one fewer.
+        Histograms with ``edges`` (logarithms) and ``shares`` (one fewer).
     """
     logs = [row.get(f"{_RC}log_ratio_p{percent}", math.nan) for percent in _PERCENTS]
     shares = [(int(high) - int(low)) / 100 for low, high in itertools.pairwise(_PERCENTS)]
@@ -146,7 +151,7 @@ def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str,
     if level is not None:
         of = "rollout_is_" if level == "token" else "rollout_is_seq_"
         values = [row.get(f"{_RC}{of}{name}", math.nan) for name in ("min", "p25", "p50", "p75", "max")]
-        # A weight of 0 has no logarithm: it stands at the edge.
+        # log(0) does not exist: draw such a weight at the edge.
         logs = [math.log(max(value, 1e-6)) for value in values]
         what = "tokens" if level == "token" else "sequences"
         found.append(_histogram(f"Weights of {what} after bounds, step {step}", "by quarters", logs, [0.25] * 4))
@@ -156,6 +161,6 @@ def histograms_of(row: Mapping[str, float], level: str | None) -> list[dict[str,
 def _histogram(title: str, note: str, edges: list[float], shares: list[float]) -> dict[str, Any] | None:
     if not all(map(math.isfinite, edges)):
         return None
-    # Interpolated quantiles may lie beyond the exact extremes by their rounding.
+    # Interpolated quantiles may exceed the exact extremes by rounding.
     rising = [max(edges[: index + 1]) for index in range(len(edges))]
     return {"title": title, "note": f"{note}; the area is the share", "edges": rising, "shares": shares}

@@ -1,4 +1,4 @@
-"""What ``config.yaml`` says of a run: what was given, the correction in words, and what it ran on."""
+"""Reads a run's ``config.yaml`` for its page."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from megatron_rc.doctor.inputs import read_settings
 from megatron_rc.launch.training.settings_file import SETTINGS_FILE
 from megatron_rc.settings.fields import DEFAULTS
 
-_SECTION, _COMMENT = re.compile(r"^# -- (.+)$"), "# "
-_AGAIN = re.compile(r"^# Once more, in (.+): python -m ", re.MULTILINE)
-_LAYOUT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+_SECTION, _COMMENT = "# -- ", "# "
+_START_FOLDER = re.compile(r"^# [^,]+, in (.+): python -m ", re.MULTILINE)
+_LAYOUT = {
+    "TP": "tensor-model-parallel-size",
+    "PP": "pipeline-model-parallel-size",
+    "CP": "context-parallel-size",
+    "EP": "expert-model-parallel-size",
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run.
+    """Settings of a run; all empty if ``config.yaml`` is missing or damaged.
 
     Attributes:
-        all: every flag without dashes and its value as text, defaults too.
-        given: (section, flag, value) of what was given.
-        made_with: versions and repositories, a line each, and how to start the run again.
-        home: the folder that the run was started in, which its paths may be relative to.
-        correction: in words, a line each; empty where it is not known.
+        all: value of each flag as text, by its name without dashes; defaults too.
+        given: (section, flag, value) of the flags that the user gave.
+        made_with: lines with versions, repositories and the command that repeats the run.
+        home: folder in which the run was started; its relative paths begin there.
+        correction: lines that describe the correction; empty if it is not known.
     """
 
     all: Mapping[str, str] = field(default_factory=dict)
@@ -37,46 +42,47 @@ class Settings:
     correction: tuple[str, ...] = ()
 
     def get(self, name: str) -> str | None:
-        """The value of a flag as text; None: it has none."""
+        """Value of a flag as text; None if it has none."""
         value = self.all.get(name)
         return None if value in (None, "none", "null") else value
 
     @property
     def layout(self) -> str:
-        """Sizes of the model-parallel groups that are not 1."""
-        sizes = {short: self.get(f"{name}-model-parallel-size") for name, short in _LAYOUT.items()}
-        sizes["CP"] = self.get("context-parallel-size")
+        """Sizes of the model-parallel groups larger than 1."""
+        sizes = {short: self.get(flag) for short, flag in _LAYOUT.items()}
         words = [f"{short} {size}" for short, size in sizes.items() if size not in (None, "1")]
         return " · ".join(words) or "no model parallelism"
 
 
 def settings_of(folder: Path) -> Settings:
-    """What a run's folder says; nothing where it has no settings, or some that cannot be read."""
-    path = folder / SETTINGS_FILE
+    """Read the settings in a run's folder."""
     try:
-        text, known = path.read_text(encoding="utf-8"), read_settings(folder)
+        text, known = (folder / SETTINGS_FILE).read_text(encoding="utf-8"), read_settings(folder)
     except (OSError, UnicodeDecodeError):
         return Settings()
-    values, lines, home = _values(text), text.splitlines(), _AGAIN.search(text)
-    known = {**known, **{name: value for name, value in values.items() if isinstance(value, str)}}
-    head = [line.removeprefix(_COMMENT) for line in lines[: lines.index("")]] if "" in lines else []
+    values, home = _values(text), _START_FOLDER.search(text)
+    head, _, body = text.partition("\n\n")
     given, section = [], ""
-    for line in lines[len(head) :]:
-        match = _SECTION.match(line)
-        section = match[1] if match else section
+    for line in body.splitlines():
         name, colon, value = line.partition(": ")
-        if colon and not line.startswith("#"):
+        if line.startswith(_SECTION):
+            section = line.removeprefix(_SECTION)
+        elif colon and not line.startswith("#"):
             given.append((section, name, value))
-    return Settings(known, tuple(given), tuple(head[:-1]), Path(home[1] if home else "."), _correction(values))
+    made_with = [line.removeprefix(_COMMENT) for line in head.splitlines()][:-1] if body else []
+    strings = {name: value for name, value in values.items() if isinstance(value, str)}
+    return Settings(
+        {**known, **strings}, tuple(given), tuple(made_with), Path(home[1] if home else "."), _correction(values)
+    )
 
 
 def _values(text: str) -> dict[str, Any]:
-    """What was given, by flag."""
+    """Values of the given flags; empty if the file is no YAML mapping."""
     import yaml
 
     try:
         found = yaml.safe_load(text)
-    # A date that is none is a ValueError, and what is nested too deep a RecursionError.
+    # yaml raises ValueError for impossible dates and RecursionError for deep nesting.
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
@@ -90,12 +96,3 @@ def _correction(values: Mapping[str, Any]) -> tuple[str, ...]:
     except (ValueError, TypeError):
         return ()
     return tuple(line for line in config.describe().splitlines() if not line.startswith(("metrics are", "flags:")))
-
-
-def as_data(settings: Settings) -> dict[str, Any]:
-    """For the page."""
-    return {
-        "given": [list(one) for one in settings.given],
-        "made_with": list(settings.made_with),
-        "correction": list(settings.correction),
-    }

@@ -1,4 +1,4 @@
-"""How a run went, in a few numbers and in the doctor's words."""
+"""Tiles with a run's main numbers, and the doctor's verdict, for its page."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_rc.doctor.other_words import OWN
 from megatron_rc.doctor.report import GRADES, HEALTHY, SHOWN, WRONG, examine
 from megatron_rc.doctor.series import History, facts_of_series
 from megatron_rc.doctor.tables import own_row
-from megatron_rc.launch.training.run_page.series import Series
 from megatron_rc.launch.training.run_page.settings import Settings
+from megatron_rc.launch.training.series import Series
 from megatron_rc.launch.training.shown import AVERAGED
 
 _RC = "rollout_corr/"
-# The metrics whose change over the run the doctor looks at.
+# Full names of the metrics whose change over the run the doctor examines.
 FULL_NAMES = {
     "response_length": "rollout/response_length",
     "chi2_seq": f"{_RC}chi2_seq",
@@ -28,7 +28,7 @@ FULL_NAMES = {
     "reward": "reward/mean",
 }
 _LAST = f"mean of the last {AVERAGED} steps"
-# Metric, label, how it is written, and what stands below it.
+# Metric, label and format of tiles with a mean.
 _MEANS = (
     (f"{_RC}kl", "KL, nats a token", "{:.3g}"),
     (f"{_RC}rollout_is_eff_sample_size", "effective sample size", "{:.3f}"),
@@ -39,15 +39,11 @@ _MEANS = (
 
 
 def tiles_of(series: Mapping[str, Series], steps: int, settings: Settings) -> list[dict[str, str]]:
-    """Steps, rewards and means of the last steps: ``label``, ``value`` and ``note`` of each."""
-    return [_tile(*words) for words in _words(series, steps, settings)]
+    """Tiles for steps, rewards and means of the last steps: ``label``, ``value`` and ``note`` of each."""
+    return [{"label": label, "value": value, "note": note} for label, value, note in _tiles(series, steps, settings)]
 
 
-def _tile(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}
-
-
-def _words(series: Mapping[str, Series], steps: int, settings: Settings) -> Iterator[tuple[str, str, str]]:
+def _tiles(series: Mapping[str, Series], steps: int, settings: Settings) -> Iterator[tuple[str, str, str]]:
     total = settings.get("train-iters")
     yield "optimizer steps", f"{steps} of {total}" if total else str(steps), _not_made(series)
     rewards = series["reward/mean"].finite() if "reward/mean" in series else []
@@ -67,19 +63,19 @@ def _words(series: Mapping[str, Series], steps: int, settings: Settings) -> Iter
 
 
 def _not_made(series: Mapping[str, Series]) -> str:
-    """How many steps changed no weight."""
+    """Note about the steps that changed no weight; empty without any."""
     found = series["skipped_steps"].finite() if "skipped_steps" in series else []
     number = int(found[-1][1]) if found else 0
     return f"{number} of them left out: they changed no weight" if number else ""
 
 
 def doctor_of(series: Mapping[str, Series], last: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
-    """What the doctor says of the run: ``words``, ``is_wrong``, ``numbers``, ``verdicts`` and a ``proposal``.
+    """The doctor's report on a run: ``words``, ``is_wrong``, ``numbers``, ``verdicts`` and ``proposal``.
 
     Args:
-        series: of the run; what may have grown since its first steps is looked for in them.
-        last: all metrics of its last steps, under their usual names.
-        settings: of the run.
+        series: series of ``FULL_NAMES``, for changes over the run.
+        last: all metrics of the last steps, under their usual names.
+        settings: settings of the run.
     """
     rows = [{name: value for name, value in own_row(row, _RC).items() if math.isfinite(value)} for row in last]
     begun = min(row["step"] for row in last)

@@ -13,7 +13,7 @@ FAMILIES = {family.name: family for family in (*LLAMA_FAMILIES, DEEPSEEK_V3, GLM
 
 
 def find_family(config: RunConfig) -> Family | None:
-    """The family of a run's model: the one that ``--hf-model-type`` names, or the first of its shape; or None."""
+    """Family of a run's model, or None: the first that fits, or only ``--hf-model-type`` if that is given."""
     named = config.model.hf_model_type
     return next(
         (family for family in FAMILIES.values() if named in (None, family.name) and family.matches(config)), None

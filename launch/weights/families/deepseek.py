@@ -1,6 +1,6 @@
-"""DeepSeek-V3 (also Moonlight): latent attention above experts that a sigmoid chooses, MLPs in the first layers.
+"""DeepSeek-V3 (also Moonlight): latent attention, experts with a sigmoid router, dense first layers.
 
-Its rotated dimensions lie in pairs, as Megatron's latent attention wants them.
+Its rotated dimensions are interleaved in pairs, as Megatron's latent attention expects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rc.launch.weights.rotary import LatentRotary
 
 
 class _HeadsOfTheirOwn(Row):
-    """Each head has keys and values of its own, made from the latent."""
+    """Row for the number of key and value heads, which equals the number of attention heads."""
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
@@ -80,13 +80,13 @@ _LATENT_ATTENTION = (
 
 
 def latent_family(name: str, config_class: str, experts: tuple[Row, ...], default_q_lora_rank: int) -> Family:
-    """A family of DeepSeek-V3's layers.
+    """Make a family with DeepSeek-V3's layers.
 
     Args:
         name: see :class:`Family`.
-        config_class: see there.
-        experts: their rows.
-        default_q_lora_rank: of a file that lacks the entry; null is none.
+        config_class: see :class:`Family`.
+        experts: rows of the experts.
+        default_q_lora_rank: rank if the file lacks the entry; null in a file means no latent for queries.
     """
     return Family(
         name=name,

@@ -1,6 +1,6 @@
-"""GLM-4.5 (also 4.5-Air, 4.6 and 4.7): Llama's layers with DeepSeek-V3's experts, and heads that are rotated in part.
+"""GLM-4.5 (also 4.5-Air, 4.6 and 4.7): Llama's layers, DeepSeek-V3's experts and partly rotated heads.
 
-GLM-4.7-Flash is DeepSeek-V3 by another name.
+GLM-4.7-Flash has DeepSeek-V3's layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GLM4_MOE = gated_family(
     (*ANY_LENGTH, *sigmoid_experts(dense_first=DenseFirst(1), scaling=1.0, groups=1, chosen=1)),
     rotary=Rotary(default_part=0.5),
     attention=(
-        # Of queries, keys and values alone.
+        # The output projection has no bias.
         Entry("attention_bias", "add-qkv-bias", default=False),
         Entry("use_qk_norm", "qk-layernorm", default=False),
     ),

@@ -1,4 +1,4 @@
-"""GPT-2: Megatron's defaults, and as published ``--openai-gelu``."""
+"""GPT-2: the layers of Megatron's defaults; published models also need ``--openai-gelu``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FIELDS: tuple[Row, ...] = (
     Always("sliding-window", None),
     Always("num-experts", None),
     Lacks("multi-latent-attention"),
-    # Published with the dropout of its training; a policy must not be noisy.
+    # Published configs have dropout, which a policy must not have.
     *(Written(name, 0.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
 )
 

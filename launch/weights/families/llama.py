@@ -19,7 +19,7 @@ from megatron_rc.launch.weights.rotary import Rotary
 
 
 class _FullAttention(Only):
-    """The kinds of attention, layer by layer: all of them look back to the start."""
+    """Row for the layers' kinds of attention, which must all be full attention."""
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
@@ -29,7 +29,7 @@ class _FullAttention(Only):
         return {}
 
 
-# Of decoders with a gated MLP, whatever their attention is.
+# Rows of decoders with a gated MLP and any attention.
 GATED: tuple[Row, ...] = (
     Only("hidden_act", "silu"),
     Entry("num_hidden_layers", "num-layers"),
@@ -52,7 +52,7 @@ _LLAMAS: tuple[Row, ...] = (
     Follows("group-query-attention", lambda file: True, lambda config: True),
     Lacks("multi-latent-attention"),
 )
-# Of Qwen3-MoE and Mixtral: experts in all layers, chosen among all by a softmax, and none that all tokens pass.
+# Rows of Qwen3-MoE and Mixtral: experts in all layers, a softmax router, no groups and no shared experts.
 _PLAIN_EXPERTS: tuple[Row, ...] = (
     Lacks("moe-layer-freq"),
     Lacks("moe-shared-expert-intermediate-size"),
@@ -64,13 +64,13 @@ _PLAIN_EXPERTS: tuple[Row, ...] = (
 _DENSE: tuple[Row, ...] = (Always("num-experts", None), Entry("intermediate_size", "ffn-hidden-size"))
 ANY_LENGTH: tuple[Row, ...] = (Always("sliding-window", None),)
 _NULL_IS_ANY_LENGTH = Entry("sliding_window", "sliding-window", default=None)
-# Mistral's first models look back 4096 tokens, also where they do not say it; the later ones have null here.
+# Mistral's first models have a window of 4096 tokens, even if the file lacks the entry; later models have null.
 _MISTRALS = Entry("sliding_window", "sliding-window", default=lambda file: None if "sliding_window" in file else 4096)
 _CHOSEN = Entry("num_experts_per_tok", "moe-router-topk")
 
 
 def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
-    """Groups of heads and their size. A file that lacks them has transformers' defaults; null is one group a head."""
+    """Rows for the query groups and the head size; defaults for files that lack them, None: derived from the file."""
 
     def num_groups(file: File) -> int | None:
         lacks = groups is not None and "num_key_value_heads" not in file
@@ -89,7 +89,7 @@ def _heads(groups: int | None, head_dim: int | None) -> tuple[Row, ...]:
 _WHOLE_HEADS = Rotary()
 _NO_BIAS: tuple[Row, ...] = (Always("add-qkv-bias", False), Only("attention_bias", False))
 _NO_NORMS: tuple[Row, ...] = (Always("qk-layernorm", False),)
-# Qwen2 has its bias whatever attention_bias says.
+# Qwen2 always has this bias; it ignores attention_bias.
 _WITH_BIAS: tuple[Row, ...] = (Always("add-qkv-bias", True), *_NO_NORMS)
 _WITH_NORMS: tuple[Row, ...] = (*_NO_BIAS, Always("qk-layernorm", True))
 
@@ -115,7 +115,7 @@ _GATED_ATTENTION = (
 
 
 def gated_mlp(megatron: str, hugging_face: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The two Megatron parameters of an MLP, as the three tensors of these names."""
+    """Rules of a gated MLP: two Megatron parameters, three Hugging Face tensors."""
     return (
         Rule((f"{megatron}linear_fc1.weight",), (f"{hugging_face}{gate}", f"{hugging_face}{up}"), GATE_AND_UP),
         Rule((f"{megatron}linear_fc2.weight",), (f"{hugging_face}{down}",), COLUMNS),
@@ -157,20 +157,20 @@ def gated_family(
     expert_names: ExpertNames | None = None,
     in_bridge: bool = False,
 ) -> Family:
-    """A family of Llama's layers.
+    """Make a family with Llama's layers.
 
     Args:
-        name: see :class:`Family`, as for those that are not here.
-        config_class: see there.
-        fields: of the MLP or the experts, and what else is its own.
-        rotary: the row of its rotary embeddings.
-        attention: rows of the bias of queries, keys and values, and of the norms of queries and keys.
-        default_groups: heads of keys where a file names no number; None: as many as heads.
-        default_head_dim: width of a head where a file names none; None: that which makes the hidden size.
+        name: see :class:`Family`, also for the arguments that are not described here.
+        config_class: see :class:`Family`.
+        fields: rows of the MLP or the experts, and other rows of this family.
+        rotary: row of the rotary embeddings.
+        attention: rows for the bias of queries, keys and values, and for the norms of queries and keys.
+        default_groups: key heads if the file has no number; None: as many as attention heads.
+        default_head_dim: width of a head if the file has none; None: hidden size / attention heads.
         expert_layer: see :class:`Family`.
-        expert: see there.
-        expert_names: see there.
-        in_bridge: see there.
+        expert: see :class:`Family`.
+        expert_names: see :class:`Family`.
+        in_bridge: see :class:`Family`.
     """
     return Family(
         name=name,
@@ -189,7 +189,7 @@ def gated_family(
 
 
 def router(hugging_face: str) -> tuple[Rule, ...]:
-    """The logits of a layer's experts, below what files call their block."""
+    """Rule of a layer's router; ``hugging_face`` is the name of its block in files."""
     return (Rule(("mlp.router.weight",), (f"model.layers.{{layer}}.{hugging_face}.gate.weight",), WHOLE),)
 
 
@@ -213,14 +213,14 @@ _QWEN3_MOE = gated_family(
     (
         *ANY_LENGTH,
         *_PLAIN_EXPERTS,
-        # Layers without experts, by period or by list.
+        # Every layer must have experts.
         Only("decoder_sparse_step", 1),
         Only("mlp_only_layers", []),
         Entry("intermediate_size", "ffn-hidden-size"),
         Entry("moe_intermediate_size", "moe-ffn-hidden-size"),
         Entry("num_experts", "num-experts", other_name="num_local_experts"),
         _CHOSEN,
-        # A softmax over the chosen experts is one over all of them, divided by the sum of the chosen.
+        # norm_topk_prob equals a softmax over the chosen experts alone.
         Entry("norm_topk_prob", "moe-router-pre-softmax", default=False, inverted=True),
     ),
     default_groups=4,
@@ -250,5 +250,5 @@ _MIXTRAL = gated_family(
     expert_names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
 )
 
-# Of two families that a run's shape fits, the first one is meant where nothing else says it.
+# If a run fits several families, the first one is used.
 LLAMA_FAMILIES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL)

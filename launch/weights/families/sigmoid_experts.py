@@ -1,4 +1,4 @@
-"""Experts as DeepSeek-V3 has them, also in other models: sigmoids with a bias choose, some experts see all tokens."""
+"""Experts of DeepSeek-V3 and models like it: a sigmoid router with a bias, and shared experts for all tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_rc.launch.weights.entries import Always, Entry, File, Flags, Only,
 from megatron_rc.launch.weights.families.llama import GATED_NAMES, gated_mlp, router
 from megatron_rc.launch.weights.family import ExpertNames, Rule, experts_of
 
-# transformers sums the best two experts of a group, Megatron as many as each chosen group has to give.
+# Experts whose scores rank a group: 2 in transformers, in Megatron the chosen experts divided by the chosen groups.
 _SUMMED = 2
 
 
 def _whole(file: File, name: str, default: int) -> int:
-    """An entry that counts something; the default is that of transformers, for a file that lacks the entry."""
+    """A whole number from the file; ``default`` is transformers', for a file that lacks the entry."""
     found = file.get(name, default)
     if not isinstance(found, int) or isinstance(found, bool):
         raise UnknownFeatureError(f"{name} is {found!r}, not a whole number")
@@ -25,10 +25,10 @@ def _whole(file: File, name: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class DenseFirst(Row):
-    """The number of layers at the start that have an MLP.
+    """Row for the number of dense layers before the layers with experts.
 
     Attributes:
-        default: of a file that lacks the entry.
+        default: number if the file lacks the entry.
     """
 
     default: int
@@ -41,7 +41,7 @@ class DenseFirst(Row):
         return {"moe-layer-freq": f"[0]*{first}+[1]*{layers - first}" if first else "1"}
 
     def number(self, file: File) -> int:
-        """As the file has it."""
+        """Number of dense layers in the file."""
         return _whole(file, "first_k_dense_replace", self.default)
 
     def write(self, config: RunConfig) -> dict[str, Any]:
@@ -55,12 +55,12 @@ class DenseFirst(Row):
 
 
 class DenseFirstByLayer(DenseFirst):
-    """The same said layer by layer, beside the number, which other programs read."""
+    """Row for files that list the kind of each layer; the number is written too, for other programs."""
 
     def number(self, file: File) -> int:
-        """As the file has it."""
+        """Number of dense layers in the file."""
         kinds, number = file.get("mlp_layer_types"), _whole(file, "first_k_dense_replace", self.default)
-        # transformers takes its own default where there is no list.
+        # Without a list transformers uses its own default.
         first = self.default if kinds is None else list(kinds).count("dense")
         layers = file["num_hidden_layers"]
         if kinds is not None and list(kinds) != ["dense"] * first + ["sparse"] * (layers - first):
@@ -78,7 +78,7 @@ class DenseFirstByLayer(DenseFirst):
 
 
 class _Shared(Row):
-    """Experts that every token passes; side by side they are one of their summed width."""
+    """Row for shared experts, which Megatron computes as one expert of their summed width."""
 
     def read(self, file: File) -> Flags:
         """See ``Row``."""
@@ -100,7 +100,7 @@ class _Shared(Row):
 
 
 class _Scaling(Entry):
-    """The factor on the weights of a token's experts; a run without one has 1."""
+    """Row for the factor on the weights of a token's experts; 1 if the run sets none."""
 
     def write(self, config: RunConfig) -> dict[str, Any]:
         """See ``Row``."""
@@ -109,7 +109,7 @@ class _Scaling(Entry):
 
 @dataclass(frozen=True)
 class _Groups(Row):
-    """A token's experts come from the best of some groups of experts; from all of them nothing is to be said."""
+    """Row for group-limited routing; no flag if the experts may come from all groups."""
 
     groups: int
     chosen: int
@@ -138,13 +138,13 @@ class _Groups(Row):
 
 
 def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: int) -> tuple[Row, ...]:
-    """The rows of these experts; the numbers are the defaults of transformers for a file that lacks an entry.
+    """Rows of the experts; the numbers are transformers' defaults for a file that lacks an entry.
 
     Args:
-        dense_first: the row of the layers at the start with an MLP.
+        dense_first: row for the dense layers at the start.
         scaling: factor on the weights of a token's experts.
-        groups: of experts.
-        chosen: groups that a token's experts come from.
+        groups: number of groups of experts.
+        chosen: number of groups that a token's experts come from.
     """
     return (
         Only("norm_topk_prob", True),
@@ -161,7 +161,7 @@ def sigmoid_experts(*, dense_first: Row, scaling: float, groups: int, chosen: in
         Always("moe-router-score-function", "sigmoid"),
         Always("moe-router-enable-expert-bias", True),
         Always("moe-router-pre-softmax", False),
-        # Layers that predict further tokens are not trained here.
+        # Layers for multi-token prediction are not trained here.
         Written("num_nextn_predict_layers", 0),
     )
 

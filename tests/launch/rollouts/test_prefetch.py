@@ -1,5 +1,6 @@
 """Rollouts of older weights: who sampled what, sampling while the trainer goes on, errors and ends, recorded ones."""
 
+import re
 import threading
 from dataclasses import replace
 
@@ -373,7 +374,7 @@ def test_the_age_of_recorded_rollouts_is_checked(ranks, tmp_path):
     save_rollouts(replace(batch, policy_versions=torch.full_like(batch.policy_versions, 7)), path)
     assert read() is None
     assert not [name for row in rows(tmp_path) for name in row if "staleness" in name]
-    assert "version 7, which the trainer at step 1 does not have yet" in read("--rollout-staleness=2")
+    assert re.search("version 7, newer .* step 1: ", read("--rollout-staleness=2"))
 
 
 def test_only_sampled_tokens_have_a_version():
@@ -384,7 +385,7 @@ def test_only_sampled_tokens_have_a_version():
         check_versions(replace(batch, policy_versions=versions), 5, limit)
     with pytest.raises(ValueError, match="1 steps behind the trainer at step 5: --rollout-staleness allows 0"):
         check_versions(replace(batch, policy_versions=versions), 5, 0)
-    with pytest.raises(ValueError, match="the trainer at step 3 does not have yet"):
+    with pytest.raises(ValueError, match=r"version 4, newer .* step 3: "):
         check_versions(replace(batch, policy_versions=versions), 3, 9)
 
 

@@ -28,7 +28,8 @@ def test_steps_that_a_replica_did_not_write_are_skipped(tmp_path, caplog):
     assert list(find_rollouts(tmp_path)) == [0, 3]
     rows, length = batch.tokens.shape
     recorded = RecordedRollouts(tmp_path, length, 2 * rows, 2 * rows)
-    assert caplog.messages == [f"--load-rollouts {tmp_path}: skipped steps 1, 2, which not all replicas wrote"]
+    (said,) = caplog.messages
+    assert said.startswith(f"--load-rollouts {tmp_path}: skipped steps 1, 2, ")
     assert [float(recorded.read(index, 0, 1).rewards[0]) for index in range(2)] == [0, 3]
     written(tmp_path, (2, 1), (1, 0))
     assert list(find_rollouts(tmp_path)) == [0, 1, 2, 3]
@@ -43,7 +44,7 @@ def test_a_folder_with_all_steps_says_nothing(tmp_path, caplog):
 
 def test_a_folder_without_a_whole_step_is_refused(tmp_path):
     written(tmp_path, (0, 1), (1, 0))
-    with pytest.raises(ValueError, match="has no rollout batch of all 2 replicas that wrote to it"):
+    with pytest.raises(ValueError, match=r"no complete rollout batch: .* 2 replicas"):
         find_rollouts(tmp_path)
 
 

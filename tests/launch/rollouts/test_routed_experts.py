@@ -58,7 +58,8 @@ def test_every_rank_has_the_experts_of_its_tokens(ranks, tmp_path, layout, more)
         assert found.dtype == torch.int32
         assert torch.equal(found[is_real].long(), wanted[is_real])
         assert (found[~is_real] == NO_EXPERT).all()
-        assert said == ["the rollouts name the experts of each token: they are carried to all ranks, and not used yet"]
+        (line,) = said
+        assert "experts" in line
 
 
 def test_records_without_experts_have_none_on_the_ranks(ranks, tmp_path):

@@ -213,10 +213,9 @@ def test_a_batch_that_is_left_too_small_is_the_error(ranks, tmp_path):
     layout = Layout(dp=2)
     words = flags(tmp_path, *LIVE, *layout.flags(), "--train-iters=2", "--bad-samples=drop")
     errors = ranks.run(train_with_bad_samples, layout, words, 1.0, BAD["negative"][0], (0, 1))
-    assert set(errors) == {
-        "AgreedError: the rollout of step 0 failed: 16 of its 16 responses were left out, more than half, see "
-        f"{tmp_path}/run/bad: mend the engine"
-    }
+    (error,) = set(errors)
+    assert error.startswith("AgreedError: the rollout of step 0 failed: 16 of its 16 responses ")
+    assert f" {tmp_path}/run/bad: " in error
 
 
 @pytest.mark.parametrize("policy", ["reject_token", "reject_sequence"])

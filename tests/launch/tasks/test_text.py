@@ -45,7 +45,7 @@ def test_code_beside_a_tokenizer_is_neither_run_nor_asked_about(tmp_path, capsys
     named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     path.write_text(json.dumps(json.loads(path.read_text()) | named))
     (tmp_path / "own.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Own: pass\n")
-    with pytest.raises(ConfigurationError, match="needs code that lies there, which is never run") as error:
+    with pytest.raises(ConfigurationError, match=f"{tmp_path} .* code .* never run") as error:
         HuggingFaceText(tmp_path, chat=False)
     assert "\n" not in str(error.value)
     assert not mark.exists()
@@ -114,7 +114,7 @@ def test_a_template_that_refuses_the_tasks_problems_is_named_at_the_start(tmp_pa
 
 
 def test_folders_without_a_readable_tokenizer_are_named(tmp_path):
-    with pytest.raises(ConfigurationError, match="give the directory of one as --tokenizer-model"):
+    with pytest.raises(ConfigurationError, match=r"holds no tokenizer .*--tokenizer-model"):
         HuggingFaceText(tmp_path, chat=False)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match="cannot be read"):

@@ -75,11 +75,11 @@ def test_what_each_part_shows():
     assert labels(reward) == [
         "mean reward",
         "right answers, held out",
+        "mean reward, held out",
         "right in 16 tries, held out",
-        "reward, held out",
     ]
-    assert labels(kl) == ["KL(rollout ‖ trainer)", "its k3 estimate"]
-    assert labels(shares) == ["effective sample size", "rejected tokens"]
+    assert labels(kl) == ["KL", "k3"]
+    assert labels(shares) == ["ESS", "rejected tokens"]
     assert labels(weights) == ["smallest to largest", "mean ± std"]
     assert [list(line.get_ydata()[:2]) for line in shares.lines] == [[0.9, 0.9], [0.05, 0.05]]
     assert list(reward.lines[1].get_xdata()) == [10, 20, 30, 40, 50, 60]
@@ -93,7 +93,7 @@ def test_a_held_out_reward_that_is_the_share_of_right_answers_is_drawn_once(rewa
     ]
     drawn = labels(figure_of([*rows, {"step": 3, "reward/mean": 0.5}], "sums").axes[0])
     assert drawn.count("right answers, held out") == 1
-    assert drawn.count("reward, held out") == curves
+    assert drawn.count("mean reward, held out") == curves
 
 
 def test_runs_without_weights_show_the_ratios():

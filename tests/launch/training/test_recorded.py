@@ -79,7 +79,7 @@ def test_recordings_that_cannot_serve_are_refused(tmp_path, more, message):
     with pytest.raises(ConfigurationError, match="holds 1 rollout batches, which make 1 optimizer steps"):
         configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
     (tmp_path / "step-0000001-replica-0000.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match="has no rollout batch of all 2 replicas that wrote to it"):
+    with pytest.raises(ConfigurationError, match=r"no complete rollout batch: .* 2 replicas"):
         configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}", "--train-iters=2"), 1)
     with pytest.raises(ConfigurationError, match="/none: no such folder"):
         configure(flags(tmp_path, *LIVE, f"--load-rollouts={tmp_path}/none", "--train-iters=2"), 1)

@@ -66,10 +66,7 @@ def test_a_disk_that_fills_up_under_tensorboard_alone_is_told(tmp_path, capsys, 
     assert "cannot be written (File too large)" in reporter.error
     reporter.close("failed", code=1)
     said = capsys.readouterr().err
-    assert (
-        f"TensorBoard's files in {reporter.board.writer.log_dir} are not whole (File too large): metrics.jsonl is"
-        in said
-    )
+    assert f"TensorBoard's files in {reporter.board.writer.log_dir} are incomplete (File too large)" in said
 
 
 def flush_again_and_again(board):

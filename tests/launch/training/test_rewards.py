@@ -82,7 +82,7 @@ def test_a_batch_without_any_score_ends_the_run_on_all_ranks(ranks, tmp_path):
     assert len(set(messages)) == 1
     said = f"AgreedError: the rollout of step 0 failed: none of its {SEQUENCES} responses could be scored by --reward "
     assert messages[0].startswith(said)
-    assert messages[0].endswith("reward-errors.jsonl: mend the rule")
+    assert "reward-errors.jsonl: " in messages[0]
 
 
 def cut_off(batch, which):

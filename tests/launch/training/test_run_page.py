@@ -9,16 +9,16 @@ import yaml
 from megatron_rc.doctor.series import OVER_THE_RUN
 from megatron_rc.launch import report
 from megatron_rc.launch.training.run_page.page import page_data, write_page
-from megatron_rc.launch.training.run_page.series import MOST, STRETCHES
 from megatron_rc.launch.training.run_page.verdict import FULL_NAMES
+from megatron_rc.launch.training.series import MOST, STRETCHES
 from tests.launch.training.test_picture import run
 from tests.replay.test_page import Reader
 from tests.support.made_runs import drifting_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 @DATA@ @STYLE@ \ud800 ${x} `"
 SETTINGS = """# python 3.11 · megatron-rc 0.1.0
-# Once more, in {home}: python -m megatron_rc.launch --nproc-per-node 4 --config runs/run/config.yaml
-# Behind a # stands what was not given: defaults, and what follows from other settings.
+# To repeat this run, in {home}: python -m megatron_rc.launch --nproc-per-node 4 --config runs/run/config.yaml
+# Flags behind a # were not given: they have their default, or follow from other flags.
 
 # -- launch
 run-name: {name}
@@ -149,7 +149,7 @@ def test_what_is_no_number_is_a_gap_and_is_counted(tmp_path):
     rows[4]["rollout_corr/log_ratio_p50"] = math.nan
     data = shown(made(tmp_path, rows[:4]))
     assert curve(data, "mean reward")["values"] == [0.2, None, None, 0.8]
-    assert data["panels"][0]["note"].endswith(" Not drawn, since NaN or infinite: 2.")
+    assert data["panels"][0]["note"].endswith(" NaN or infinite: 2.")
     assert "0.2 → 0.5" in [tile["value"] for tile in data["tiles"]]
     assert shown(made(tmp_path, rows))["histograms"] == []
 

@@ -44,16 +44,16 @@ def test_what_editors_leave_is_no_row(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a.jsonl is empty: every prompt is one row"),
+        (b"", "a.jsonl is empty"),
         (b"\n\n", "a.jsonl is empty"),
         (b'{"a": 1}\n\n{"a": 2}\n', "a.jsonl, line 2 is empty"),
         (b'{"a": 1}\n{"a": 2\n', "a.jsonl, line 2 is not JSON"),
         (b'{"a": 1}\n\xff\n', "a.jsonl, line 2 is not UTF-8"),
-        (b'[\n{"a": 1}\n]', "a.jsonl is one JSON value over several lines: write each prompt as an object on a line"),
+        (b'[\n{"a": 1}\n]', "a.jsonl is one JSON value over several lines"),
         (b'{\n"a": 1\n}', "a.jsonl is one JSON value over several lines"),
-        (gzip.compress(b'{"a": 1}\n', mtime=0), "a.jsonl is compressed by gzip: decompress it$"),
-        ('{"a": 1}\n'.encode("utf-16"), "a.jsonl is in UTF-16: save it as UTF-8$"),
-        (b"PAR1\x15\x04", "a.jsonl is in Parquet: write it as JSON lines"),
+        (gzip.compress(b'{"a": 1}\n', mtime=0), "a.jsonl is .* gzip"),
+        ('{"a": 1}\n'.encode("utf-16"), "a.jsonl is .* UTF-16"),
+        (b"PAR1\x15\x04", "a.jsonl is .* Parquet"),
         (b'{"a": 1}\nPAR1\n', "a.jsonl, line 2 is not JSON"),
     ],
 )
@@ -89,9 +89,7 @@ def test_what_can_be_read_once_is_refused(tmp_path, kind):
     path = "/dev/null" if kind == "device" else str(tmp_path / "pipe")
     if kind == "pipe":
         os.mkfifo(path)
-    with pytest.raises(
-        ConfigurationError, match="is no file that can be read again, as every rank does: write it to one"
-    ):
+    with pytest.raises(ConfigurationError, match=f"^--prompt-data {path} is no regular file"):
         open_rows("--prompt-data", path, ignore)
 
 

@@ -65,16 +65,16 @@ def test_words_are_paths_with_weights_or_paths_alone():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("0.7 a b", "--prompt-data 0.7 a b: 'b' stands where a positive weight and a path belong"),
-        ("0.7 a 0.3", "'0.3' stands where a positive weight and a path belong"),
-        ("0 a 1 b", "'0' stands where a positive weight"),
-        ("-1 a", "'-1' stands where a positive weight"),
-        ("inf a", "'inf' stands where a positive weight"),
-        ("1e-999999999 a", "stands where a positive weight"),
-        ("0.5 0.5 a b", "stands where"),
-        ("a 0.5 b", "'0.5' stands where a path belongs: .* .a file of that name is ./0.5"),
-        ("a b a", "names a twice: give it once, with the sum of its weights"),
-        ("0.1 b 0.2 a 0.3 ./b", r"names b twice \(again as \./b\): give it once, with the sum of its weights"),
+        ("0.7 a b", "^--prompt-data 0.7 a b: expected a positive weight .* 'b'"),
+        ("0.7 a 0.3", "positive weight .* '0.3'"),
+        ("0 a 1 b", "positive weight .* '0'"),
+        ("-1 a", "positive weight .* '-1'"),
+        ("inf a", "positive weight .* 'inf'"),
+        ("1e-999999999 a", "positive weight .* '1e-999999999'"),
+        ("0.5 0.5 a b", "positive weight .* 'a'"),
+        ("a 0.5 b", r"expected a path, got '0\.5': .* \./0\.5"),
+        ("a b a", "names a twice"),
+        ("0.1 b 0.2 a 0.3 ./b", r"names b twice \(again as \./b\)"),
     ],
 )
 def test_words_that_are_no_mixture(words, message):

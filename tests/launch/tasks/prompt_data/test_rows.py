@@ -28,17 +28,17 @@ def test_a_line_is_an_object():
         (b"{'prompt': 'a'}", "is not JSON"),
         (b'{"prompt": "a"} {"prompt": "b"}', "is not JSON .Extra data at column 17."),
         (b"  \t\r\n", "is empty"),
-        (b'["a", "b"]', "is a list, not a JSON object"),
-        (b'"a"', "is a string, not a JSON object"),
-        (b"3", "is a number, not a JSON object"),
-        (b"null", "is nothing, not a JSON object"),
-        (b'{"prompt": "\xff"}', "is not UTF-8 .byte 13 is 0xff."),
-        (b'{"prompt": "a", "label": NaN}', "holds NaN, which is no JSON value"),
-        (b'{"prompt": "a", "label": -Infinity}', "holds -Infinity"),
-        (b'{"prompt": "a", "label": 1e999}', "holds 1e999, which is too large a number"),
-        (b'{"prompt": "a", "prompt": "b"}', "has the key 'prompt' twice"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested too deeply"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "holds an integer of 5000 digits, which is too large"),
+        (b'["a", "b"]', "a list, not a JSON object"),
+        (b'"a"', "a string, not a JSON object"),
+        (b"3", "a number, not a JSON object"),
+        (b"null", "null, not a JSON object"),
+        (b'{"prompt": "\xff"}', "UTF-8 .byte 13 is 0xff."),
+        (b'{"prompt": "a", "label": NaN}', "NaN"),
+        (b'{"prompt": "a", "label": -Infinity}', "-Infinity"),
+        (b'{"prompt": "a", "label": 1e999}', "1e999.* too large"),
+        (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' twice"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "5000 digits"),
     ],
 )
 def test_a_line_that_is_none(line, message):
@@ -64,7 +64,7 @@ def test_messages_are_kept_whole():
 @pytest.mark.parametrize("label", [[1, 2], {"is": 1}, True])
 def test_labels_that_no_response_can_be_are_refused_where_they_are_compared(label):
     exact = replace(PLAIN, plain_label=True)
-    with pytest.raises(ValueError, match=r"has .* under 'label', and --reward exact compares texts"):
+    with pytest.raises(ValueError, match=r" under 'label', .*--reward exact "):
         exact.problem({"prompt": "a", "label": label})
     assert PLAIN.problem({"prompt": "a", "label": label}).label == label
     assert [exact.problem({"prompt": "a", "label": plain}).label for plain in ("", 8, 1.5)] == ["", 8, 1.5]
@@ -82,20 +82,21 @@ def test_the_keys_are_the_users():
         ({"question": "a", "label": 1}, "has no 'prompt' .it has 'question', 'label'.: .*--input-key"),
         ({}, "has no 'prompt' .it has no key at all."),
         ({"prompt": "a", "answer": 1}, "has no 'label' .it has 'prompt', 'answer'.: .*--label-key"),
-        ({"prompt": "a", "label": None}, "is null under 'label': give the row a label, or leave it out$"),
-        ({"prompt": 3, "label": 1}, "has a number under 'prompt', not a string or a list of messages"),
-        ({"prompt": None, "label": 1}, "has nothing under 'prompt'"),
-        ({"prompt": {"text": "a"}, "label": 1}, "has an object under 'prompt'"),
-        ({"prompt": "", "label": 1}, "has an empty text as prompt"),
-        ({"prompt": " \n", "label": 1}, "has an empty text as prompt"),
-        ({"prompt": json.loads('"a\\ud800"'), "label": 1}, "has half a surrogate pair in prompt, at character 2"),
-        ({"prompt": [], "label": 1}, "has no message under 'prompt'"),
-        ({"prompt": ["a"], "label": 1}, r"has a string as prompt\[0\], not a message with 'role' and 'content'"),
-        ({"prompt": [{"content": "a"}], "label": 1}, r"has nothing as prompt\[0\]\['role'\], not a string"),
-        ({"prompt": [USER, {"role": "user", "content": ["a"]}], "label": 1}, r"has a list as prompt\[1\]\['content'\]"),
-        ({"prompt": [{"role": "user", "content": ""}], "label": 1}, r"has an empty text as prompt\[0\]"),
-        ({"prompt": [USER, {"role": "assistant", "content": "9"}], "label": 1}, "with a message of the assistant"),
-        ({"prompt": [USER], "label": 1}, "has messages under 'prompt': give --apply-chat-template"),
+        ({"prompt": "a", "label": None}, "null under 'label'"),
+        ({"prompt": 3, "label": 1}, "a number under 'prompt'"),
+        ({"prompt": None, "label": 1}, "null under 'prompt'"),
+        ({"prompt": {"text": "a"}, "label": 1}, "an object under 'prompt'"),
+        ({"prompt": "", "label": 1}, "empty text as prompt"),
+        ({"prompt": " \n", "label": 1}, "empty text as prompt"),
+        ({"prompt": json.loads('"a\\ud800"'), "label": 1}, "surrogate .* prompt, at character 2"),
+        ({"prompt": [], "label": 1}, "no message under 'prompt'"),
+        ({"prompt": ["a"], "label": 1}, r"a string as prompt\[0\],"),
+        ({"prompt": [{"content": "a"}], "label": 1}, r"nothing as prompt\[0\]\['role'\]"),
+        ({"prompt": [{"content": "a", "role": None}], "label": 1}, r"null as prompt\[0\]\['role'\]"),
+        ({"prompt": [USER, {"role": "user", "content": ["a"]}], "label": 1}, r"a list as prompt\[1\]\['content'\]"),
+        ({"prompt": [{"role": "user", "content": ""}], "label": 1}, r"empty text as prompt\[0\]"),
+        ({"prompt": [USER, {"role": "assistant", "content": "9"}], "label": 1}, "'prompt' with .* assistant"),
+        ({"prompt": [USER], "label": 1}, "messages under 'prompt': .*--apply-chat-template"),
     ],
 )
 def test_a_row_that_is_wrong(row, message):
@@ -106,5 +107,5 @@ def test_a_row_that_is_wrong(row, message):
 def test_a_character_that_the_tokenizer_lacks_is_named():
     digits = RowFormat(input_key="prompt", label_key="label", needs_label=False, chat=False, alphabet=frozenset("0123"))
     assert digits.problem({"prompt": "12"}).prompt == "12"
-    with pytest.raises(ValueError, match="has '4' in prompt, which the tokenizer of single characters lacks"):
+    with pytest.raises(ValueError, match=r"'4' in prompt, .*--tokenizer-model"):
         digits.problem({"prompt": "14"})

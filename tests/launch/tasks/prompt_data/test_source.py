@@ -81,7 +81,7 @@ def test_a_prompt_of_far_too_many_characters_is_no_work_for_the_tokenizer(tmp_pa
     monkeypatch.setattr(HuggingFaceText, "encode", encode_short)
     row_format = replace(PLAIN, chat=text.chat)
     file = write(tmp_path / "long.jsonl", [prompt])
-    with pytest.raises(ConfigurationError, match="has a prompt of at least 10000 tokens, and --seq-length 15"):
+    with pytest.raises(ConfigurationError, match=r"at least 10000 tokens, .*--seq-length 15"):
         source(file, drops=False, row_format=row_format, text=text)
     with pytest.raises(ConfigurationError, match="the shortest has 10000 tokens"):
         source(file, row_format=row_format, text=text)
@@ -91,7 +91,7 @@ def test_held_out_prompts_come_in_the_order_of_their_files(letters, digits):
     data = source(letters, held_out=[digits])
     assert prompts(data, 2, 3, held_out=True) == ["2", "3", "4"]
     assert data.num_held_out == 10
-    with pytest.raises(ConfigurationError, match="--eval-data holds 10 prompts, 11 were asked for"):
+    with pytest.raises(ConfigurationError, match=r"--eval-data holds 10 prompts, 11 .*--eval-problems"):
         data.problems(0, 11, held_out=True)
     with pytest.raises(ConfigurationError, match="takes no weights"):
         source(letters, held_out=["1", digits])
@@ -116,8 +116,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
 def test_prompts_that_are_too_long_are_an_error_where_that_is_wanted(tmp_path):
     path = write(tmp_path / "a.jsonl", ["ab", "a" * 11])
     message = (
-        r"--prompt-data .*a.jsonl, line 2 has a prompt of 11 tokens, and --seq-length 15 less --max-response-length 5 "
-        "leaves 10: shorten it, or leave such prompts out with --overlong-prompts drop"
+        r"--prompt-data .*a\.jsonl, line 2 .* 11 tokens, .*--seq-length 15 .*--max-response-length 5 .* 10: "
+        ".*--overlong-prompts drop"
     )
     with pytest.raises(ConfigurationError, match=message):
         source(path, drops=False)
@@ -125,7 +125,7 @@ def test_prompts_that_are_too_long_are_an_error_where_that_is_wanted(tmp_path):
 
 def test_a_file_without_a_prompt_that_fits(tmp_path):
     path = write(tmp_path / "a.jsonl", ["a" * 12, "a" * 11])
-    with pytest.raises(ConfigurationError, match="every prompt is too long, the shortest has 11 tokens, and --seq-len"):
+    with pytest.raises(ConfigurationError, match="every prompt is too long, the shortest has 11 tokens"):
         source(path)
 
 
@@ -140,9 +140,8 @@ def test_an_evaluation_of_what_is_trained_is_said(tmp_path, letters, digits, cap
         assert not caplog.messages
         copy = write(tmp_path / "copy.jsonl", LETTERS[26:36])
         source(letters, digits, held_out=[copy])
-    assert caplog.messages == [
-        f"--eval-data {copy} has the rows of --prompt-data {digits}: evaluations are made on what is trained"
-    ]
+    (said,) = caplog.messages
+    assert said.startswith(f"--eval-data {copy} has the rows of --prompt-data {digits}: ")
 
 
 def test_a_broken_row_is_named(tmp_path, letters):

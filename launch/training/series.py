@@ -1,4 +1,4 @@
-"""The numbers of a run as a page draws them: whole where they are few, else the extremes of every stretch of steps."""
+"""Series of a run's metrics for drawing; long ones become means and extremes of stretches of steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Points that are drawn one by one; of more, so many stretches.
-MOST, STRETCHES = 600, 300
+MOST = 600  # points that are drawn one by one
+STRETCHES = 300  # stretches of a series with more points
 _OF_STRETCHES = ("steps", "first", "last", "values", "low", "high")
 
 
@@ -18,25 +18,25 @@ class Series:
     """One metric over a run, in the order of its steps.
 
     Attributes:
-        steps: at which it was measured.
-        values: one each; NaN and infinite ones too.
+        steps: steps with a value.
+        values: one for each step; may be NaN or infinite.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def finite(self) -> list[tuple[int, float]]:
-        """(step, value) of the values that are numbers."""
+        """Pairs (step, value) of the finite values."""
         return [pair for pair in zip(self.steps, self.values, strict=True) if math.isfinite(pair[1])]
 
     def mean_of_last(self, number: int) -> float | None:
-        """Of the last values that are numbers; None: there is none."""
+        """Mean of the last finite values; None if there are none."""
         last = [value for _, value in self.finite()[-number:]]
         return sum(last) / len(last) if last else None
 
 
 def collect(rows: Iterable[Mapping[str, Any]], wanted: Sequence[str]) -> dict[str, Series]:
-    """The series of these metrics, and of those that begin with a name that ends in ``/``."""
+    """Collect the series of the wanted metrics; a name that ends in ``/`` stands for all that begin with it."""
     exact = {name for name in wanted if not name.endswith("/")}
     beginnings = tuple(name for name in wanted if name.endswith("/"))
     found: dict[str, Series] = {}
@@ -50,10 +50,10 @@ def collect(rows: Iterable[Mapping[str, Any]], wanted: Sequence[str]) -> dict[st
 
 
 def drawn(series: Series) -> dict[str, Any]:
-    """What the page gets of a series: ``steps`` and ``values``, null where a value is no number.
+    """A series as data of the page: ``steps``, and ``values`` with None for values that are not finite.
 
-    Of a long one ``values`` are the means of stretches with as many points each, ``low`` and ``high`` the smallest and
-    the largest value there, ``first`` and ``last`` the steps that a stretch begins and ends with: no peak is lost.
+    A long series is cut into stretches. ``values`` are then their means, ``low`` and ``high`` their extreme values,
+    ``first`` and ``last`` their first and last steps.
     """
     if len(series.steps) <= MOST:
         return {"steps": list(series.steps), "values": [_rounded(value) for value in series.values]}
@@ -68,16 +68,14 @@ def drawn(series: Series) -> dict[str, Any]:
 
 
 def aligned(series: Mapping[str, Series], names: Sequence[str]) -> dict[str, Series]:
-    """Series with the same steps, 0 where a metric was not measured, so that they can be stacked."""
-    steps = array("q", sorted({step for name in names if name in series for step in series[name].steps}))
-    found = {}
-    for name in names:
-        if name in series:
-            known = dict(series[name].finite())
-            found[name] = Series(steps, array("d", [known.get(step, 0.0) for step in steps]))
-    return found
+    """Series with common steps, so that they can be stacked; 0 for values that are missing."""
+    steps = array("q", sorted({step for name in names for step in series[name].steps}))
+    known = {name: dict(series[name].finite()) for name in names}
+    return {
+        name: Series(steps, array("d", [values.get(step, 0.0) for step in steps])) for name, values in known.items()
+    }
 
 
 def _rounded(value: float) -> float | None:
-    """Five digits are more than a picture shows."""
+    """A value to five digits, more than a drawing shows; None if it is not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
