@@ -161,8 +161,8 @@ def test_on_policy_the_current_policy_is_the_old_one():
 @pytest.mark.parametrize(
     ("made", "fields", "message"),
     [
-        (ClippedLoss(use_importance_sampling_correction=True), {}, "use_importance_sampling_correction=True: NeMo-RL"),
-        (ClippedLoss(), {"bypass_mode": True}, "bypass_mode=True: NeMo-RL makes the ratio"),
+        (ClippedLoss(use_importance_sampling_correction=True), {}, "use_importance_sampling_correction=True"),
+        (ClippedLoss(), {"bypass_mode": True}, "bypass_mode=True: NeMo-RL"),
         (ClippedLoss(), {"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True"),
         (
             ClippedLoss(),

@@ -193,14 +193,17 @@ GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bypass_mode": True}, "bypass_mode=True: slime makes the ratio .*--use-rollout-logprobs is PPO"),
+        ({"bypass_mode": True}, "bypass_mode=True: slime .*--use-rollout-logprobs"),
         ({"proximal_interpolation": True}, "proximal_interpolation=True: slime"),
-        ({"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True: slime asks"),
-        ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime asks"),
-        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' looks at .* slime its own --use-opsm"),
+        (
+            {"rollout_is": "token", "rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize=True: slime .* global batch",
+        ),
+        ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime .* weight versions"),
+        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' .* --use-opsm"),
         (
             {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": "0.9_1.1"},
-            "rollout_rs='group_mean_k1' looks at prompts",
+            "rollout_rs='group_mean_k1' needs prompts",
         ),
         (GEOMETRIC, "set rejection_denominator='original'"),
     ],
@@ -216,7 +219,7 @@ def test_settings_that_a_micro_batch_cannot_have(fields, message):
     [
         (
             {"tis_level": "token", "tis_batch_normalize": True},
-            "^tis_batch_normalize=True: slime asks .* set tis_batch_normalize to False",
+            "^tis_batch_normalize=True: slime .* set tis_batch_normalize to False",
         ),
         ({"tis_clip": 2.0, "tis_clip_low": 0.0, "tis_levl": "token"}, "unknown setting 'tis_levl'"),
         ({"mis_level": "token", "mis_batch_normalize": True}, "unknown setting 'mis_batch_normalize'"),

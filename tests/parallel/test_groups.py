@@ -61,7 +61,7 @@ def test_sums_over_cp_ranks_alone_are_refused(name):
 
 @pytest.mark.parametrize("name", USES)
 def test_slices_without_their_group_are_refused(name):
-    with pytest.raises(ValueError, match=r"the layout is that of rank 1 of 2 .* this is rank 0 of 1 of groups\.cp"):
+    with pytest.raises(ValueError, match=r"layout .* rank 1 of 2 .* rank 0 of 1 in groups\.cp"):
         USES[name](HALF, None)
 
 
@@ -122,7 +122,7 @@ def test_a_dp_cp_that_does_not_hold_cp_times_dp_is_refused(name, use):
     with (
         size_among(sizes),
         mock.patch("torch.distributed.get_rank", return_value=0),
-        pytest.raises(ValueError, match=re.escape(message) + ": dp_cp holds all ranks .* cp times dp"),
+        pytest.raises(ValueError, match=re.escape(message) + ": dp_cp .* cp times dp"),
     ):
         SUMS[use](layout, standing_in(sizes))
 

@@ -112,7 +112,7 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
         ({"rollout_rs_threshold": 2.0}, "does nothing without a criterion in rollout_rs"),
         ({"rollout_rs": "group_any", "rollout_rs_threshold": 2.0}, "does nothing without a criterion"),
-        ({"rollout_rs": "group_any"}, "looks at what other criteria reject: name at least one more"),
+        ({"rollout_rs": "group_any"}, "'group_any' tests the rejection by other criteria"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2"}, "must be a finite positive number"),

@@ -1,6 +1,5 @@
 """Presets: the numbers of each name in each release, written out, and the papers they come from."""
 
-import ast
 import inspect
 import math
 import re
@@ -9,9 +8,8 @@ import pytest
 import torch
 
 from megatron_rc import correct_rollouts
-from megatron_rc.settings import preset_tables
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
-from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES, Presets
+from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES
 from tests.golden.load import cases
 from tests.support.paths import ROOT
 
@@ -73,7 +71,6 @@ VERL = {
 def test_the_table_is_complete():
     assert set(PRESETS) == set(NOW)
     assert len(ALIASES) == 15
-    assert set(preset_tables.ALIASES) < set(ALIASES)
     assert set(PRESETS) <= set(dir(RolloutCorrectionConfig))
 
 
@@ -83,16 +80,10 @@ def test_every_name_of_every_release_of_verl_works(release):
         assert getattr(RolloutCorrectionConfig, name)() == preset(name)
 
 
-def test_type_checkers_are_told_every_alias():
-    """The names assigned under TYPE_CHECKING in the class body are those of the tables, each for its preset."""
-    (body,) = [node.body for node in ast.parse(inspect.getsource(Presets)).body if isinstance(node, ast.ClassDef)]
-    told = {}
-    for node in (inner for block in body if isinstance(block, ast.If) for inner in block.body):
-        for target in getattr(node, "targets", ()):
-            names, values = (getattr(side, "elts", [side]) for side in (target, node.value))
-            told |= {name.id: value.id for name, value in zip(names, values, strict=True)}
-    tables = preset_tables.ALIASES | preset_tables.IN_BYPASS_MODE
-    assert told == {name: other for name, (other, *_) in tables.items()}
+@pytest.mark.parametrize("name", PRESETS)
+def test_constructors_are_called_by_their_own_names(name):
+    made = getattr(RolloutCorrectionConfig, name)
+    assert (made.__name__, made.__qualname__) == (name, f"Presets.{name}")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -82,7 +82,7 @@ def record(**change):
         (record(rollout_log_probs=[None] * 6), "rollout_log_probs has None at token 2: expected a number, or null if"),
         (record(rollout_log_probs=[-0.1, -0.2]), "rollout_log_probs: expected a list of 6, one for each token"),
         (record(rollout_log_probs=[None, None, "-1", None, None, -1]), "rollout_log_probs has '-1' at token 2"),
-        (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: a position that was not sampled has null"),
+        (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: .* null"),
         (record(policy_versions=[1.0] * 6), "policy_versions has 1.0 at token 0"),
         (record(policy_versions=[2**31] * 6), "policy_versions has numbers beyond 32 bits"),
         (
@@ -127,9 +127,7 @@ def test_files_of_lines_that_are_damaged_are_named(tmp_path):
 def test_lines_cannot_say_nan(tmp_path, name, at):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("old")
-    with pytest.raises(
-        ValueError, match="sample 5 has a log-prob or a reward that is not finite, which JSON cannot say"
-    ):
+    with pytest.raises(ValueError, match="sample 5 has a log-prob or a reward that is not finite"):
         write_jsonl([changed(example(), name, math.nan, at)], path)
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1

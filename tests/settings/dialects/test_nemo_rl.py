@@ -70,7 +70,7 @@ ERROR = {"seq_logprob_error_threshold": 2}
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
 def test_nemo_rls_rejection_of_sequences(section):
-    note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|, seq_mean_error what is above 1 of it"
+    note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|; seq_mean_error is that mean minus 1"
     rejects = {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 1.0}
     reads("nemo-rl", ERROR, {"rollout_is": None, **rejects}, note)
     own = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}

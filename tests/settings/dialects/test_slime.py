@@ -55,7 +55,7 @@ SLIME = {"rejection_denominator": "original"}
                 "rollout_rs": "seq_sum_k1",
                 "rollout_rs_threshold": "0.5_2.0",
             },
-            ("tis_mode='mask' leaves the weights", "rs_upper_bound=3.0 dropped: use_rs is off"),
+            ("tis_mode='mask' keeps the weights", "rs_upper_bound=3.0 dropped: use_rs is off"),
         ),
         (
             {"use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "tis_lower_bound": 0.25},
@@ -123,7 +123,7 @@ SLIME = {"rejection_denominator": "original"}
             {"use_opsm": True, "opsm_delta": 1e-3, "use_tis": True, "use_rs": True},
             {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1,opsm"}
             | {"rollout_rs_threshold": "0.5_2.0,0.001"},
-            ("use_opsm: slime compares π_θ with π_old",),
+            ("use_opsm: ",),
         ),
         ({"opsm_delta": 1e-3}, {"rollout_is": None}, ("opsm_delta=0.001 dropped: use_opsm is off",)),
         ({"use_rollout_logprobs": True}, {"rollout_is": None, "bypass_mode": True}, ()),
@@ -157,7 +157,7 @@ SLIME = {"rejection_denominator": "original"}
             | {"mis_upper_bound": 1.1, "mis_veto_threshold": 1e-4},
             {"rollout_is": "geometric", "rollout_is_threshold": UNTRUNCATED, "rollout_rs": "seq_mean_k1"}
             | {"rollout_rs_threshold": "0.9_1.1", "rollout_token_veto_threshold": 1e-4},
-            ("mis_mode='mask' leaves the weights as they are",),
+            ("mis_mode='mask' keeps the weights",),
         ),
         (
             {"use_tis": True, "mis_mode": "clip", "mis_lower_bound": 0.4},

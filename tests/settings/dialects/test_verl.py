@@ -266,7 +266,7 @@ def test_verl_of_november_2025(given, expected, notes):
             },
             {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "mask"}
             | {"rollout_is_apply": False},
-            ("rollout_is_veto_threshold=0.001 dropped: with rollout_is off, nothing was rejected there",),
+            ("rollout_is_veto_threshold=0.001 dropped: ",),
         ),
         (
             {"rollout_is": True, "rollout_is_threshold": 2.0},
