@@ -44,7 +44,7 @@ class SoftmaxOptions:
     holes: bool
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
-        """Slices of the rows, each with whether it is compiled; the last rows, fewer than a chunk, are not."""
+        """(slice of the rows, whether it is compiled) of each chunk; only whole chunks are compiled."""
         start, width = 0, max(rows.shape[1], 1)
         if self.compile:
             size = self.chunk_size or max(1, _COMPILED // width)

@@ -212,7 +212,7 @@ class _VocabSoftmax(torch.autograd.Function):
 
 
 def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
-    """(statistics of the rows, whether logits of -inf were allowed): always on a GPU, else if a counted row has any."""
+    """(statistics of the rows, whether logits of -inf were allowed): on a CPU only if a counted entropy needs it."""
     # On a GPU the test would wait for the host.
     statistics = row_statistics(rows, spec.softmax_options(rows.shape[1], holes=rows.is_cuda))
     if rows.is_cuda or not spec.entropy or not bool((statistics[2].isnan() & counted).any()):

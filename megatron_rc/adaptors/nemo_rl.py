@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
-from megatron_rc.adaptors.tensors import checked_tensor, weights_and_mask
+from megatron_rc.adaptors.tensors import MEASURED, checked_tensor, measured, weights_and_mask
 from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.numerics import k3
 from megatron_rc.settings.config import RolloutCorrectionConfig
-
-_MEASURED = ("kl", "k3_kl", "rollout_rs_masked_fraction", "rollout_is_mean")
 
 
 class CorrectedLoss:
@@ -71,7 +68,7 @@ class CorrectedLoss:
         """NeMo-RL's normalisations of its metrics, and the tokens for the correction's metrics."""
         known = dict(getattr(self.loss_fn, "metric_normalizations", {}))
         by_tokens = known.get("probs_ratio")
-        own = {} if by_tokens is None else {f"{self.config.metric_prefix}{name}": by_tokens for name in _MEASURED}
+        own = {} if by_tokens is None else {f"{self.config.metric_prefix}{name}": by_tokens for name in MEASURED}
         return {**known, **own}
 
     def __call__(
@@ -146,12 +143,9 @@ class CorrectedLoss:
     def _measured(
         self, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None, tokens: Tensor
     ) -> dict[str, float]:
-        good = mask & log_ratio.isfinite()
-        log_ratio = torch.where(good, log_ratio, torch.zeros_like(log_ratio))
-        values = [-log_ratio, k3(log_ratio), mask & ~accepted, *([] if weights is None else [weights])]
-        sums = torch.stack([value.sum(dtype=torch.float64) for value in values]) / torch.as_tensor(tokens).clamp(min=1)
-        names = [f"{self.config.metric_prefix}{name}" for name in _MEASURED[: len(values)]]
-        return dict(zip(names, sums.tolist(), strict=True))
+        values = measured(self.config.metric_prefix, log_ratio, mask, accepted, weights)
+        sums = torch.stack([value.sum(dtype=torch.float64) for value in values.values()])
+        return dict(zip(values, (sums / torch.as_tensor(tokens).clamp(min=1)).tolist(), strict=True))
 
 
 def _entry(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:

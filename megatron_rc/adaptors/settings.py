@@ -6,13 +6,13 @@ from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.criterion import Criterion
 
-_IN_LOSS = ("bypass_mode", "proximal_interpolation")
-
 
 def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> None:
     """Raise ValueError for a setting that needs more than the tokens of one micro-batch; ``program`` is its caller."""
     check_config(config)
-    refuse_in_loss(config, program)
+    for name in ("bypass_mode", "proximal_interpolation"):
+        if getattr(config, name):
+            raise ValueError(f"{name}=True: {program} computes its loss's ratio itself: leave {name} out")
     reasons = {
         "rollout_is_batch_normalize": "the mean of the weights needs the global batch",
         "rollout_staleness_scale": "it passes no weight versions",
@@ -27,13 +27,6 @@ def check_micro_batch_config(config: RolloutCorrectionConfig, program: str) -> N
             f"rejection_denominator={config.rejection_denominator!r}: {program} divides its loss by the tokens before "
             "rejection: set rejection_denominator='original'"
         )
-
-
-def refuse_in_loss(config: RolloutCorrectionConfig, program: str) -> None:
-    """Raise ValueError for settings that correct in the loss: the program has a loss of its own."""
-    for name in _IN_LOSS:
-        if getattr(config, name):
-            raise ValueError(f"{name}=True: {program} computes its loss's ratio itself: leave {name} out")
 
 
 def refuse_criteria(config: RolloutCorrectionConfig, program: str) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
 from megatron_rc.adaptors.slime_chunks import Chunks
-from megatron_rc.adaptors.tensors import checked_tensor
+from megatron_rc.adaptors.tensors import checked_tensor, measured
 from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.numerics import k3
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
@@ -103,7 +102,7 @@ class SlimeCorrection:
         mask = chunks.cut("loss_masks", loss_masks) != 0
         checked_tensor("pg_loss", pg_loss, tuple(old.shape), " of all responses")
         weights, accepted = self._corrected(chunks, old, rollout, mask)
-        metrics = _metrics(self.config.metric_prefix, old - rollout, mask, accepted, weights)
+        metrics = measured(self.config.metric_prefix, old - rollout, mask, accepted, weights)
         masks = list(loss_masks)
         if not getattr(args, "use_tis", True):
             return pg_loss, masks, metrics
@@ -173,14 +172,3 @@ def _check(config: RolloutCorrectionConfig) -> None:
 
 
 correct = SlimeCorrection()
-
-
-def _metrics(
-    prefix: str, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None
-) -> dict[str, Tensor]:
-    """Metrics of tokens, [t] each; finite everywhere, because slime multiplies them by its mask before it averages."""
-    log_ratio = torch.where(mask & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
-    found = {"kl": -log_ratio, "k3_kl": k3(log_ratio), "rollout_rs_masked_fraction": (mask & ~accepted).float()}
-    if weights is not None:
-        found["rollout_is_mean"] = weights
-    return {f"{prefix}{name}": value for name, value in found.items()}

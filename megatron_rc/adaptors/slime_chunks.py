@@ -71,7 +71,7 @@ class Chunks:
         return whole[self._token.to(whole.device)]
 
     def spread(self, values: Tensor) -> Tensor:
-        """From [t] to the layout's shape, with 0 at prompts and padding."""
+        """Values of the layout's shape from [t], with 0 at prompts and padding."""
         out = values.new_zeros(self.layout.shape)
         out[self._held.to(values.device)] = values
         return out

@@ -1,10 +1,14 @@
-"""Checks of the tensors that a program passes to its adaptor."""
+"""Checks and metrics of the tensors that a program passes to its adaptor."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_rc.batch.result import CorrectionResult
+from megatron_rc.numerics import k3
+
+MEASURED = ("kl", "k3_kl", "rollout_rs_masked_fraction", "rollout_is_mean")
 
 
 def checked_tensor(name: str, value: object, shape: tuple[int, ...] | None = None, place: str = "") -> Tensor:
@@ -34,3 +38,15 @@ def weights_and_mask(result: CorrectionResult) -> tuple[Tensor | None, Tensor]:
     assert isinstance(result.mask, Tensor)
     assert result.weights is None or isinstance(result.weights, Tensor)
     return result.weights, result.mask
+
+
+def measured(
+    prefix: str, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None
+) -> dict[str, Tensor]:
+    """Values of each token whose mean over the mask is a metric, by the metric's name; finite and like the mask.
+
+    ``MEASURED`` has the names without the prefix; the last one is absent without weights.
+    """
+    log_ratio = torch.where(mask & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
+    values = [-log_ratio, k3(log_ratio), (mask & ~accepted).float(), *([] if weights is None else [weights])]
+    return {f"{prefix}{name}": value for name, value in zip(MEASURED, values, strict=False)}

@@ -129,13 +129,8 @@ class VerlCorrection:
         Raises:
             ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
         """
-        if not hasattr(config, "get"):
-            raise ValueError(f"config is {type(config).__name__}: verl passes the actor's configuration")
-        shape = tuple(checked_tensor("log_prob", log_prob).shape)
-        given = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
-        given |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        for name, value in given.items():
-            checked_tensor(name, value, shape)
+        like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
+        _check_call(config, log_prob, {**like, "rollout_is_weights": rollout_is_weights})
         mask, own = response_mask != 0, self._config(_of_the_loss(config))
         accepted, algorithm, metrics = mask, self.algorithm, {}
         if own.bypass_mode:
@@ -236,6 +231,16 @@ def _of_the_loss(config: Any) -> Any:
     """``policy_loss.rollout_correction``, which holds the driver's settings in bypass mode."""
     inner = config.get("policy_loss", None)
     return None if inner is None else inner.get("rollout_correction", None)
+
+
+def _check_call(config: Any, log_prob: object, like: Mapping[str, object]) -> None:
+    """Raise ValueError unless there is a configuration, and all tensors have the shape of ``log_prob``."""
+    if not hasattr(config, "get"):
+        raise ValueError(f"config is {type(config).__name__}: verl passes the actor's configuration")
+    shape = tuple(checked_tensor("log_prob", log_prob).shape)
+    for name, value in like.items():
+        if name != "rollout_is_weights" or value is not None:
+            checked_tensor(name, value, shape)
 
 
 @dataclass(frozen=True)

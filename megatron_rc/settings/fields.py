@@ -97,12 +97,6 @@ class CorrectionFields:
         return bool(self.criteria) or self.rejects_without_criteria
 
     @property
-    def rejects_sequences(self) -> bool:
-        """True if a whole sequence may be rejected."""
-        vetoes = self.rollout_token_veto_threshold is not None or self.bad_log_probs == "reject_sequence"
-        return vetoes or any(criterion.unit != "token" for criterion in self.criteria)
-
-    @property
     def rejects_without_criteria(self) -> bool:
         """True if the veto or bad log-probs may reject."""
         return self.rollout_token_veto_threshold is not None or self.bad_log_probs != "error"

@@ -24,14 +24,14 @@ def parsed(words):
 
 
 def whole(values, layout, cp):
-    """Whole sequences, from the slices of the context-parallel ranks."""
+    """Whole sequences from the slices of the context-parallel ranks."""
     shards = [torch.empty_like(values) for _ in range(cp.size())]
     dist.all_gather(shards, values.contiguous(), group=cp)
     return layout.restore(shards)
 
 
 def data_of(piece, trainer):
-    """A micro-batch as Megatron-LM's data iterator yields it; what the last stage alone knows comes from there."""
+    """A micro-batch of Megatron-LM's data iterator, with the values that only the last stage knows."""
     cp, pp = trainer.groups.cp, trainer.groups.pp
     old = piece.train_log_probs if piece.train_log_probs is not None else torch.zeros_like(piece.rollout_log_probs)
     dist.broadcast(old, dist.get_global_rank(pp, pp.size() - 1), group=pp)
@@ -48,7 +48,7 @@ def gradients(trainer):
 
 
 def both_ways(words):
-    """Gradients of the launcher and of the adaptor, for one step of real rollouts, and what the schedule logs."""
+    """Gradients of the launcher and of the adaptor for one step of real rollouts, and the schedule's log."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     trainer = make_trainer(words)
@@ -94,7 +94,7 @@ def test_megatrons_schedule_makes_the_launchers_gradients(ranks, tmp_path, layou
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
         assert total != 0
         if logged is not None:
-            # In bypass mode the denominator is known only at the end of the step.
+            # In bypass mode the denominator is not known before the end of the step.
             assert mode == "bypass" or logged == pytest.approx(total, rel=1e-5)
     assert any(logged is not None for _, _, logged, _ in everywhere)
 
@@ -108,7 +108,7 @@ def micro_batch(**changes):
 
 
 def one_step(words, **changes):
-    """A step of one micro-batch in this process; the schedule calls the forward step and its loss."""
+    """Run a step of one micro-batch in this process; the schedule calls the forward step and its loss."""
     correction = MegatronCorrection(lambda: parsed(words.split()), ParallelGroups())
     settings = SimpleNamespace(finalize_model_grads_func=lambda model: None, calculate_per_token_loss=False)
     logits = torch.zeros(2, 4, 3, requires_grad=True)
@@ -165,7 +165,7 @@ def test_a_schedule_that_nobody_wrapped():
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")  # in the arguments of Megatron-LM's own flags
 def test_megatrons_parser_takes_the_flags(monkeypatch):
-    """Its own ``--grpo-*`` stay as they are; ``make test-latest`` runs this."""
+    """Its own ``--grpo-*`` flags stay; ``make test-latest`` runs this."""
     arguments = pytest.importorskip("megatron.training.arguments", reason="this Megatron-Core brings no parser")
     words = "--rollout-is token --policy-loss gspo --grpo-clamp-eps-upper 0.3 --grpo-kl-beta 0"
     monkeypatch.setattr("sys.argv", ["train.py", *words.split()])

@@ -1,4 +1,4 @@
-"""NeMo-RL's call by its shapes (commit 7ea279a): the oracle's numbers, and errors by its names."""
+"""NeMo-RL's call by its shapes (commit 7ea279a): the oracle's numbers, and errors with its names."""
 
 import copy
 import enum
@@ -20,7 +20,7 @@ class LossType(enum.Enum):
 
 
 class ClippedLoss:
-    """What of ClippedPGLossFn a correction meets: its columns, its masks and what it divides by."""
+    """The parts of ClippedPGLossFn that a correction uses: its columns, masks and denominators."""
 
     input_type = "logprob"
     metric_normalizations = {"loss": "tokens", "probs_ratio": "tokens"}  # noqa: RUF012

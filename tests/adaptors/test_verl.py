@@ -1,4 +1,4 @@
-"""verl's calls by their shapes (0.9.1): the oracle's numbers, and errors by its names. make test-adaptors has verl."""
+"""verl's calls by their shapes (0.9.1): the oracle's numbers, and errors with its names. test-adaptors has verl."""
 
 import math
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ RNG = torch.Generator().manual_seed(0)
 
 
 class Config(SimpleNamespace):
-    """What verl's ActorConfig answers to."""
+    """The interface of verl's ActorConfig."""
 
     def get(self, name, default=None):
         return getattr(self, name, default)
@@ -36,7 +36,7 @@ def actor(info=None, **fields):
 
 
 def proto(batch, **changes):
-    """What of a DataProto is looked at; a mask of integers, as verl has it."""
+    """The parts of a DataProto that are read; its mask has integers, as verl's."""
     tensors = {"old_log_probs": batch.train, "rollout_log_probs": batch.rollout, "response_mask": batch.mask.long()}
     tensors = {name: value for name, value in (tensors | changes).items() if value is not None}
     uid = [f"prompt {index}" for index in batch.sides.get("group_ids", torch.zeros(0)).tolist()]
@@ -76,7 +76,7 @@ def per_token(log_prob, old, advantages, algorithm, weights, low=0.2, high=0.3, 
 
 
 def divided(loss, mask, mode, info):
-    """verl's sums and denominators, one sequence after the other."""
+    """verl's sums and denominators, by loops over sequences."""
     rows = [loss[row][mask[row]].sum() for row in range(len(mask))]
     counts = [int(row.sum()) for row in mask]
     some = sum(count > 0 for count in counts)
@@ -92,7 +92,7 @@ def divided(loss, mask, mode, info):
 
 
 def step(seed=0, shape=(6, 8)):
-    """(old, new, advantages, mask): ragged responses, one of them empty, with holes, and log-probs of a spread."""
+    """(old, new, advantages, mask): ragged responses with holes, one of them empty, and spread log-probs."""
     generator = torch.Generator().manual_seed(seed)
     old = -1 - 2 * torch.rand(shape, generator=generator, dtype=torch.float64)
     new = old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64).clamp(-1.9, 1.9)

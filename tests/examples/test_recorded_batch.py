@@ -1,4 +1,4 @@
-"""A recorded batch is corrected as the formula says, and drawn."""
+"""A recorded batch is corrected by the formula, and drawn."""
 
 import dataclasses
 import runpy
@@ -15,7 +15,7 @@ PATH = str(ROOT / "examples" / "recorded_batch.py")
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """What the command prints on either stream, and what it ends with."""
+    """(output, error output, exit code) of the command."""
 
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["recorded_batch.py", *map(str, words)])
@@ -65,7 +65,7 @@ def test_files_and_rows_of_any_origin_are_one_batch(tmp_path, run, made):
 
 
 def test_bounds_of_token_weights_alone_are_drawn(tmp_path, run, made):
-    """Those of sequence weights bound products of the ratios that the picture shows."""
+    """Bounds of sequence weights are on products of the ratios in the picture."""
     presets = {"decoupled_token_icepop": 2, "decoupled_token_is": 1, "decoupled_seq_is": 0, "decoupled_geo_rs": 0}
     for preset, lines in presets.items():
         shown, _ = run(made, "--rollout-correction-preset", preset, "--out", tmp_path / "a.svg")

@@ -1,4 +1,4 @@
-"""The record that an engine hands to the trainer: its checks and its files."""
+"""The record of rollouts: its checks and its methods."""
 
 import dataclasses
 import math
@@ -131,7 +131,7 @@ def test_wrong_sampling_is_refused(change, message):
 
 
 def zeros(length, rows=(0,), top_k=0):
-    """Two sequences of ``length`` sampled tokens, those of ``rows`` with log-probs of 0.0."""
+    """Two sequences of ``length`` sampled tokens; log-probs are 0.0 in ``rows``."""
     batch = dataclasses.replace(example(False).rows([0, 1]), sampling=SamplingParams(top_k=top_k))
     shape, mask = (2, length + 1), torch.arange(length + 1).expand(2, -1) > 0
     log_probs = torch.full(shape, -0.1)
@@ -195,7 +195,7 @@ def test_certain_tokens_are_no_fillers():
     changed(zeros(9), "response_mask", False, 0).validate()
 
 
-# What a user does with a batch
+# Uses of a batch
 
 
 def test_label_alignment_shifts_whole_sequences():

@@ -1,4 +1,4 @@
-"""The files of records: what they keep, and what is refused of those of others."""
+"""Files of records: the values that they keep, and other files that are refused."""
 
 import builtins
 import dataclasses
@@ -75,7 +75,7 @@ def test_a_file_that_is_cut_off_is_refused_wherever_it_is_cut(tmp_path):
 
 
 def rewritten(path, tensors=None, header=None, metadata=None):
-    """The example's file with something else in it."""
+    """The example's file with other contents."""
     from safetensors.torch import save_file
 
     batch = example()

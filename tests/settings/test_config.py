@@ -1,4 +1,4 @@
-"""The correction's settings: what is accepted, what is refused, and files of them."""
+"""The correction's settings: accepted and refused values, and files."""
 
 import copy
 import math
@@ -197,7 +197,7 @@ def test_fields_that_are_no_mapping_are_refused(fields, dialect):
 
 
 def test_weights_are_on_where_only_a_criterion_is_given():
-    """As docs/presets.md says of the default."""
+    """docs/presets.md says so of the default."""
     assert RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0).rollout_is == "sequence"
 
 

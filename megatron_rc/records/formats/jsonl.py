@@ -182,9 +182,9 @@ def _refuse_constant(name: str) -> None:
 
 
 def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
-    tokens = tensor_of({"tokens": _numbers(record, "tokens", int)}, "tokens", (None,), integers=True).long()
+    tokens = tensor_of({"tokens": _integers(record, "tokens")}, "tokens", (None,), integers=True).long()
     length = len(tokens)
-    mask = _numbers(record, "response_mask", int)
+    mask = _integers(record, "response_mask")
     if len(mask) != length or not set(mask) <= {0, 1}:
         raise ValueError(f"response_mask: expected 0 or 1 for each of {length} tokens")
     reason = record["finish_reason"]
@@ -204,14 +204,12 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         finish_reason=FINISH_REASONS.index(reason),
         sampling=SamplingParams.from_dict(record["sampling"]),
         routed_experts=experts,
-        **{name: _scored(record, name, mask) for name in TRAINER_LOG_PROBS if record.get(name) is not None},
+        **{
+            name: torch.tensor(_at_sampled(record, name, mask, float, may_lack=True), dtype=torch.float32)
+            for name in TRAINER_LOG_PROBS
+            if record.get(name) is not None
+        },
     )
-
-
-def _scored(record: Mapping[str, Any], name: str, mask: list[int]) -> Tensor:
-    """[l]: 0 at tokens that were not sampled, NaN at sampled tokens that the trainer did not score."""
-    values = _at_sampled(record, name, mask, float, may_lack=True)
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def _at_sampled(
@@ -230,9 +228,9 @@ def _at_sampled(
     ]
 
 
-def _numbers(record: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+def _integers(record: Mapping[str, Any], name: str) -> list[int]:
     values = record[name]
-    if not isinstance(values, list) or not all(_is(value, kind) for value in values):
+    if not isinstance(values, list) or not all(_is(value, int) for value in values):
         raise ValueError(f"{name}: expected a list of integers")
     return values
 

@@ -28,21 +28,10 @@ def one_sequence(
     old_log_probs: Tensor | None = None,
     log_probs: Tensor | None = None,
 ) -> RolloutBatch:
-    """A batch of one sequence without padding; the arguments are fields of :class:`RolloutBatch`.
+    """A batch of one sequence without padding, from the values of its fields in :class:`RolloutBatch`.
 
-    Args:
-        tokens: [l]; like the next three, in token positions.
-        response_mask: [l], 0 for tokens that were not sampled.
-        rollout_log_probs: [l].
-        policy_versions: [l], or one for all tokens.
-        sample_id: unique number of the sequence.
-        group_id: number of its prompt.
-        reward: its reward.
-        finish_reason: index into ``FINISH_REASONS``.
-        sampling: its sampling parameters.
-        routed_experts: [l, layers, top_k].
-        old_log_probs: [l], or None.
-        log_probs: [l], or None.
+    Tensors are [l] in token positions, ``routed_experts`` [l, layers, top_k]. ``response_mask`` may have any dtype, 0
+    for tokens that were not sampled; ``policy_versions`` may be one number for all tokens.
     """
     if not isinstance(policy_versions, Tensor):
         policy_versions = torch.full_like(tokens, policy_versions)

@@ -74,6 +74,10 @@ class Settings:
             raise ValueError(f"{name}={value!r} must be a finite positive number")
         return value
 
+    def veto(self, name: str) -> dict[str, Any]:
+        """The field of the veto from its setting; empty for None."""
+        return {} if self._values[name] is None else {"rollout_token_veto_threshold": self.positive(name)}
+
     def bounds(self, lower: str, upper: str, default: float | None = None) -> tuple[float, float]:
         """Bounds on ρ from two settings; an absent lower one means 1 / upper, one of 0 or less no lower bound.
 

@@ -63,7 +63,7 @@ def slime(settings: Settings) -> dict[str, Any]:
         own = {"rollout_is": "token", **clamped(settings, "tis_clip_low", "tis_clip")}
     elif used is _EARLIER:
         own, criteria = _weights(settings, "mis", masks_weights="use_mis" in settings.given)
-        own |= _veto(settings, "mis_veto_threshold")
+        own |= settings.veto("mis_veto_threshold")
     else:
         own, criteria = _weights(settings, "tis")
         own |= _normalization(settings, own["rollout_is"])
@@ -138,11 +138,7 @@ def _rejection(settings: Settings, criteria: dict[str, tuple[float, float]]) -> 
     criteria[name] = max(low, first[0]), min(high, first[1])
     if not criteria[name][0] < criteria[name][1]:
         raise ValueError(f"tis_mode='mask' and use_rs together accept no ρ: {first} and {(low, high)} do not overlap")
-    return _veto(settings, "rs_veto_threshold")
-
-
-def _veto(settings: Settings, name: str) -> dict[str, Any]:
-    return {} if settings[name] is None else {"rollout_token_veto_threshold": settings.positive(name)}
+    return settings.veto("rs_veto_threshold")
 
 
 def _rs_bounds(settings: Settings) -> tuple[float, float]:

@@ -84,7 +84,7 @@ def verl_2025_10(settings: Settings) -> dict[str, Any]:
     upper = settings.positive("rollout_is_threshold")
     own |= {"rollout_is": level, **_bounds_2025_10(settings, upper, truncate=mode == "truncate")}
     if applied:
-        return own | _veto_2025_10(settings)
+        return own | settings.veto("rollout_is_veto_threshold")
     settings.drop("rollout_is_veto_threshold", because="verl rejected nothing with rollout_is off")
     return own | {"rollout_is_apply": False}
 
@@ -98,12 +98,6 @@ def _bounds_2025_10(settings: Settings, upper: float, *, truncate: bool) -> dict
         if settings["rollout_is_threshold_lower"] is not None:
             own["rollout_is_threshold"] = pair(*settings.bounds("rollout_is_threshold_lower", "rollout_is_threshold"))
     return own
-
-
-def _veto_2025_10(settings: Settings) -> dict[str, Any]:
-    if settings["rollout_is_veto_threshold"] is None:
-        return {}
-    return {"rollout_token_veto_threshold": settings.positive("rollout_is_veto_threshold")}
 
 
 def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:
@@ -169,9 +163,7 @@ def _rejection_2025_11(settings: Settings) -> dict[str, Any]:
         _refuse_null(settings, "rollout_rs", "rollout_rs_threshold")
         bounds = settings.bounds_text("rollout_rs_threshold_lower", "rollout_rs_threshold", default=2.0)
         own = rejection([(ALIASES[level], bounds)])
-    if settings["rollout_token_veto_threshold"] is not None:
-        own["rollout_token_veto_threshold"] = settings.positive("rollout_token_veto_threshold")
-    return own
+    return own | settings.veto("rollout_token_veto_threshold")
 
 
 def _refuse_null(settings: Settings, name: str, threshold: str) -> None:

@@ -14,7 +14,7 @@ from megatron_rc.settings.bounds import one_of
 from megatron_rc.settings.criteria import ALIASES
 from megatron_rc.settings.criterion import Criterion
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
-from megatron_rc.settings.dialects.reader import Settings, pair
+from megatron_rc.settings.dialects.reader import Dialect, Settings, pair
 from megatron_rc.settings.dialects.slime import SLIME
 from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
 from megatron_rc.settings.fields import CorrectionFields
@@ -36,8 +36,8 @@ def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], lis
         ValueError: an unknown dialect.
     """
     one_of("dialect", dialect, tuple(_WRITERS))
-    program = next(one for one in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL) if one.name == dialect)
-    given = {name: value for name, value in _WRITERS[dialect](config).items() if name in program.defaults}
+    program, write = _WRITERS[dialect]
+    given = {name: value for name, value in write(config).items() if name in program.defaults}
     try:
         again = _meaning(type(config)(**program.read(Settings(given, program.defaults))))
     except ValueError as problem:  # a level or a bound that the program does not take
@@ -55,7 +55,7 @@ _ALWAYS = ("rollout_is", "rollout_is_threshold", "use_tis", "use_importance_samp
 
 def _meaning(config: CorrectionFields) -> dict[str, Any]:
     """The parts of a config that change the loss, by field."""
-    weighs = config.rollout_is is not None and config.rollout_is_apply
+    weighs = _weighs(config)
     rejects = bool(config.criteria) or config.rollout_token_veto_threshold is not None
     low, high = config.is_bounds
     return {
@@ -203,10 +203,13 @@ def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:
     return own
 
 
-_WRITERS: Mapping[str, Callable[[CorrectionFields], dict[str, Any]]] = {
-    VERL.name: _verl,
-    VERL_2025_11.name: _verl_2025_11,
-    VERL_2025_10.name: _verl_2025_10,
-    SLIME.name: _slime,
-    NEMO_RL.name: _nemo_rl,
+_WRITERS: Mapping[str, tuple[Dialect, Callable[[CorrectionFields], dict[str, Any]]]] = {
+    program.name: (program, write)
+    for program, write in (
+        (VERL, _verl),
+        (VERL_2025_11, _verl_2025_11),
+        (VERL_2025_10, _verl_2025_10),
+        (SLIME, _slime),
+        (NEMO_RL, _nemo_rl),
+    )
 }

@@ -45,7 +45,7 @@ def test_files_of_lines_are_read_batch_by_batch(tmp_path):
     assert [part.sample_ids.tolist() for part in found] == [[7, 5], [9], [7, 5], [9]]
     assert [part.sampling.temperature for part in found] == [0.5, 0.5, 1.0, 1.0]
     assert identical(RolloutBatch.concatenate(found[:2]), known(batch))
-    path.write_text(path.read_text().rstrip("\n"))  # what stands after the last line does not matter
+    path.write_text(path.read_text().rstrip("\n"))  # the last line may lack its end
     assert sum(part.num_sequences for part in read_jsonl(path, batch_size=64)) == 6
 
 
@@ -58,7 +58,7 @@ def test_reading_holds_one_batch_at_a_time():
 
 
 def record(**change):
-    """The first line of the example with other fields; ``...`` takes one away."""
+    """The first line of the example with other fields; ``...`` removes a field."""
     fields = json.loads(next(to_json_lines(example()))) | change
     return json.dumps({name: value for name, value in fields.items() if value is not ...})
 

@@ -1,4 +1,4 @@
-"""Other programs' settings, whichever they are: what is refused, the notes, and a way back."""
+"""Settings of all other programs: refused ones, notes, and the way back."""
 
 import math
 
@@ -325,7 +325,7 @@ def test_what_a_program_cannot_say_is_an_error(make, dialect, message):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_what_is_said_is_read_back(dialect):
-    """All presets, and what the programs' own configurations become."""
+    """All presets, and the translations of the programs' own configurations."""
     generations = {"verl-2025-10": "gen1", "verl-2025-11": "gen2", "verl": "gen3", "slime": "slime"}
     configs = [preset(name) for name in PRESETS]
     own = [

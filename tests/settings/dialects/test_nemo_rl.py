@@ -1,4 +1,4 @@
-"""NeMo-RL's settings: what each becomes, and what is dropped with a note."""
+"""NeMo-RL's settings: their translation, and those that are dropped with a note."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_nemo_rls_rejection_of_sequences(section):
 
 
 def test_that_rejection_is_nemo_rls():
-    """Its own formula: the mean over a sequence's tokens of exp|log π_old - log π_rollout|, at most the threshold."""
+    """Its formula: the mean over a sequence's tokens of exp|log π_old - log π_rollout|, at most the threshold."""
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(64, 12, generator=generator) - 0.5
     old = (rollout + 0.7 * torch.randn(64, 12, generator=generator)).clamp(max=0)
