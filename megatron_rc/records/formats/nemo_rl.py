@@ -21,6 +21,7 @@ from megatron_rc.records.formats.rows import (
     shifted,
     spans,
     tensor_of,
+    trainer_log_probs,
 )
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams
 
@@ -70,9 +71,8 @@ def from_nemo_rl(
         group_ids = _same_prompts(fields, tokens, mask, keep)
     one = isinstance(policy_version, int)
     own = {"policy_version": [policy_version] * rows if one else policy_version, "group_ids": group_ids}
-    old = None if fields.get("prev_logprobs") is None else tensor_of(fields, "prev_logprobs", shape)
-    if old is not None and mask.any() and (old == 0)[mask].all():
-        old = None  # not scored: with force_on_policy_ratio NeMo-RL writes zeros
+    # With force_on_policy_ratio NeMo-RL writes zeros.
+    old = trainer_log_probs(fields, "prev_logprobs", shape, mask, 0)
     versions, groups = (tensor_of(own, name, (rows,), integers=True).to(tokens.device) for name in own)
     return RolloutBatch(
         tokens=tokens.long(),

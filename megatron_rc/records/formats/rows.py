@@ -118,6 +118,16 @@ def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
     return torch.where(batch.response_mask, batch.old_log_probs, 0.0)
 
 
+def trainer_log_probs(
+    fields: Mapping[str, Any], name: str, shape: Sequence[int | None], mask: Tensor, unscored: Tensor | float
+) -> Tensor | None:
+    """A field of log π_old; None if it is missing, or is ``unscored`` (the program's filler) at all sampled tokens."""
+    if fields.get(name) is None:
+        return None
+    found = tensor_of(fields, name, shape)
+    return None if mask.any() and (found == unscored)[mask].all() else found
+
+
 def versions_of(batch: RolloutBatch) -> list[list[int]]:
     """The different weight versions that sampled each sequence, ascending; empty without a sampled token."""
     rows = zip(batch.policy_versions.tolist(), batch.response_mask.tolist(), strict=True)

@@ -19,6 +19,7 @@ from megatron_rc.records.formats.rows import (
     shifted,
     spans,
     tensor_of,
+    trainer_log_probs,
     version_of,
     versions_of,
 )
@@ -68,9 +69,8 @@ def from_verl(
     if experts is not None:
         experts = tensor_of(tensors, "routed_experts", (*tokens.shape, None, None), integers=True)
         experts = shifted(as_int32("routed_experts", experts), start, keep, NO_EXPERT)
-    old = None if tensors.get("old_log_probs") is None else tensor_of(tensors, "old_log_probs", responses)
-    if old is not None and mask.any() and (old == log_probs)[mask].all():
-        old = None  # not scored: in bypass mode verl writes the engine's log-probs
+    # In bypass mode verl writes the engine's log-probs.
+    old = trainer_log_probs(tensors, "old_log_probs", responses, mask, log_probs)
     if old is not None:
         old = shifted(_after_prompt(old, width), start, keep, 0)
     return RolloutBatch(
