@@ -191,7 +191,12 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
 
         return call
 
-    methods = [(correction, "plan"), (correction, "corrected"), (correction, "finish_step"), (correction.steps, "count")]
+    methods = [
+        (correction, "plan"),
+        (correction, "corrected"),
+        (correction, "finish_step"),
+        (correction.steps, "count"),
+    ]
     for owner, name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
     try:
