@@ -88,7 +88,7 @@ def test_what_cannot_be_corrected_is_one_sentence(tmp_path, run, made):
         ("--make", made): "File exists",
         (made, "--make", tmp_path): "name files of recorded rollouts, or --make DIR",
         (made, "--rollout-correction-preset", "token"): "preset='token' is unknown",
-        (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: a decoupled one is needed",
+        (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: use a decoupled preset",
         (made, "--out", tmp_path / "nowhere" / "a.png"): "No such file or directory",
     }.items():
         shown, code = run(*words)
