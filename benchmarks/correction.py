@@ -1,17 +1,17 @@
-"""The correction with all its metrics against a straightforward multi-pass one: time, peak memory, and both compiled.
+"""The correction with all metrics, eager and compiled, against a plain multi-pass correction: time and peak memory.
 
     python benchmarks/correction.py [--compile] [--verl FOLDER]
 
-Token-level weights truncated at 2, one rejection criterion, every metric; the baseline is ``benchmarks/naive.py``,
-which computes the 44 metrics that verl has for the two, each by itself from full tensors. The contenders run in turns,
-in one process on an otherwise idle machine; medians are printed. Peak memory is what ``torch.profiler`` saw allocated
-at once, in tensors of the log-probs' size.
+Token-level weights truncated at 2, one rejection criterion, every metric. The baseline, ``benchmarks/naive.py``,
+computes verl's 44 metrics of these one by one from full tensors. The contenders run in turns, in one process; use an
+idle machine. Times are medians. Peak memory is the memory allocated at once by ``torch.profiler``, in tensors of the
+log-probs' size.
 
-``--verl`` is a folder with the package verl and what its helper imports (``pip install --no-deps --target``). A second
-table then compares with that helper, on one thread, given the int64 mask that its trainer holds and a float one. All
-must find the same weights, masks and mean weight.
+``--verl`` is a folder with the package verl and its helper's imports (``pip install --no-deps --target``). A second
+table compares with that helper, on one thread, given its trainer's int64 mask and a float mask. All must find the same
+weights, masks and mean weight.
 
-Without the two settings of glibc's allocator below, most of what is measured are page faults.
+Without the two settings of glibc's allocator below, page faults would dominate the times.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_batch(shape: tuple[int, int]) -> Batch:
 
 
 def peak(function: Callable[[], object]) -> int:
-    """Bytes allocated at once."""
+    """The largest number of bytes allocated at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     held = largest = 0
@@ -75,7 +75,7 @@ def peak(function: Callable[[], object]) -> int:
 
 
 def ours(batch: Batch, *, compile: bool = False) -> Result:
-    """Our correction."""
+    """This package's correction."""
     result = correct_rollouts(*batch, CONFIG, compile=compile)
     result.check()
     return result.metrics(), result.weights, result.mask
@@ -88,7 +88,7 @@ def baseline(batch: Batch) -> Result:
 
 
 def verl(batch: Batch) -> Result:
-    """The helper that verl's trainer calls."""
+    """The correction of verl's trainer."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
     weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
@@ -102,12 +102,12 @@ def verl(batch: Batch) -> Result:
 
 
 def run_in_turns(contenders: dict[str, Callable[[], Result]]) -> dict[str, float]:
-    """The median time of each."""
+    """The median time of each contender."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(ROUNDS + 1):
         for name, function in contenders.items():
             start = time.perf_counter()
-            kept = function()  # results live until they have been timed
+            kept = function()  # freed after the time is taken
             if turn:
                 times[name].append(time.perf_counter() - start)
             del kept
@@ -115,7 +115,7 @@ def run_in_turns(contenders: dict[str, Callable[[], Result]]) -> dict[str, float
 
 
 def measure(shape: tuple[int, int], compiled: bool) -> None:
-    """Print one row of the table."""
+    """Print one row of the first table."""
     batch = make_batch(shape)
     contenders: dict[str, Callable[[], Result]] = {
         "baseline": lambda: baseline(batch),
@@ -133,7 +133,7 @@ def measure(shape: tuple[int, int], compiled: bool) -> None:
 
 
 def measure_verl(shape: tuple[int, int]) -> None:
-    """Print one row of the table beside verl, on one thread."""
+    """Print one row of the table with verl, on one thread."""
     train, rollout, mask = batch = make_batch(shape)
     by_mask = {"verl, int64 mask": (train, rollout, mask.long()), "verl, float mask": (train, rollout, mask.float())}
     contenders: dict[str, Callable[[], Result]] = {
@@ -149,18 +149,18 @@ def measure_verl(shape: tuple[int, int]) -> None:
 
 
 def check_alike(results: dict[str, Result]) -> None:
-    """Raise where the contenders differ."""
+    """Raise AssertionError if the contenders' results differ."""
     metrics, weights, mask = results["eager"]
     name = "rollout_corr/rollout_is_mean"
     for other_metrics, other_weights, other_mask in results.values():
         torch.testing.assert_close(other_weights, weights)
         torch.testing.assert_close(other_mask.bool(), mask)
-        if not abs(other_metrics[name] - metrics[name]) <= 1e-5:  # also where one is NaN
+        if not abs(other_metrics[name] - metrics[name]) <= 1e-5:  # also raises for NaN
             raise AssertionError(f"{name} is {other_metrics[name]}, not {metrics[name]}")
 
 
 def print_header(names: list[str], note: str) -> None:
-    """The head of a table."""
+    """Print the head of a table."""
     say(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {note}")
     say("| shape | " + " | ".join(names) + " |")
     say("|" + "---|" * (len(names) + 1))
@@ -168,15 +168,15 @@ def print_header(names: list[str], note: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="also through torch.compile (needs a C++ compiler)")
-    parser.add_argument("--verl", metavar="FOLDER", help="also beside the verl in this folder, on one thread")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile (needs a C++ compiler)")
+    parser.add_argument("--verl", metavar="FOLDER", help="also measure the verl in this folder, on one thread")
     arguments = parser.parse_args()
     names = ["baseline", "eager", *["compiled"] * arguments.compile]
     print_header(names, "time (baseline / time), peak in tensors")
     for each in SHAPES:
         measure(each, arguments.compile)
     if arguments.verl:
-        warnings.simplefilter("ignore")  # of its imports
+        warnings.simplefilter("ignore")  # of verl's imports
         sys.path.append(arguments.verl)
         torch.set_num_threads(1)
         print_header(["verl, int64 mask", "verl, float mask", "eager"], "time (verl / time)")

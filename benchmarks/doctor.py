@@ -1,9 +1,9 @@
-"""How often the doctor errs: healthy batches and runs in which it finds something, and faults that it misses.
+"""Errors of the doctor: verdicts on healthy batches and runs, and faults that it misses.
 
     python benchmarks/doctor.py [--batches 200] [--seeds 20] [--runs 1000]
 
 Healthy engines round their weights to bfloat16 or not at all, and compute in bfloat16. Sizes, vocabularies, lengths and
-how sure the model is of its tokens are drawn at random.
+the certainty of the model are drawn at random.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUMBERS = 2**24  # log-probs of one batch, over its whole vocabulary
 
 
 def setting(dice: random.Random) -> Setting:
-    """A size that fits into memory."""
+    """A random size that fits into memory."""
     while True:
         drawn = Setting(
             sequences=dice.choice([8, 16, 32, 64, 128, 256]),
@@ -49,12 +49,12 @@ def setting(dice: random.Random) -> Setting:
 
 
 def first_verdict(facts: Facts) -> str:
-    """What is found first."""
+    """The name of the doctor's first verdict."""
     return next((verdict.rule.name for verdict in judge(facts)), "nothing")
 
 
 def healthy(number: int) -> None:
-    """Verdicts on healthy batches, and what bounds of 1.001 on the geometric mean would do to them."""
+    """Print verdicts on healthy batches, and the rejection that bounds of 1.001 on the geometric mean would cause."""
     dice, found, cut, largest = random.Random(0), Counter[str](), [], 0.0
     for seed in range(number):
         sampled = Sampled(**made(None, seed, setting(dice)))
@@ -72,7 +72,7 @@ def healthy(number: int) -> None:
 
 
 def faults(seeds: int) -> None:
-    """First verdicts on made faults, in batches of at least 2,048 places."""
+    """Print first verdicts on made faults, in batches of at least 2,048 places."""
     for fault, (name, _) in FAULTS.items():
         dice, found = random.Random(1), Counter[str]()
         for seed in range(seeds):
@@ -85,7 +85,7 @@ def faults(seeds: int) -> None:
 
 
 def runs(number: int) -> None:
-    """Made runs, healthy ones looked at every ten steps and drifting ones at their end; and those of the study."""
+    """Print verdicts on healthy runs, every ten steps, and on drifting runs and the study's runs, at their ends."""
     wrong, found = 0, 0
     for seed in range(number):
         wrong += any(_verdicts(healthy_run(seed), every=10))
@@ -100,7 +100,7 @@ def runs(number: int) -> None:
 
 
 def _verdicts(rows: Iterable[Mapping[str, float]], every: int = 0) -> Iterator[list[str]]:
-    """Names of what is found in a run at its end, or every so many steps."""
+    """Names of the verdicts at the end of a run, or after every ``every`` steps."""
     history = History()
     for row in rows:
         history.add(own_row(row, ""))
@@ -111,11 +111,11 @@ def _verdicts(rows: Iterable[Mapping[str, float]], every: int = 0) -> Iterator[l
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print all."""
+    """Print all three."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--batches", type=int, default=200, help="healthy batches; default: 200")
+    parser.add_argument("--seeds", type=int, default=20, help="batches of each fault; default: 20")
+    parser.add_argument("--runs", type=int, default=1000, help="healthy and drifting runs, of each; default: 1000")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     healthy(args.batches)

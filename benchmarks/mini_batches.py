@@ -1,12 +1,12 @@
-"""One rollout batch in 1, 2 and 4 optimizer steps: how much the update depends on that, decoupled and coupled.
+"""Dependence of an update on its number of optimizer steps (1, 2 and 4), decoupled and coupled.
 
 ``python -m benchmarks.mini_batches`` measures it for several learning rates, prints a table and draws
-docs/mini_batches.png. One process on a CPU, some forty seconds.
+docs/mini_batches.png. One process on a CPU, about forty seconds.
 
-The engine is off: each log-prob that it reports is the trainer's and noise. Plain SGD with the same learning rate, and
-a loss that is a sum over tokens, so that k small steps would be one large step but for what the first of them change:
-the policy (which PPO's ratio follows, and is meant to), and which tokens are clipped. The decoupled loss clips
-π_θ / π_old, which begins at 1. The coupled one clips π_θ / π_rollout, which begins anywhere.
+Each log-prob of the engine is the trainer's with noise. The optimizer is plain SGD with one learning rate, and the loss
+is a sum over tokens. So k small steps differ from one large step only by the effects of the first ones: a changed
+policy, which PPO's ratio is meant to follow, and other clipped tokens. The decoupled loss clips π_θ / π_old, which
+begins at 1. The coupled loss clips π_θ / π_rollout, which begins at any value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def words(mode: str, parts: int, learning_rate: float) -> list[str]:
 
 
 def update(flags: Sequence[str], parts: int, seed: int) -> Tensor:
-    """How one rollout batch changes the weights, all in one vector; in a process that has Megatron's groups."""
+    """The change of all weights by one rollout batch, in one vector; needs Megatron's process groups."""
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.training.trainer import Trainer
     from megatron_rc.parallel import ParallelGroups
@@ -59,7 +59,7 @@ def update(flags: Sequence[str], parts: int, seed: int) -> Tensor:
 
 
 def distances(mode: str, learning_rate: float, seed: int) -> dict[int, float]:
-    """By the number of steps: how far the update is from that of one step, relative to its length."""
+    """For each number of steps the update's distance from that of one step, relative to the latter's norm."""
     updates = {parts: update(words(mode, parts, learning_rate), parts, seed) for parts in PARTS}
     whole = updates[1].norm()
     return {parts: float((one - updates[1]).norm() / whole) for parts, one in updates.items() if parts > 1}

@@ -1,8 +1,8 @@
-"""The straightforward correction that a benchmark compares with: full ``[b, s]`` tensors, every metric by itself.
+"""A plain correction for comparison: full ``[b, s]`` tensors, every metric by itself.
 
-One process holds whole sequences. Weights, then one k1 criterion with bounds on ρ = π_train / π_rollout, then the
-metrics that verl reports for the two, each computed from full tensors with its own masked mean and brought to the host
-by itself. Names and definitions are those of ``docs/metrics.md``.
+One process holds whole sequences. It computes weights, one k1 criterion with bounds on ρ = π_train / π_rollout, and
+verl's metrics of these, each with its own masked mean and its own copy to the host. ``docs/metrics.md`` has the names
+and definitions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def correct(
     Args:
         train: log π_train, [b, s] float32.
         rollout: log π_rollout, [b, s] float32.
-        mask: [b, s] bool, True where a token counts; at least one does. The log-probs are finite everywhere.
-        level: of the weights: ``token`` or ``sequence``.
-        upper: the weights are truncated here.
+        mask: [b, s] bool, True for tokens that count, at least one. The log-probs are finite everywhere.
+        level: level of the weights: ``token`` or ``sequence``.
+        upper: upper bound that truncates the weights.
         rs: ``token_k1``, ``seq_sum_k1`` or ``seq_mean_k1``.
-        lower_rs: the criterion accepts ρ from here
-        upper_rs: to here.
+        lower_rs: the smallest ρ that the criterion accepts.
+        upper_rs: the largest ρ that it accepts.
 
     Returns:
         [b, s] weights, [b, s] bool accepted mask, metrics by name without a prefix.
@@ -49,12 +49,12 @@ def correct(
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum where the mask is True."""
+    """Sum over the tokens of the mask."""
     return torch.where(mask, values, 0.0).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean where the mask is True; 0 for a row without any."""
+    """Mean over the tokens of the mask; 0 for a row without any."""
     return masked_sum(values, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
@@ -64,7 +64,7 @@ def share(condition: Tensor, mask: Tensor) -> float:
 
 
 def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, upper: float) -> tuple[Tensor, Metrics]:
-    """Truncated weights, 0 where masked, and their metrics."""
+    """Truncated weights, 0 outside the mask, and their metrics."""
     log_weight = log_ratio if level == "token" else masked_sum(log_ratio, mask, -1).unsqueeze(-1)
     raw = torch.exp(log_weight.clamp(-EXP_LIMIT, EXP_LIMIT)).expand_as(log_ratio)
     raw = torch.where(mask, raw, 0.0)
@@ -74,7 +74,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, upper: float
 
 
 def weight_metrics(log_weight: Tensor, weights: Tensor, mask: Tensor, level: str, upper: float) -> Metrics:
-    """Metrics of the weights over tokens; at the sequence level extremes and shares are over sequences."""
+    """Metrics of the weights over tokens; for the sequence level, extremes and shares are over sequences."""
     metrics = {"rollout_is_mean": masked_mean(weights, mask).item()}
     high, low = math.log(upper), -math.log(upper)
     if level == "token":
@@ -163,7 +163,7 @@ def statistic_metrics(
 
 
 def policy_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """How far the two policies are apart."""
+    """Metrics of the distance between the two policies."""
     valid = mask.any(-1)
     log_ratio = train - rollout
     train_mean, rollout_mean = masked_mean(train, mask, -1)[valid], masked_mean(rollout, mask, -1)[valid]

@@ -1,7 +1,7 @@
-"""The pictures of docs/sharding.md: which rank holds which token, and which ranks tell each other what.
+"""The pictures of docs/sharding.md: the tokens of each rank, and the messages between ranks.
 
-``python -m benchmarks.pictures`` draws docs/sharding_tokens.png and docs/sharding_groups.png. The positions are those
-of ``SequenceLayout``. One process on a CPU, a few seconds.
+``python -m benchmarks.pictures`` draws docs/sharding_tokens.png and docs/sharding_groups.png, with the positions of
+``SequenceLayout``. One process on a CPU, a few seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAINED = ((3, 7), (2, 11))
 
 
 def tokens() -> Figure:
-    """Padded and packed: the whole sequences, and what each of two CP ranks holds of them."""
+    """The whole sequences and the parts of two CP ranks, padded and packed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
@@ -44,7 +44,7 @@ def tokens() -> Figure:
 
 
 def _band(axes: Axes, layouts: list[SequenceLayout], trained: list[bool], sequence: list[int]) -> None:
-    """A row for the whole and one for each rank; a cell is a token in its owner's colour, dark if trained."""
+    """A row of cells for the whole and one for each rank; a cell is a token in its owner's colour, dark if trained."""
     whole = torch.arange(len(trained)).view(1, -1) if len(layouts[0].shape) == 2 else torch.arange(len(trained))
     shards = [layout.cut(whole).flatten().tolist() for layout in layouts]
     owner = {token: rank for rank, shard in enumerate(shards) for token in shard}
@@ -71,7 +71,7 @@ def _cell(axes: Axes, x: float, y: float, color: str, shade: float, text: str, b
 
 
 def groups() -> Figure:
-    """TP 2 × CP 2 × PP 2 × DP 2: the ranks of both stages, and what goes over each group for the correction."""
+    """TP 2 × CP 2 × PP 2 × DP 2: the ranks of both stages, and the correction's messages in each group."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.3), layout="constrained")
@@ -116,7 +116,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], col
 
 
 def main(folder: Path) -> None:
-    """Draw both."""
+    """Draw both pictures."""
     tokens().savefig(folder / "sharding_tokens.png", dpi=110)
     groups().savefig(folder / "sharding_groups.png", dpi=110)
 

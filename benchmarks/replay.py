@@ -1,10 +1,10 @@
-"""The time and the memory of a replay: 2²⁴ tokens of one safetensors file under four presets, without the page.
+"""Time and memory of a replay: 2²⁴ tokens of one safetensors file under four presets, without the page.
 
     python benchmarks/replay.py [--sequences 4096] [--length 4097] [--html FILE]
 
-The file is made first, in a folder that is removed. What is measured is the command itself, in a process of its own:
-imports, reading, four corrections with all their metrics, gradients, tables. The processor's seconds are those of all
-threads together; on a machine that does other work they say more than the clock's.
+The file is made first, in a temporary folder. The measured command runs in a process of its own: imports, reading, four
+corrections with all metrics, gradients, tables. The processor's seconds are the sum over all threads; on a busy machine
+they are more reliable than the clock's.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def make_batch(sequences: int, length: int) -> RolloutBatch:
 
 
 def main() -> None:
-    """Make the file, replay it, say how long that took."""
+    """Make the file, replay it, and print time and memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=4097, help="columns; the first is a prompt")
-    parser.add_argument("--html", type=Path, help="write the page too")
+    parser.add_argument("--sequences", type=int, default=4096, help="responses; default: 4096")
+    parser.add_argument("--length", type=int, default=4097, help="columns, one of them a prompt; default: 4097")
+    parser.add_argument("--html", type=Path, help="also write the page to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "batch.safetensors"

@@ -1,18 +1,18 @@
-"""What the correction sends in layouts of up to 16,384 ranks: collectives and bytes, traced with fake process groups.
+"""Collectives and bytes of the correction in layouts of up to 16,384 ranks, traced with fake process groups.
 
     python benchmarks/scaling.py [--ranks 8 64 512 4096 16384] [--formulas]
 
-Real are Megatron's ``parallel_state``, the groups' sizes, this rank's place in them, its tokens and all local work; the
-groups' collectives return the data as it is. Each layout is traced on its corners: first and last rank of context,
-pipeline and data parallelism. A dispatch mode records every collective of torch, ours or not.
+Megatron's ``parallel_state``, the groups' sizes, this rank's place in them, its tokens and all local work are real; the
+groups' collectives return their input. Each layout is traced on its corners: first and last rank of context, pipeline
+and data parallelism. A dispatch mode records every collective of torch, whoever calls it.
 
-How many numbers a collective carries is fitted on the first layout as a linear function of the counts in ``COUNTS``.
-Every other trace, of other batches, tokens, ranks and layouts, has to equal those formulas call by call. Bytes are what
-one rank sends: 2 (p - 1)/p times the payload for a ring all-reduce over p ranks, the payload for a broadcast along a
-chain.
+The numbers that a collective carries are fitted on the first layout as a linear function of the counts in ``COUNTS``.
+Every other trace (other batches, tokens, ranks and layouts) must equal these formulas call by call. Bytes are those
+that one rank sends: 2 (p - 1)/p times the payload for a ring all-reduce over p ranks, the payload for a broadcast along
+a chain.
 
-``--formulas`` prints the first table only, the one that ``docs/scaling.md`` holds and
-``tests/correction/test_scaling.py`` reads.
+``--formulas`` prints the first table only, which ``docs/scaling.md`` holds and ``tests/correction/test_scaling.py``
+reads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron_rc.parallel import ParallelGroups
 from megatron_rc.parallel.groups import group_size
 from megatron_rc.settings.criteria import CRITERIA
 
-# Bytes a token that all ranks of a CP group of 8 send together, for the sequence statistics of one batch.
+# Bytes a token that a CP group of 8 ranks sends, all ranks together, for one batch's sequence statistics.
 GATHERING = {"verl": (28, 28), "NeMo-RL": (29, 29), "slime": (58, 117)}
 
 
@@ -61,7 +61,7 @@ LAYOUTS = (
 
 
 BASE = Batch()
-# Each differs from BASE in one of the counts.
+# Each batch differs from BASE in one of the counts.
 VARIANTS = {
     "n": Batch(micro_batches=4),
     "b": Batch(micro_size=4, micro_batches=1),
@@ -69,7 +69,7 @@ VARIANTS = {
     "M": Batch(micro_batches=1, mini_batches=4),
     "A": Batch(max_staleness=3),
 }
-# More tokens; other tokens, packed; every count another.
+# More tokens; other tokens, packed; all counts different.
 OTHERS = (
     Batch(length=512),
     Batch(length=256, packed=True),
@@ -81,14 +81,14 @@ LARGE = Batch(length=2**15, micro_size=4, micro_batches=8, mini_batches=2, promp
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of the correction, and the objective."""
+    """A configuration of the correction, and an objective."""
 
     fields: dict[str, Any]
     algorithm: str | None = None
 
     @property
     def config(self) -> RolloutCorrectionConfig:
-        """As the user would make it."""
+        """The config with these fields."""
         return RolloutCorrectionConfig(**self.fields)
 
 
@@ -98,7 +98,7 @@ def rejection(names: str, threshold: str) -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """The fields that make the correction send the most: all criteria at once."""
+    """The fields of the correction that sends the most: all criteria at once."""
     bounded = [criterion for criterion in CRITERIA.values() if criterion.bounds.takes_threshold]
     bounds = ["0.5_2" if criterion.bounds.on_ratio else "0.1" for criterion in bounded]
     fields = {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_token_veto_threshold": 1e-4}
@@ -123,12 +123,12 @@ CASES = {
     "bypass, token IS, seq_max": Case({**MAXIMUM, **BYPASS}),
     "bypass, GSPO": Case({"rollout_is": None, "bypass_mode": True, "loss_type": "gspo"}),
 }
-SHOWN = ("token IS", "bypass, token IS")  # whose bytes are printed
+SHOWN = ("token IS", "bypass, token IS")  # cases whose bytes are printed
 
 
 @contextlib.contextmanager
 def fake_groups(layout: Layout, rank: int) -> Iterator[tuple[ParallelGroups, float]]:
-    """(Megatron's groups as one rank of the layout sees them, seconds that it took to make them)."""
+    """(Megatron's groups on one rank of the layout, seconds to make them)."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -161,7 +161,7 @@ def trace(case: Case, batch: Batch, layout: Layout, groups: ParallelGroups) -> l
 
 
 class Formula(NamedTuple):
-    """How many numbers one collective of a phase carries, as the factors of ``COUNTS``."""
+    """The numbers that one collective of a phase carries, as factors of ``COUNTS``."""
 
     phase: str
     kind: str
@@ -169,7 +169,7 @@ class Formula(NamedTuple):
     factors: tuple[int, ...]
 
     def elements(self, batch: Batch) -> int:
-        """How many numbers it carries for a batch."""
+        """The numbers that it carries for a batch."""
         return sum(factor * count for factor, count in zip(self.factors, batch.counts().values(), strict=True))
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ def fit(traced: Callable[[Batch], list[Call]]) -> list[Formula]:
 
 
 def expected(formulas: Sequence[Formula], batch: Batch, layout: Layout, is_last_stage: bool) -> list[Call]:
-    """The whole trace that the formulas stand for: float64 numbers, none in a group of size 1."""
+    """The whole trace by the formulas: float64 numbers, no call in a group of size 1."""
     calls = {phase: list[Call]() for phase in PHASES}
     for formula in formulas:
         if layout.size(formula.group) > 1 and (is_last_stage or formula.group == "pp"):
@@ -215,21 +215,21 @@ def expected(formulas: Sequence[Formula], batch: Batch, layout: Layout, is_last_
 
 
 def gathered(per_token: int, batch: Batch, layout: Layout) -> float:
-    """Bytes that one rank sends where tokens are gathered over CP, from the figure for 8 ranks together.
+    """Bytes that one rank sends if tokens are gathered over CP, from the figure for 8 ranks together.
 
-    In an all-gather over c ranks every token is sent c - 1 times: by all ranks but the last that it comes to.
+    In an all-gather over c ranks every token is sent c - 1 times: by all ranks except the last that receives it.
     """
     return per_token * (layout.cp - 1) / 7 / layout.cp * batch.length * batch.counts()["n"]
 
 
 def fit_all(layout: Layout = LAYOUTS[0]) -> dict[str, list[Formula]]:
-    """The formulas of every case, as the first rank of the last stage sees them."""
+    """The formulas of every case, traced on the first rank of the last stage."""
     with fake_groups(layout, layout.first_of_last_stage) as (groups, _):
         return {name: fit(lambda batch, case=case: trace(case, batch, layout, groups)) for name, case in CASES.items()}
 
 
 def table_of_formulas(formulas: dict[str, list[Formula]]) -> str:
-    """A row a case, a column a phase; read back by :func:`read_formulas`."""
+    """A table with a row for each case and a column for each phase; :func:`read_formulas` reads it."""
     rows = [f"| case | {' | '.join(PHASES)} |", "|---|---|---|---|"]
     for name, found in formulas.items():
         cells = [", ".join(f"`{formula}`" for formula in found if formula.phase == phase) for phase in PHASES]
@@ -238,7 +238,7 @@ def table_of_formulas(formulas: dict[str, list[Formula]]) -> str:
 
 
 def read_formulas(text: str) -> dict[str, list[Formula]]:
-    """The formulas of every case in a document that holds :func:`table_of_formulas`."""
+    """The formulas of every case in a document with :func:`table_of_formulas`."""
     found: dict[str, list[Formula]] = {}
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -252,7 +252,7 @@ def read_formulas(text: str) -> dict[str, list[Formula]]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of tracing one layout: seconds to make a rank's groups (median), ranks and traces; all as expected."""
+    """The traces of one layout: seconds to make a rank's groups (median), ranks, and traces that equal the formulas."""
 
     seconds: float
     ranks: int
@@ -263,7 +263,7 @@ def check(layout: Layout, formulas: dict[str, list[Formula]]) -> Checked:
     """Trace every case with several batches on the corners of a layout.
 
     Raises:
-        RuntimeError: a trace that the formulas do not give.
+        RuntimeError: a trace differs from the formulas.
     """
     seconds, traces = [], 0
     for rank in layout.corners():
@@ -271,21 +271,21 @@ def check(layout: Layout, formulas: dict[str, list[Formula]]) -> Checked:
             seconds.append(taken)
             for (name, case), batch in itertools.product(CASES.items(), (BASE, *OTHERS)):
                 if trace(case, batch, layout, groups) != expected(formulas[name], batch, layout, groups.is_last_stage):
-                    raise RuntimeError(f"{name} on rank {rank} of {layout} with {batch} is not as the formulas say")
+                    raise RuntimeError(f"{name} on rank {rank} of {layout} with {batch} differs from the formulas")
                 traces += 1
     return Checked(statistics.median(seconds), len(seconds), traces)
 
 
 def check_large(formulas: dict[str, list[Formula]], layout: Layout = LAYOUTS[-2]) -> None:
-    """The same for the batch whose bytes are shown, with all its tokens, on the first rank of the last stage."""
+    """Check the batch whose bytes are shown, with all its tokens, on the first rank of the last stage."""
     with fake_groups(layout, layout.first_of_last_stage) as (groups, _):
         for name, case in CASES.items():
             if trace(case, LARGE, layout, groups) != expected(formulas[name], LARGE, layout, True):
-                raise RuntimeError(f"{name} with {LARGE} is not as the formulas say")
+                raise RuntimeError(f"{name} with {LARGE} differs from the formulas")
 
 
 def table_of_bytes(formulas: dict[str, list[Formula]], name: str, layouts: Sequence[Layout]) -> str:
-    """What a rank of the last stage sends for ``LARGE``, and what gathering its tokens over CP would."""
+    """The bytes that a rank of the last stage sends for ``LARGE``, and the bytes of gathering its tokens over CP."""
     others = " | ".join(GATHERING)
     rows = [f"| ranks | layout | cp | dp_cp | pp | in all | {others} |", "|" + "---|" * (6 + len(GATHERING))]
     for layout in layouts:
@@ -298,17 +298,17 @@ def table_of_bytes(formulas: dict[str, list[Formula]], name: str, layouts: Seque
     return "\n".join(rows)
 
 
-# For estimates: GPUs of a machine, and microseconds and GB/s that NCCL's own tuner takes for small messages (protocol
-# LL) over NVLink and over a network of 400 Gb/s: src/graph/tuning.cc of github.com/NVIDIA/nccl, commit 01afd20.
+# For estimates: GPUs of a machine, and the microseconds and GB/s in NCCL's own tuner for small messages (protocol LL)
+# over NVLink and over a network of 400 Gb/s: src/graph/tuning.cc of github.com/NVIDIA/nccl, commit 01afd20.
 GPUS = 8
 TREE_START, TREE_INSIDE, TREE_BETWEEN, TREE_SPEED = 4.4, 1.8 * 0.52, 5.0, 50 * 0.9 / 3.8 / 2
 RING_START, RING_BETWEEN, RING_SPEED = 3.6, 2.7, 50 / 4
 
 
 def microseconds(call: Call, layout: Layout) -> float:
-    """How long NCCL expects one collective to take: an all-reduce along a tree, a broadcast along a ring.
+    """NCCL's estimate of one collective's time: an all-reduce along a tree, a broadcast along a ring.
 
-    Ranks of a machine lie next to each other, in Megatron's order tp, cp, dp, pp. An estimate: nothing was sent.
+    Ranks of a machine are neighbours, in Megatron's order tp, cp, dp, pp. Nothing is sent.
     """
     size, apart = layout.size(call.group), layout.tp if call.group != "pp" else layout.tp * layout.cp * layout.dp
     if call.kind == "BROADCAST":
@@ -320,7 +320,7 @@ def microseconds(call: Call, layout: Layout) -> float:
 
 
 def table_of_times(formulas: dict[str, list[Formula]], layouts: Sequence[Layout]) -> str:
-    """Number of collectives for ``LARGE`` on the last stage, and how long they take by :func:`microseconds`."""
+    """The number of collectives for ``LARGE`` on the last stage, and their time by :func:`microseconds`."""
     rows = ["| ranks | layout | " + " | ".join(f"{name} | estimate" for name in SHOWN) + " |"]
     rows.append("|" + "---|" * (2 + 2 * len(SHOWN)))
     for layout in layouts:
@@ -333,15 +333,15 @@ def table_of_times(formulas: dict[str, list[Formula]], layouts: Sequence[Layout]
 
 
 def say(text: str) -> None:
-    """Print at once."""
+    """Print text at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def main() -> None:
-    """Trace and print."""
+    """Trace all layouts and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", help="only the layouts with so many ranks")
+    parser.add_argument("--ranks", type=int, nargs="*", help="only layouts with these numbers of ranks; default: all")
     parser.add_argument("--formulas", action="store_true", help="fit the formulas, print them and stop")
     args = parser.parse_args()
     layouts = [layout for layout in LAYOUTS if args.ranks is None or layout.world in args.ranks]
@@ -349,7 +349,7 @@ def main() -> None:
     if unknown or not layouts:
         sizes = ", ".join(str(size) for size in sorted({layout.world for layout in LAYOUTS}))
         parser.error(f"--ranks {' '.join(map(str, args.ranks))}: take some of {sizes}")
-    # Megatron's words on packages that are not there, and the CPU switch's for every layout.
+    # Megatron's warnings about missing packages, and the CPU switch's for every layout.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     formulas = fit_all()
@@ -364,7 +364,7 @@ def main() -> None:
     check_large(formulas)
     for name in SHOWN:
         say(f"\nBytes a rank sends, {name}: {LARGE}\n\n" + table_of_bytes(formulas, name, layouts))
-    say("\nWhat NCCL's tuner would expect them to take\n\n" + table_of_times(formulas, layouts))
+    say("\nEstimates of NCCL's tuner\n\n" + table_of_times(formulas, layouts))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What the correction costs in a real run, and what bypass mode saves: step times of several variants, in turns.
+"""Cost of the correction in a real run, and savings of bypass mode: step times of several variants, in turns.
 
     python benchmarks/step.py [--config configs/launch/count_up.yaml] [--nproc 4] [--rounds 3] [--steps 30]
     python benchmarks/step.py --large [--rounds 6]
 
-The first launches whole runs. It prints medians over all steps but the first five of each launch, in seconds, and
-ratios to the run that the launch file describes. Without correction both policies are measured all the same: it is the
-preset ``disabled``. Bypass mode keeps the file's criteria and makes no forward-only pass. The last line is an optimizer
-step with its share of the plan.
+The first command launches whole runs. It prints medians over all steps but the first five of each launch, in seconds,
+and ratios to the launch file's own run. The variant without correction is the preset ``disabled``, which still measures
+both policies. Bypass mode keeps the file's criteria and makes no forward-only pass. The last line is an optimizer step
+with its share of the plan.
 
-``--large`` measures where arithmetic dominates: a model of 8 layers and 512 channels on sequences of 256 tokens, on one
-thread of this process, without an engine: the plan and one update of a rollout batch, each variant once in every round.
-It prints the processor's seconds for both, those that are spent in the correction itself, their share, and the ratio to
-the decoupled step.
+``--large`` measures a model in which arithmetic dominates: 8 layers and 512 channels on sequences of 256 tokens, on one
+thread of this process, without an engine. It times the plan and one update of a rollout batch, each variant once a
+round, and prints the processor's seconds, the seconds inside the correction, their share, and the ratio to the
+decoupled step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PHASES = ("sync", "rollout", "plan", "update")
 CRITERIA = ("--rollout-rs=token_k1", "--rollout-rs-threshold=0.9_1.1")
-# Flags of each variant: a preset takes the place of all that the launch file says of the correction.
+# Flags of each variant; a preset replaces all of the launch file's correction settings.
 VARIANTS = {
     "disabled": ("--rollout-correction-preset=disabled",),
     "bypass": ("--rollout-correction-preset=bypass_ppo_clip", *CRITERIA),
@@ -67,13 +67,15 @@ def launch(config: Path, flags: Sequence[str], processes: int, steps: int, folde
 
 
 def main() -> None:
-    """Run all in turns and print the table."""
+    """Run all variants in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/launch/count_up.yaml"), help="launch file")
-    parser.add_argument("--nproc", type=int, default=4, help="processes")
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each variant")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each launch")
-    parser.add_argument("--large", action="store_true", help="a larger model, in this process, without rollouts")
+    parser.add_argument(
+        "--config", type=Path, default=Path("configs/launch/count_up.yaml"), help="launch file; default: count_up's"
+    )
+    parser.add_argument("--nproc", type=int, default=4, help="processes of a launch; default: 4")
+    parser.add_argument("--rounds", type=int, default=3, help="launches of each variant; default: 3")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each launch; default: 30")
+    parser.add_argument("--large", action="store_true", help="measure a larger model, in this process, without engine")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         if args.large:
@@ -87,14 +89,14 @@ def main() -> None:
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase, and of a step with its share of the plan."""
+    """Median seconds of each phase, and of a step with its share of the plan."""
     seconds = {phase: statistics.median(row[f"perf/{phase}_seconds"] for row in rows) for phase in PHASES}
     updates = len(rows) / len({row["perf/plan_seconds"] for row in rows})
     return seconds | {"step": seconds["plan"] / updates + seconds["update"]}
 
 
 def print_table(seconds: dict[str, dict[str, float]]) -> None:
-    """One line a phase: seconds of every variant, ratios to the first."""
+    """Print a line for each phase: seconds of every variant, ratios to the first."""
     first, *others = seconds
     head = "".join(f"{label:>14}" for label in seconds) + "".join(f"{label + ' ratio':>16}" for label in others)
     sys.stdout.write(f"{'phase':<10}{head}\n")
@@ -105,7 +107,7 @@ def print_table(seconds: dict[str, dict[str, float]]) -> None:
 
 
 def measure_large(rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """(seconds of plan and update, of them in the correction) of every step of each variant but the first."""
+    """(seconds of plan and update, seconds inside the correction) of each variant's steps, without the first."""
     import torch
 
     from megatron_rc.launch.training.cpu import cpu_backend, without_compiler
@@ -145,7 +147,7 @@ def make_trainer(words: Sequence[str], folder: Path) -> Trainer:
 
 
 def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
-    """Random tokens, with log-probs near those of the trainer."""
+    """A batch of random tokens, with log-probs near the trainer's."""
     import torch
 
     from megatron_rc.records.rollout import RolloutBatch, SamplingParams
@@ -176,7 +178,7 @@ def rollouts(trainer: Trainer, seed: int) -> RolloutBatch:
 
 @contextlib.contextmanager
 def timed_correction(correction: Any) -> Iterator[list[float]]:
-    """The seconds of every call of the correction inside the block."""
+    """The processor's seconds of every call of the correction inside the block."""
     seconds: list[float] = []
 
     def timed(method: Any) -> Any:

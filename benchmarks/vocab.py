@@ -2,10 +2,10 @@
 
     python benchmarks/vocab.py [--compile] [--tp 2] [--linear]
 
-``plain`` is log_softmax, gather and the entropy's formula (over the whole vocabulary, so at TP 1 only); ``megatron`` is
-Megatron-Core's vocab_parallel_cross_entropy, which has no entropy and overwrites the logits; ``floor`` reads the logits
-and writes as much. The contenders run in turns, in one process a TP rank on an otherwise idle machine; medians of 7.
-Memory is what ``torch.profiler`` saw allocated at once beyond the logits, in float32 copies of the local logits.
+``plain`` is log_softmax, gather and the entropy's formula (over the whole vocabulary, so only with TP 1); ``megatron``
+is Megatron-Core's vocab_parallel_cross_entropy, which has no entropy and overwrites the logits; ``floor`` only reads
+the logits and writes as much. The contenders run in turns, in one process for each TP rank; use an idle machine. Times
+are medians of 7. Memory is the peak of ``torch.profiler`` beyond the logits, in float32 copies of the local logits.
 
 ``--linear`` measures the fused output layer against a matmul and the unfused functions instead.
 """
@@ -53,7 +53,7 @@ def say(line: str) -> None:
 
 
 def plain(labels: Tensor) -> Contender:
-    """log_softmax, gather, entropy."""
+    """The contender log_softmax, gather, entropy."""
 
     def run(logits: Tensor) -> list[Tensor]:
         log_pi = torch.log_softmax(logits.float(), -1)
@@ -64,7 +64,7 @@ def plain(labels: Tensor) -> Contender:
 
 
 def floor(logits: Tensor, out: Tensor) -> Callable[[], object]:
-    """One read and one write of everything."""
+    """A function that reads and writes all logits once."""
     return lambda: torch.mul(logits, 2, out=out)
 
 
@@ -180,7 +180,7 @@ def _memory(contender: Contender, leaf: Tensor, fresh: Tensor) -> tuple[int, int
 
 
 def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:
-    """One TP rank."""
+    """Measure on one TP rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // tp))
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=tp)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -195,7 +195,7 @@ def work(rank: int, tp: int, meeting: str, compiled: bool) -> None:
 
 
 def linear() -> None:
-    """The table of the fused output layer."""
+    """Print the table of the fused output layer."""
     header = ["tokens x hidden x vocabulary", "matmul and unfused, ms", "fused, ms", "ratio", "peak", "fused peak"]
     say(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; peaks beyond the gradients, in chunks of logits"
@@ -207,8 +207,8 @@ def linear() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="also through torch.compile (needs a C++ compiler)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, a process each")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile (needs a C++ compiler)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, one process each; default: 1")
     parser.add_argument("--linear", action="store_true", help="measure the fused output layer instead")
     arguments = parser.parse_args()
     if arguments.linear:

@@ -1,9 +1,9 @@
-"""Weights to the engine and back: the most memory beside the model, in layers, and seconds.
+"""Weights to the engine and back: peak memory beside the model, in layers, and seconds.
 
     python benchmarks/weights.py [--hidden 512] [--layers 8]
 
-A Llama and a mixture of experts in float32, on one process and spread over several of one thread each. A receiver looks
-at each tensor and drops it. Reading is from the page cache; what a file gives counts as memory, though it is mapped.
+A Llama and a mixture of experts in float32, on one process and on several of one thread each. The receiver looks at
+each tensor and drops it. Files are read from the page cache; their tensors count as memory, though they are mapped.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def seconds(words: list[str]) -> tuple[float, float]:
 def main() -> None:
     """Measure every case and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512, help="width")
-    parser.add_argument("--layers", type=int, default=8, help="layers")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size; default: 512")
+    parser.add_argument("--layers", type=int, default=8, help="layers; default: 8")
     args = parser.parse_args()
     pool = RankPool()
     head = "| model | layout | model, MB | unit, MB | export / unit | import / unit | export, s | import, s |"

@@ -1,8 +1,8 @@
 """A rejection criterion of one's own: ``--rollout-rs python:examples.custom_criterion:SEQ_MIN``.
 
-It stands beside others: ``--rollout-rs token_k1,python:examples.custom_criterion:SEQ_MIN`` with
-``--rollout-rs-threshold 0.9_1.1,0.5_10``. The smallest value of a response whose tokens lie on several ranks, its
-metrics and its errors follow by themselves.
+It works beside others: ``--rollout-rs token_k1,python:examples.custom_criterion:SEQ_MIN`` with
+``--rollout-rs-threshold 0.9_1.1,0.5_10``. Its metrics and errors, and the smallest value of a response whose tokens lie
+on several ranks, need no further code.
 """
 
 from megatron_rc.settings.bounds import RATIO
@@ -14,6 +14,6 @@ SEQ_MIN = Criterion(
     "sequence",  # one verdict for each response
     "sequences whose smallest ρ_t",
     RATIO,  # two bounds on a ratio: 0.5_10; one number u means 1/u to u
-    needs=(Need("min", K1),),  # of log ρ of all tokens of the response
+    needs=(Need("min", K1),),  # the smallest log ρ of the response's tokens
     statistic=lambda values: values.min(K1),
 )

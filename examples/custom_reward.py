@@ -1,19 +1,19 @@
 """A reward of one's own: ``--reward python:examples.custom_reward:last_number``.
 
-It is called once for each response, in a process of its own with a time limit. docs/tasks.md says what it may give.
+It is called once for each response, in a separate process with a time limit. docs/tasks.md has its possible results.
 """
 
 import re
 
 
 def last_number(*, prompt: str, response: str, label: object, record: dict[str, object]) -> dict[str, float]:
-    """Nine tenths for the right number at the end, one tenth for a short answer; ``reward`` is what is trained on.
+    """Nine tenths for the right number at the end, one tenth for a short answer; ``reward`` is trained on.
 
     Args:
-        prompt: the text that was asked.
-        response: the text of the answer, without its end.
-        label: of the problem.
-        record: the line of the file that the prompt came from; empty for other tasks.
+        prompt: the text of the problem.
+        response: the text of the answer, without its end token.
+        label: the problem's label.
+        record: the prompt's line in its file; empty for other tasks.
     """
     numbers = re.findall(r"-?\d+", response)
     right, short = float(numbers[-1:] == [str(label)]), float(len(response) < 40)

@@ -1,4 +1,4 @@
-"""What ``own_loop.py`` trains, and on what: a tiny GPT, and rollouts of digits that count up. You have your own."""
+"""Model and data of ``own_loop.py``: a tiny GPT, and rollouts of digits that count up. Replace them by your own."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from megatron_rc import group_advantages
 DIGITS, LENGTH, ROWS = 8, 16, 64
 GIVEN = ("rollout_log_probs", "response_mask", "advantages")
 PROMPTS = torch.arange(ROWS) // 8
-# The engine: how likely digit j follows digit i. It takes no new weights.
+# The engine: the probability that digit j follows digit i. It takes no new weights.
 ENGINE = torch.randn(DIGITS, DIGITS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ENGINE = (ENGINE / 2).softmax(1)
 
@@ -29,8 +29,8 @@ ENGINE = (ENGINE / 2).softmax(1)
 def sample(batch: int) -> dict[str, torch.Tensor]:
     """A rollout batch, [ROWS, LENGTH] each, the same on every rank: 8 responses to each of 8 prompts of one digit.
 
-    ``tokens`` are the model's input, and ``labels`` the tokens shifted left by one. All else is about the labels:
-    what was GIVEN to the correction (``response_mask`` is True where the label was sampled), and which are ``right``.
+    ``tokens`` are the model's input, and ``labels`` the tokens shifted left by one. The other tensors are about the
+    labels: the correction's inputs GIVEN (``response_mask`` is True for sampled labels), and ``right`` for right ones.
     """
     dice = torch.Generator().manual_seed(batch)
     tokens = PROMPTS.unsqueeze(1)
@@ -45,7 +45,7 @@ def sample(batch: int) -> dict[str, torch.Tensor]:
 
 
 def share_of_right(local: list[dict[str, torch.Tensor]], log_probs: list[torch.Tensor], group: Any) -> float:
-    """The mean probability that the policy gives to the right digits of these micro-batches, over all their ranks."""
+    """The mean probability under the policy of the right digits in these micro-batches, over all ranks of the group."""
     chosen = [values[data["right"]].double().exp() for data, values in zip(local, log_probs, strict=True)]
     sums = torch.stack([values.new_tensor([values.sum(), len(values)]) for values in chosen]).sum(0)
     dist.all_reduce(sums, group=group)
@@ -53,7 +53,7 @@ def share_of_right(local: list[dict[str, torch.Tensor]], log_probs: list[torch.T
 
 
 def show(batch: int, metrics: dict[str, float]) -> None:
-    """Print a line, on the last rank, which is of the last pipeline stage."""
+    """Print a line, on the last rank, which belongs to the last pipeline stage."""
     if dist.get_rank() == dist.get_world_size() - 1:
         names = ("right", "rollout_corr/kl", "rollout_corr/rollout_is_mean", "loss/total", "grad_norm")
         found = [f"{name} {metrics[name]:.4f}" for name in names if name in metrics]
@@ -61,12 +61,12 @@ def show(batch: int, metrics: dict[str, float]) -> None:
 
 
 def draw(weight: torch.Tensor) -> None:
-    """Initial weights that follow from the shape alone, so that every layout begins with the same ones."""
+    """Draw initial weights that depend on the shape alone, so that every layout begins with the same weights."""
     torch.nn.init.normal_(weight, std=0.05, generator=torch.Generator().manual_seed(weight.numel()))
 
 
 def settings(tp: int, pp: int, cp: int) -> TransformerConfig:
-    """Two layers, in float32, split as the arguments say."""
+    """A config of two layers in float32, split as the arguments say."""
     return TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -86,7 +86,7 @@ def settings(tp: int, pp: int, cp: int) -> TransformerConfig:
 
 
 def layers(config: TransformerConfig) -> Any:
-    """Transformer Engine's on a GPU; without one Megatron's own, with a norm and an attention that know CP."""
+    """Transformer Engine's layers on a GPU; without one Megatron's, with a norm and an attention that allow CP."""
     if torch.cuda.is_available():
         return get_gpt_layer_with_transformer_engine_spec()
     from megatron_rc.launch.training.local_layers import LocalAttention, LocalNorm
@@ -98,7 +98,7 @@ def layers(config: TransformerConfig) -> Any:
 
 
 def check(ranks: int, tp: int, pp: int, cp: int) -> None:
-    """Exit with one sentence, on every rank alike, where the tiny model or its batch cannot be split so."""
+    """Exit with one sentence, on every rank alike, if the tiny model or its batch cannot be split so."""
     possible = tp in (1, 2, 4) and pp in (1, 2) and cp in (1, 2, 4, 8)
     if not possible or ranks not in [dp * tp * pp * cp for dp in (1, 2, 4)]:
         sys.exit(
@@ -109,7 +109,7 @@ def check(ranks: int, tp: int, pp: int, cp: int) -> None:
 
 @contextlib.contextmanager
 def megatron(tp: int, pp: int, cp: int) -> Iterator[None]:
-    """Megatron's process groups among the processes that torchrun started; without a GPU on CPUs."""
+    """Megatron's process groups over torchrun's processes; on CPUs without a GPU."""
     check(int(os.environ.get("WORLD_SIZE", 0)), tp, pp, cp)
     with contextlib.ExitStack() as stack:
         if torch.cuda.is_available():

@@ -1,9 +1,9 @@
-"""A training loop of one's own on Megatron-Core with Rollout Correction, decoupled mode: (1) to (6) are what to copy.
+"""A training loop of one's own on Megatron-Core with Rollout Correction, decoupled mode. Copy the parts (1) to (6).
 
     torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --pp 2
 
-A small GPT learns which digit is next. Every layout prints the same lines, one a rollout batch. A table stands for the
-engine and takes no new weights: the more the policy learns, the larger the KL between them.
+A small GPT learns the next digit. Every layout prints the same lines, one for each rollout batch. The engine is a table
+that takes no new weights: the more the policy learns, the larger the KL between them.
 """
 
 import argparse
@@ -38,15 +38,15 @@ class Loop:
         adam = OptimizerConfig(lr=0.01, weight_decay=0.0)
         self.optimizer = get_megatron_optimizer(adam, [self.model], use_gloo_process_groups=False)
         self.groups = ParallelGroups.from_megatron()
-        # (1) Once: the correction with its objective, and its place where Megatron finishes the gradients.
+        # (1) Once: the correction with its objective, and a wrapper of the function that finishes Megatron's gradients.
         chosen = rc.RolloutCorrectionConfig.decoupled_token_is(threshold=2.0)
         self.correction = rc.RolloutCorrection(chosen, self.groups, loss=rc.PolicyLossConfig())
         config.finalize_model_grads_func = rc.wrap_finalize(self.correction)
-        # (2) Which tokens of its sequences this rank holds: Megatron's cut over the context-parallel ranks.
+        # (2) The tokens of the sequences on this rank: Megatron's cut over the context-parallel ranks.
         self.layout = SequenceLayout.padded(SIZE, LENGTH // cp, cp_rank=dist.get_rank(self.groups.cp), cp_size=cp)
 
     def run(self, function: Any, items: list[Any], forward_only: bool = False) -> list[Any]:
-        """Megatron's schedule over micro-batches; ``function`` gets each item and its logits, [b, s/cp, v/tp]."""
+        """Run Megatron's schedule over micro-batches; ``function`` gets each item and its logits, [b, s/cp, v/tp]."""
 
         def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
             item = next(iterator)
@@ -64,15 +64,15 @@ class Loop:
         )
 
     def log_probs(self, data: Any, logits: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
-        """[b, s/cp] of the labels, from the vocabulary rows of all tensor-parallel ranks."""
+        """Log-probs of the labels, [b, s/cp], from the vocabulary rows of all tensor-parallel ranks."""
         return vocab_parallel_log_probs(logits, data["labels"], self.groups.tp, mask=data["response_mask"])
 
     def learn(self, whole: dict[str, torch.Tensor]) -> dict[str, float]:
-        """One rollout batch; metrics of the correction and of its last step, equal on all ranks but for ``right``."""
+        """Learn from one rollout batch; return metrics of it and its last step, alike on all ranks except ``right``."""
         dp_rank, dp_size = dist.get_rank(self.groups.dp), dist.get_world_size(self.groups.dp)
         rows = torch.arange(ROWS).view(STEPS, -1, SIZE)[:, dp_rank::dp_size].flatten(0, 1)
         local = [{name: self.layout.cut(full[some]).cuda() for name, full in whole.items()} for some in rows]
-        # (3) log π_old: a forward-only pass over the micro-batches that will train, cut alike. Other stages get [].
+        # (3) log π_old: a forward-only pass over the same micro-batches, cut alike. Other stages get [].
         with torch.no_grad():
             old = self.run(self.log_probs, [(data,) for data in local], forward_only=True)
         # (4) The plan, on every stage: weights, masks, denominators, metrics. Only the last stage has log-probs.
@@ -86,9 +86,9 @@ class Loop:
         batches = plan.micro_batches(inputs) if inputs else [None] * len(local)
         metrics = plan.metrics()
         for step in range(STEPS):
-            if plan.skips(step):  # no token of it is accepted
+            if plan.skips(step):  # no accepted token
                 continue
-            # (5) The loss of each micro-batch, of what the plan found; Megatron's own gradients and optimizer.
+            # (5) The loss of each micro-batch, with the plan's results; Megatron's own gradients and optimizer.
             scale = plan.loss_scale(step, num_microbatches=a_step)
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -100,7 +100,7 @@ class Loop:
         return metrics | {"right": next_digit.share_of_right(local, old, self.groups.dp_cp)} if old else metrics
 
     def loss(self, scale: rc.LossScale, data: Any, batch: rc.MicroBatch, logits: torch.Tensor) -> Any:
-        """What Megatron's schedule wants of a micro-batch."""
+        """A micro-batch's results for Megatron's schedule."""
         return rc.masked_loss(self.correction, batch, self.log_probs(data, logits), None, scale)
 
 

@@ -3,8 +3,8 @@
     python examples/recorded_batch.py --make records                # a made-up batch to try it with
     python examples/recorded_batch.py records/*.safetensors --out weights.png
 
-A run of the launcher records its batches with --save-rollouts records --save-log-probs. For another program: from_verl,
-from_slime or from_nemo_rl of its rows, then save_rollouts (docs/rollouts.md). Presets are those of docs/presets.md.
+A run of the launcher records its batches with --save-rollouts records --save-log-probs. For another program, make a
+batch with from_verl, from_slime or from_nemo_rl, then save_rollouts (docs/rollouts.md). Presets: docs/presets.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import megatron_rc as rc
 
 
 def make(folder: Path) -> None:
-    """Write 64 responses of 8 to 64 tokens; the engine's log-probs err by 0.1 nats, those of the last 8 by 0.5."""
+    """Write 64 responses of 8 to 64 tokens; the engine's log-probs err by 0.1 nats, in the last 8 responses by 0.5."""
     dice = torch.Generator().manual_seed(0)
     rows, length = 64, 72
     response = torch.arange(length) >= 8
@@ -43,7 +43,7 @@ def make(folder: Path) -> None:
 
 
 def read(files: list[str]) -> rc.RolloutBatch:
-    """All records as one batch, in which every response has the trainer's log-probs."""
+    """All records as one batch; every response needs the trainer's log-probs."""
     parts = []
     for file in files:
         found = list(rc.read_jsonl(file, 4096)) if file.endswith(".jsonl") else [rc.load_rollouts(file)]
@@ -51,7 +51,7 @@ def read(files: list[str]) -> rc.RolloutBatch:
             raise ValueError(f"{file} has no responses")
         if any(part.old_log_probs is None for part in found):
             raise ValueError(
-                f"{file} has no old_log_probs, the trainer's: record with --save-rollouts --save-log-probs"
+                f"{file} has no old_log_probs, the trainer's log-probs: record with --save-rollouts --save-log-probs"
             )
         parts += found
     return rc.RolloutBatch.concatenate(parts)
@@ -60,7 +60,7 @@ def read(files: list[str]) -> rc.RolloutBatch:
 def draw(
     batch: rc.RolloutBatch, mask: torch.Tensor, result: rc.CorrectionResult, config: rc.RolloutCorrectionConfig
 ) -> Figure:
-    """Weights by the position in the response, and how the ratios are spread between the bounds of token weights."""
+    """Draw weights by the position in the response, and the distribution of ratios with the bounds of token weights."""
     position = batch.response_mask.cumsum(1) - 1
     log_ratio = batch.old_log_probs - batch.rollout_log_probs
     weights = torch.ones_like(log_ratio) if result.weights is None else result.weights
@@ -80,12 +80,17 @@ def draw(
 
 
 def main() -> None:
-    """Metrics as lines, and the picture."""
+    """Print the metrics, and draw the picture."""
     parser = argparse.ArgumentParser(description="Correct a recorded rollout batch.", allow_abbrev=False)
     parser.add_argument("records", nargs="*", help="files of --save-rollouts, or JSON lines (.jsonl)")
-    parser.add_argument("--rollout-correction-preset", metavar="NAME", default="decoupled_k3_rs_token_tis")
-    parser.add_argument("--out", metavar="FILE.png", help="write a picture here")
-    parser.add_argument("--make", type=Path, metavar="DIR", help="write a made-up batch into this folder, no more")
+    parser.add_argument(
+        "--rollout-correction-preset",
+        metavar="NAME",
+        default="decoupled_k3_rs_token_tis",
+        help="a decoupled preset; default: decoupled_k3_rs_token_tis",
+    )
+    parser.add_argument("--out", metavar="FILE.png", help="file for a picture; default: no picture")
+    parser.add_argument("--make", type=Path, metavar="DIR", help="only write a made-up batch into this folder")
     args = parser.parse_args()
     if bool(args.make) == bool(args.records):
         parser.error("name files of recorded rollouts, or --make DIR")
@@ -95,8 +100,8 @@ def main() -> None:
             return
         batch, config = read(args.records), rc.rollout_correction_config_from_args(args)
         if config.bypass_mode:
-            raise ValueError(f"--rollout-correction-preset {args.rollout_correction_preset}: a decoupled one is needed")
-        mask = batch.response_mask & ~batch.old_log_probs.isnan()  # what the trainer scored
+            raise ValueError(f"--rollout-correction-preset {args.rollout_correction_preset}: use a decoupled preset")
+        mask = batch.response_mask & ~batch.old_log_probs.isnan()  # the tokens that the trainer scored
         both = batch.old_log_probs, batch.rollout_log_probs
         result = rc.correct_rollouts(*both, mask, config, rewards=batch.rewards)
         result.check()

@@ -1,10 +1,10 @@
-"""Sums of three numbers, worked out step by step: the files that a small language model learns from, and its reward.
+"""Sums of three numbers, solved step by step: the files that a small language model learns from, and its reward.
 
 Copy it, and write your own rows and your own rule:
 
     python examples/smollm2_sums.py sums        # writes sums/train.jsonl and sums/test.jsonl
     --prompt-data sums/train.jsonl --eval-data sums/test.jsonl --reward python:examples.smollm2_sums:reward
-    python examples/smollm2_sums.py sums DIR    # lets the exported model in DIR answer the first of the test
+    python examples/smollm2_sums.py sums DIR    # lets the exported model in DIR answer the first test problems
 """
 
 import json
@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 Sum = tuple[int, ...]
-# Two examples with their answers are part of every conversation.
+# Two examples with their answers are in every conversation.
 SHOWN: tuple[Sum, ...] = ((8, 4, 5), (3, 9, 7))
 ANSWERED = 16
 ANSWER = re.compile(r"Answer: (\d+)\.?$")
@@ -30,19 +30,19 @@ def reward(prompt: str, response: str, label: int, record: dict[str, object]) ->
 
 
 def question(numbers: Sum) -> str:
-    """What the model is asked: ``3 + 9 + 7 = ?``."""
+    """The model's problem: ``3 + 9 + 7 = ?``."""
     return " + ".join(map(str, numbers)) + " = ?"
 
 
 def solution(numbers: Sum) -> str:
-    """How it is to answer: ``3 + 9 = 12, 12 + 7 = 19. Answer: 19``."""
+    """The model's right answer: ``3 + 9 = 12, 12 + 7 = 19. Answer: 19``."""
     first, second, third = numbers
     half = first + second
     return f"{first} + {second} = {half}, {half} + {third} = {half + third}. Answer: {half + third}"
 
 
 def row(numbers: Sum) -> dict[str, object]:
-    """One line of a file: the conversation so far, and the sum."""
+    """One line of a file: the conversation, and the sum."""
     said = [text for shown in SHOWN for text in (question(shown), solution(shown))]
     roles = ("user", "assistant")
     texts = enumerate([*said, question(numbers)])
@@ -50,12 +50,12 @@ def row(numbers: Sum) -> dict[str, object]:
 
 
 def write(path: Path, sums: Iterable[Sum]) -> None:
-    """JSON lines, one a sum."""
+    """Write JSON lines, one a sum."""
     path.write_text("".join(json.dumps(row(numbers)) + "\n" for numbers in sums), encoding="utf-8")
 
 
 def answer(model_folder: str, file: Path) -> None:
-    """Print the most likely responses to the first problems of a file, and how many of them are right."""
+    """Print the most likely responses to the first problems of a file, and the number of right ones."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)

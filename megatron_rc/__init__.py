@@ -1,7 +1,7 @@
 """Rollout Correction for PPO with Megatron-Core, exact on sharded log-probs.
 
-Whatever a user imports comes from here or from :mod:`megatron_rc.parallel`; :mod:`megatron_rc.public` lists the names,
-and is loaded when the first of them is used.
+:mod:`megatron_rc.public` lists the public names of this package, and is loaded when the first of them is used;
+:mod:`megatron_rc.parallel` has the others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Nothing here needs it, and torch says so at the top of every command's output.
+# torch prints this warning above the output of every command; nothing here needs NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 
 def __getattr__(name: str) -> Any:
-    """A public name; PEP 562."""
+    """A public name, loaded when it is first used (PEP 562)."""
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = importlib.import_module(f"{__name__}.public")

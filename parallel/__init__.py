@@ -1,4 +1,4 @@
-"""Who holds which token and which vocabulary row. Knows nothing of reinforcement learning."""
+"""Tensors split over ranks: the tokens and the vocabulary rows that each rank holds."""
 
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.parallel.layout import SequenceLayout

@@ -1,4 +1,4 @@
-"""Checks of what a caller hands over, so that all errors have one form: the argument, its value, what is expected."""
+"""Checks of arguments. Each error names the argument, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def check_number(name: str, value: object, fits: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError unless the value is a number (True and False are none) that fits.
+    """Raise ValueError unless the value is a number (not a bool) for which ``fits`` is true.
 
-    ``expected`` ends the message: "must be positive, and finite". A comparison in ``fits`` is False for NaN.
+    ``expected`` ends the message: "must be positive, and finite". NaN fits no comparison.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
         raise ValueError(f"{name}={value!r} {expected}")
 
 
 def check_integer(name: str, value: object, least: float = -math.inf) -> None:
-    """Raise ValueError unless the value is a whole number, and at least so many."""
+    """Raise ValueError unless the value is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be a whole number")
     if value < least:
@@ -28,13 +28,13 @@ def check_integer(name: str, value: object, least: float = -math.inf) -> None:
 
 
 def check_kind(name: str, value: object, kind: type, remedy: str) -> None:
-    """Raise ValueError, with what to pass instead, for a value of another class."""
+    """Raise ValueError for a value of another class; ``remedy`` names the value to pass."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} is a {type(value).__name__}: pass {remedy}")
 
 
 def check_tensors(optional: dict[str, object], **required: object) -> None:
-    """Raise ValueError for the first value, by the argument's name, that is no tensor; an optional one may be None."""
+    """Raise ValueError, with the argument's name, for the first value that is no tensor; optional ones may be None."""
     for name, value in (optional | required).items():
         if value is not None or name in required:
             check_kind(name, value, Tensor, "a torch.Tensor")

@@ -1,7 +1,7 @@
-"""Records of numbers that add up over ranks, and the few collectives that carry them.
+"""Records of numbers that are reduced over ranks, and the collectives that do it.
 
-A record is a dataclass whose fields are tensors, None, or records again, also in tuples and dicts. A tensor is a sum
-unless its field says :func:`largest` or :func:`smallest`. No collective is made for a group of size 1.
+A record is a dataclass whose fields are tensors, None, records, or tuples or dicts of these. A tensor is reduced by
+sum, unless its field is a :func:`largest` or a :func:`smallest`. A group of size 1 needs no collective.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor
 from megatron_rc.parallel.groups import Group, group_size
 
 Pair = tuple[Tensor, Tensor]  # float64 sums and maxima
-Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest: found by the signs 0, 1 and -1
+Kinds = tuple[list[Tensor], list[Tensor], list[Tensor]]  # sums, largest, smallest; a field's sign 0, 1, -1 is the index
 R = TypeVar("R")
 
 
 def largest() -> Any:
-    """A field of which the largest value of all ranks counts."""
+    """A record's field that is reduced by maximum."""
     return dataclasses.field(metadata={"sign": 1})
 
 
 def smallest() -> Any:
-    """A field of which the smallest value of all ranks counts; it travels as the largest negative."""
+    """A record's field that is reduced by minimum; it travels negated, among the maxima."""
     return dataclasses.field(metadata={"sign": -1})
 
 
 def map_record(record: R, function: Callable[[Tensor, int], Any], sign: int = 0) -> R:
-    """The record with ``function(tensor, sign)`` in the place of each tensor; sign: 0 sum, 1 largest, -1 smallest."""
+    """The record with ``function(tensor, sign)`` instead of each tensor; sign: 0 sum, 1 largest, -1 smallest."""
     found: Any = record
     if isinstance(record, Tensor):
         found = function(record, sign)
@@ -55,7 +55,7 @@ def _signs(record: type) -> list[tuple[str, int]]:
 
 
 def flatten(record: object) -> Kinds:
-    """The tensors of a record in the order of its fields: (sums, largest, smallest)."""
+    """The tensors of a record, in the order of its fields, as (sums, largest, smallest)."""
     found: Kinds = ([], [], [])
 
     def note(value: Tensor, sign: int) -> Tensor:
@@ -67,13 +67,13 @@ def flatten(record: object) -> Kinds:
 
 
 def rebuild(record: R, kinds: Iterable[Iterable[Any]]) -> R:
-    """A record of the same form with these values, in the order of :func:`flatten`."""
+    """A record like ``record`` with other values: (sums, largest, smallest) in the order of :func:`flatten`."""
     rest = [iter(kind) for kind in kinds]
     return map_record(record, lambda _, sign: next(rest[sign]))
 
 
 def concatenated(records: Sequence[R]) -> R:
-    """The records of consecutive blocks as one: their tensors one behind the other, in float64."""
+    """The records of consecutive blocks as one: concatenated tensors in float64."""
 
     def one(values: tuple[Tensor, ...]) -> Tensor:
         return (torch.cat(values) if len(values) > 1 else values[0]).double()
@@ -83,7 +83,7 @@ def concatenated(records: Sequence[R]) -> R:
 
 
 def pack(record: object) -> Pair:
-    """(sums, maxima) of a record, each one flat float64 tensor; smallest values are among the maxima, negative."""
+    """(sums, maxima) of a record, two flat float64 tensors; smallest values stand negated among the maxima."""
     kinds = flatten(record)
     nothing = next(value for kind in kinds for value in kind).new_empty(0, dtype=torch.float64)
     sums, largest, smallest = (torch.cat([nothing, *(value.reshape(-1).double() for value in kind)]) for kind in kinds)
@@ -91,7 +91,7 @@ def pack(record: object) -> Pair:
 
 
 def unpack(record: R, pair: Pair) -> R:
-    """The record of the same form and shapes that a pair of :func:`pack` holds, as views."""
+    """The inverse of :func:`pack`: a record with the fields and shapes of ``record``, as views of the pair."""
     kinds = flatten(record)
     sums, maxima = pair
     num_largest = sum(value.numel() for value in kinds[1])
@@ -105,27 +105,27 @@ def _cut(flat: Tensor, kind: Sequence[Tensor]) -> list[Tensor]:
 
 
 def on_host(record: object) -> Any:
-    """The record with Python floats, and lists of them, in the place of tensors. Host synchronisations: one."""
+    """The record with Python floats, or lists of them, instead of tensors. Host synchronisations: one."""
     kinds = flatten(record)
     numbers = iter(torch.cat([value.reshape(-1).double() for kind in kinds for value in kind]).tolist())
     return rebuild(record, [[_listed(numbers, tuple(value.shape)) for value in kind] for kind in kinds])
 
 
 def _listed(numbers: Iterator[float], shape: tuple[int, ...]) -> Any:
-    """The next numbers, in lists of this shape."""
+    """The next numbers as nested lists of this shape."""
     if len(shape) > 1:
         return [_listed(numbers, shape[1:]) for _ in range(shape[0])]
     return list(islice(numbers, shape[0])) if shape else next(numbers)
 
 
 def reduce_pair(pair: Pair, group: Group | None) -> Pair:
-    """The pair over the group. Collectives: one SUM, and one MAX where there are maxima."""
+    """The pair, reduced over the group. Collectives: one SUM, and one MAX if there are maxima."""
     sums, maxima = pair
     return all_reduce_sum(sums, group), all_reduce_max(maxima, group) if len(maxima) else maxima
 
 
 def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
-    """The sum over the group, on every rank of it, as a new tensor.
+    """The sum over the group, as a new tensor on each of its ranks.
 
     Collectives: one all-reduce of the tensor's size. Gradient: none.
     """
@@ -133,7 +133,7 @@ def all_reduce_sum(tensor: Tensor, group: Group | None) -> Tensor:
 
 
 def all_reduce_max(tensor: Tensor, group: Group | None) -> Tensor:
-    """The element-wise maximum over the group, on every rank of it, as a new tensor.
+    """The element-wise maximum over the group, as a new tensor on each of its ranks.
 
     Collectives: one all-reduce of the tensor's size. Gradient: none.
     """
@@ -148,12 +148,12 @@ def _all_reduce(tensor: Tensor, group: Group | None, operation: dist.ReduceOp.Re
 
 
 def broadcast(tensor: Tensor, source: int, group: Group | None) -> Tensor:
-    """The tensor of the group's rank ``source``, on every rank of it, as a new tensor.
+    """The tensor of one rank of the group, as a new tensor on each of its ranks.
 
     Args:
-        tensor: what to send; on the other ranks anything of the same shape and dtype.
-        source: a rank inside the group, not a global one.
-        group: who takes part.
+        tensor: the tensor to send; on the other ranks any tensor of the same shape and dtype.
+        source: the sender's rank inside the group (not its global rank).
+        group: the ranks that take part.
 
     Collectives: one broadcast of the tensor's size. Gradient: none.
     """
@@ -171,15 +171,15 @@ def broadcast_record(record: R, group: Group | None) -> R:
 
 
 def first_text(text: str | None, group: Group | None) -> str | None:
-    """The text of the first rank that has one, on every rank of the group: for the message of an error.
+    """The text of the first rank that has one, on every rank of the group; used for error messages.
 
-    Collectives: see :func:`every_text`.
+    Collectives: one gather of objects.
     """
     return next((one for one in every_text(text, group) if one is not None), None)
 
 
 def every_text(text: str | None, group: Group | None) -> list[str | None]:
-    """The texts of all ranks, in their order, on every rank of the group.
+    """The texts of all ranks of the group, in rank order, on each of them.
 
     Collectives: one gather of objects, of any size.
     """

@@ -1,4 +1,4 @@
-"""Which process groups hold the other parts of a tensor."""
+"""The process groups that hold the other parts of a tensor."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch.distributed as dist
 from megatron_rc.parallel.arguments import check_kind
 
 Group = dist.ProcessGroup
-GROUPS_REMEDY = "ParallelGroups.from_megatron(), or ParallelGroups() where nothing is split"
+GROUPS_REMEDY = "ParallelGroups.from_megatron(), or ParallelGroups() if nothing is split"
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of one rank; ``None`` means that nothing is split that way (size 1).
+    """The process groups of one rank; ``None`` is a group of size 1: nothing is split that way.
 
     Attributes:
-        tp: tensor parallel: ranks that hold the other vocabulary rows of the same tokens.
-        cp: context parallel: ranks that hold the other slices of the same sequences.
+        tp: tensor parallel: ranks that hold other vocabulary rows of the same tokens.
+        cp: context parallel: ranks that hold other slices of the same sequences.
         dp_cp: data and context parallel together: all ranks that hold different tokens.
         dp: data parallel: ranks that hold other sequences, at the same slice.
-        pp: pipeline parallel: the stages that work on the same tokens, last stage last.
+        pp: pipeline parallel: the stages that work on the same tokens, in order.
     """
 
     tp: Group | None = None
@@ -52,10 +52,10 @@ class ParallelGroups:
 
     @classmethod
     def given(cls, groups: ParallelGroups | None) -> ParallelGroups:
-        """The groups that a caller passed; for None this process alone.
+        """The groups that a caller passed; for None groups of size 1.
 
         Raises:
-            ValueError: something else was passed.
+            ValueError: ``groups`` is something else.
         """
         if groups is None:
             return cls()
@@ -63,41 +63,41 @@ class ParallelGroups:
         return groups
 
     def check_cut(self, cp_rank: int, cp_size: int) -> None:
-        """Raise ValueError unless a layout of this rank and size is that of ``cp``."""
+        """Raise ValueError unless a layout's rank and size are this process's rank in ``cp`` and its size."""
         size, rank = group_size(self.cp), group_rank(self.cp)
         if (cp_size, cp_rank) != (size, rank):
             raise ValueError(
-                f"the layout is that of rank {cp_rank} of {cp_size} context-parallel ranks, this is rank {rank} of "
-                f"{size} of groups.cp: give the layout cp_rank and cp_size of that group"
+                f"the layout was made for rank {cp_rank} of {cp_size} context-parallel ranks; this process is rank "
+                f"{rank} of {size} in groups.cp: give the layout cp_rank={rank} and cp_size={size}"
             )
 
     def check_sums(self) -> None:
-        """Raise ValueError where ``dp_cp`` cannot hold the ranks of ``cp`` and ``dp``, whose tokens sums would miss."""
+        """Raise ValueError if ``dp_cp`` cannot hold the ranks of ``cp`` and ``dp``: sums would miss tokens."""
         cp, dp, dp_cp = group_size(self.cp), group_size(self.dp), group_size(self.dp_cp)
         if dp_cp % (cp * dp) or (self.dp is not None and dp_cp != cp * dp):
             raise ValueError(
-                f"groups.cp has {cp} ranks, groups.dp {dp}, groups.dp_cp {dp_cp}: dp_cp holds all ranks with different "
-                "tokens, cp times dp of them; without data parallelism it is the cp group itself"
+                f"groups.cp has {cp} ranks, groups.dp {dp}, groups.dp_cp {dp_cp}: dp_cp must hold all ranks with "
+                "different tokens, cp times dp of them; without data parallelism pass the cp group itself"
             )
 
     @property
     def is_last_stage(self) -> bool:
-        """True on the ranks of the last pipeline stage, the ones that hold log-probs."""
+        """True on the ranks of the last pipeline stage, which hold the log-probs."""
         return group_rank(self.pp) == group_size(self.pp) - 1
 
 
 def group_size(group: Group | None) -> int:
-    """Number of ranks; 1 for ``None``."""
+    """Number of ranks in a group; 1 for ``None``."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: Group | None) -> int:
-    """This process's rank inside the group; 0 for ``None``."""
+    """Rank of this process in a group; 0 for ``None``."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def group_device(group: Group | None) -> torch.device:
-    """The device whose tensors a group sends: this process's GPU where its backend is nccl, else the CPU."""
+    """The device of the tensors that a group sends: this process's GPU for the nccl backend, else the CPU."""
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

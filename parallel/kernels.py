@@ -1,4 +1,4 @@
-"""Which implementation of the softmax kernels runs: Triton's on a GPU that has it, else PyTorch's."""
+"""Choice of the softmax kernels: Triton's on a GPU that has Triton, else PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
-    """:func:`megatron_rc.parallel.softmax.row_statistics`, by whatever suits the device."""
+    """:func:`megatron_rc.parallel.softmax.row_statistics`, by the kernels that suit the device."""
     if uses_triton(logits):
         from megatron_rc.parallel import triton_kernels
 
@@ -21,7 +21,7 @@ def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
 
 
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
-    """:func:`megatron_rc.parallel.softmax.write_gradient`, by whatever suits the device."""
+    """:func:`megatron_rc.parallel.softmax.write_gradient`, by the kernels that suit the device."""
     if uses_triton(logits):
         from megatron_rc.parallel import triton_kernels
 
@@ -31,7 +31,7 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options
 
 
 def uses_triton(logits: Tensor) -> bool:
-    """Whether Triton's kernels take these logits: on a GPU, contiguous rows, not float64."""
+    """Whether Triton's kernels take these logits: on a GPU, in contiguous rows, not float64."""
     return logits.is_cuda and logits.stride(-1) == 1 and logits.element_size() <= 4 and _has_triton()
 
 

@@ -1,7 +1,7 @@
-"""Which tokens of which sequence a local shard holds.
+"""The tokens of each sequence that a local shard holds.
 
-A local shard is a flat run of tokens with the sequence each belongs to. Padded batches, packed batches, zigzag and
-contiguous context parallelism differ only in how that shard was cut, so only this module knows about them.
+A local shard is a flat run of tokens, each of which belongs to a sequence. Only this module knows how the shard was
+cut: padded or packed batches, zigzag or contiguous context parallelism.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LAYOUT_REMEDY = "SequenceLayout.padded(...) or .packed(...)"
 
 
 def _sent(indices: Tensor, device: torch.device) -> Tensor:
-    """The indices on a device; the host does not wait until a GPU has done what it was given before."""
+    """The indices on a device, without waiting for a GPU's earlier work."""
     return indices.to(device, non_blocking=True)
 
 
 def shard_positions(length: int, cp_rank: int, cp_size: int, split: Split = "zigzag") -> Tensor:
     """Positions in a sequence of ``length`` tokens that one context-parallel rank holds, in its order.
 
-    ``zigzag`` is Megatron's and Transformer Engine's cut: 2·cp equal chunks, rank r holds chunks r and 2·cp-1-r, which
-    balances causal attention. ``contiguous`` gives rank r the r-th of cp equal chunks.
+    ``zigzag`` is Megatron's and Transformer Engine's cut: of 2·cp equal chunks rank r holds chunks r and 2·cp-1-r,
+    which balances causal attention. ``contiguous`` gives rank r the r-th of cp equal chunks.
 
     Returns:
         [length/cp], int64.
@@ -55,7 +55,7 @@ def _check_rank(cp_rank: int, cp_size: int) -> None:
 
 
 def _num_chunks(length: int, cp_size: int, split: Split) -> int:
-    """How many equal chunks a sequence is cut into; raises where its length does not divide."""
+    """Number of equal chunks that a sequence is cut into; raises ValueError if its length does not divide."""
     if split not in ("zigzag", "contiguous"):
         raise ValueError(f"split={split!r} is unknown: use 'zigzag' or 'contiguous'")
     chunks = 2 * cp_size if split == "zigzag" and cp_size > 1 else cp_size
@@ -66,12 +66,12 @@ def _num_chunks(length: int, cp_size: int, split: Split) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """Some neighbouring whole sequences of a local shard, as one tensor.
+    """Neighbouring whole sequences of a local shard, as one tensor.
 
     Attributes:
-        sequences: their numbers in the layout.
+        sequences: their indices in the layout.
         index: the slice of the shard's first dimension that holds their tokens.
-        lengths: [n] int64, local tokens of each sequence, where the values are flat; None where they are [n, length].
+        lengths: [n] int64, local tokens of each sequence, if the values are flat; None if they are [n, length].
         shape: shape of the values: ``[n, length]`` for sequences of equal local length, else flat ``[t]``.
     """
 
@@ -81,11 +81,11 @@ class Block:
     shape: tuple[int, ...]
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The block's part of a tensor of the shard's shape, as a view of shape :attr:`shape`."""
+        """The block's part of a tensor of the shard's shape: a view of shape :attr:`shape`."""
         return tensor[self.index].view(self.shape)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """Each token's own value of the block's part of ``[n]``, of shape :attr:`shape`."""
+        """For each token of the block the value of its sequence, of shape :attr:`shape`; from ``[n]`` of the layout."""
         values = per_sequence[self.sequences]
         if self.lengths is None:
             return values.unsqueeze(1).expand(self.shape)
@@ -116,11 +116,11 @@ class SequenceLayout:
     def padded(
         cls, batch_size: int, local_length: int, *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
     ) -> SequenceLayout:
-        """Local tensors are ``[b, s/cp]``: every sequence is padded to the same length.
+        """A layout of local tensors ``[b, s/cp]``: all sequences are padded to the same length.
 
         Args:
             batch_size: b, the number of sequences.
-            local_length: s/cp, the tokens of each that lie here.
+            local_length: s/cp, the tokens of each sequence on this rank.
             cp_rank: this rank inside the CP group.
             cp_size: number of CP ranks.
             split: how a sequence is cut.
@@ -138,7 +138,7 @@ class SequenceLayout:
     def packed(
         cls, local_cu_seqlens: Tensor | Sequence[int], *, cp_rank: int = 0, cp_size: int = 1, split: Split = "zigzag"
     ) -> SequenceLayout:
-        """Local tensors are ``[t/cp]``: sequences one after the other, each cut by itself.
+        """A layout of local tensors ``[t/cp]``: sequences one after the other, each cut by itself.
 
         Args:
             local_cu_seqlens: [n + 1], cumulative local lengths, starting with 0; on the host.
@@ -149,7 +149,7 @@ class SequenceLayout:
         Raises:
             ValueError: not a cumulative sum, a length that does not divide, or a rank outside the group.
         """
-        # NumPy's arrays have it too.
+        # tolist: of tensors and of NumPy's arrays
         bounds = local_cu_seqlens.tolist() if hasattr(local_cu_seqlens, "tolist") else local_cu_seqlens
         if not isinstance(bounds, Sequence) or not all(
             issubclass(each, numbers.Integral) for each in set(map(type, bounds))
@@ -168,12 +168,12 @@ class SequenceLayout:
     def given(
         cls, layout: SequenceLayout | None, name: str, tensor: Tensor, groups: ParallelGroups | None
     ) -> SequenceLayout:
-        """The layout of a tensor that a caller passed by this name; for None, padded rows cut as ``groups.cp`` says.
+        """The layout that a caller passed for the tensor ``name``; for None, padded rows cut over ``groups.cp``.
 
-        Without groups a layout of any rank will do, and rows are whole sequences.
+        Without groups, a layout may be of any rank, and rows without a layout are whole sequences.
 
         Raises:
-            ValueError: it is no layout, or not that of this tensor, or of this rank.
+            ValueError: ``layout`` is no layout, or is not for this tensor or this rank.
         """
         if layout is None:
             if tensor.dim() != 2:
@@ -194,7 +194,7 @@ class SequenceLayout:
 
     @cached_property
     def sequence_index(self) -> Tensor:
-        """The sequence that each local token belongs to: int64, flat ``[t/cp]``, on the CPU."""
+        """The sequence of each local token: int64, flat ``[t/cp]``, on the CPU."""
         return torch.repeat_interleave(torch.arange(self.num_sequences), self.local_lengths)
 
     def positions(self) -> Tensor:
@@ -211,7 +211,7 @@ class SequenceLayout:
             ``[b, s/cp, ...]`` or ``[t/cp, ...]``, a copy.
 
         Raises:
-            ValueError: the shape is not that of the whole batch.
+            ValueError: the shape is not the whole batch's.
         """
         rest = self._check(full, self._full_shape, "whole sequences")
         flat = full.reshape(sum(self.full_lengths), *rest)
@@ -221,7 +221,7 @@ class SequenceLayout:
         """The whole tensor from the shards of all CP ranks, in rank order: the inverse of :meth:`cut`.
 
         Raises:
-            ValueError: not one shard a rank, or a shard of another shape.
+            ValueError: a number of shards other than the CP ranks', or a shard of another shape.
         """
         if len(shards) != self.cp_size:
             raise ValueError(f"{len(shards)} shards given: expected one for each of the {self.cp_size} CP ranks")
@@ -233,16 +233,16 @@ class SequenceLayout:
         return full.view(*self._full_shape, *rest)
 
     def sum_sequences(self, values: Tensor) -> Tensor:
-        """Local part of the sums over each sequence; the CP group holds the other parts.
+        """This rank's part of each sequence's sum; the CP group holds the other parts.
 
         Args:
-            values: the local shape; summed in float64.
+            values: of the local shape; summed in float64.
 
         Returns:
             [n], float64.
 
         Raises:
-            ValueError: the values have another shape.
+            ValueError: ``values`` has another shape.
         """
         self._check(values, self.shape, "a shard")
         if len(self.shape) == 2:
@@ -250,10 +250,10 @@ class SequenceLayout:
         return torch.segment_reduce(values.double(), "sum", lengths=self._lengths_on(values.device), unsafe=True)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """Give every local token its sequence's value: ``[n]`` to the local shape.
+        """For each local token the value of its sequence: from ``[n]`` to the local shape.
 
         Raises:
-            ValueError: not one value a sequence.
+            ValueError: ``per_sequence`` does not have one value a sequence.
         """
         if per_sequence.shape != (self.num_sequences,):
             raise ValueError(f"got {tuple(per_sequence.shape)}, expected one value for each of {self.num_sequences}")
@@ -264,18 +264,18 @@ class SequenceLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Into how many runs of consecutive positions each sequence is cut, over all CP ranks."""
-        return 2 * self.cp_size if self.split == "zigzag" and self.cp_size > 1 else self.cp_size
+        """Number of runs of consecutive positions that each sequence is cut into, over all CP ranks."""
+        return _num_chunks(0, self.cp_size, self.split)
 
     @cached_property
     def chunk_index(self) -> Tensor:
-        """The chunk of each local token, sequence · num_chunks + its place: int64, flat ``[t/cp]``, on the CPU."""
+        """The chunk of each local token, sequence · num_chunks + chunk: int64, flat ``[t/cp]``, on the CPU."""
         chunk_lengths = torch.tensor(self.full_lengths, dtype=torch.int64) // self.num_chunks
         place = self.positions().flatten() // chunk_lengths[self.sequence_index]
         return self.sequence_index * self.num_chunks + place
 
     def blocks(self, num_tokens: int) -> list[Block]:
-        """The local shard in blocks of whole sequences, of at most ``num_tokens`` tokens or one sequence each."""
+        """The local shard in blocks of whole sequences: at most ``num_tokens`` tokens, or one longer sequence."""
         if num_tokens not in self._blocks:
             local = [length // self.cp_size for length in self.full_lengths]
             starts = [0, *accumulate(local)]
@@ -303,30 +303,30 @@ class SequenceLayout:
         return {}
 
     def followed(self, places: Tensor) -> Tensor:
-        """Which local tokens have the next position of their sequence as the next local token.
+        """Whether the next local token has the next position of the same sequence.
 
         Args:
-            places: int64, any shape, among the local tokens, counted from 0.
+            places: int64, any shape, indices of local tokens.
 
         Returns:
-            bool, alike.
+            bool, of the shape of ``places``.
         """
-        chunks = 2 if self.cp_size > 1 and self.split == "zigzag" else 1
+        chunks = self.num_chunks // self.cp_size
         if len(self.shape) == 2:
             return (places + 1) % max(self.shape[1] // chunks, 1) != 0
         local = self._lengths_on(places.device)
         ends = local.cumsum(0)
         sequences = torch.searchsorted(ends, places, right=True)
         behind = ends[sequences] - places - 1
-        # Neither the last token of the sequence nor, of two chunks, that of the first.
+        # False at a sequence's last local token and, of two chunks, at the last token of the first.
         return (behind != 0) & (behind * chunks != local[sequences] * (chunks - 1))
 
     def position_of(self, sequences: Tensor, offsets: Tensor) -> Tensor:
-        """Positions in their whole sequences of some local tokens.
+        """Positions of local tokens in their whole sequences.
 
         Args:
-            sequences: [k] int64, the sequence of each.
-            offsets: [k] int64, its place among the sequence's local tokens, counted from 0.
+            sequences: [k] int64, the sequence of each token.
+            offsets: [k] int64, the token's index among the sequence's local tokens.
 
         Returns:
             [k], int64.
@@ -348,7 +348,7 @@ class SequenceLayout:
         return torch.tensor(self.full_lengths, dtype=torch.int64) // self.cp_size
 
     def _lengths_on(self, device: torch.device) -> Tensor:
-        """:attr:`local_lengths` on a device, sent there once: a number a sequence, not one a token."""
+        """:attr:`local_lengths` on a device, sent there once."""
         if device not in self._sent_lengths:
             self._sent_lengths[device] = _sent(self.local_lengths, device)
         return self._sent_lengths[device]
@@ -365,8 +365,8 @@ class SequenceLayout:
         check_kind(what, tensor, Tensor, "a torch.Tensor")
         if tuple(tensor.shape[: len(leading)]) != leading:
             raise ValueError(
-                f"got a tensor of shape {tuple(tensor.shape)}, expected {what} of this layout, {leading} in front: it "
-                f"was made with {self.shape[-1]} tokens on each of {self.cp_size} context-parallel ranks"
+                f"got a tensor of shape {tuple(tensor.shape)}, expected {what} of this layout, {leading} in front: "
+                f"the layout has {self.shape[-1]} tokens on each of {self.cp_size} context-parallel ranks"
             )
         return tuple(tensor.shape[len(leading) :])
 

@@ -1,8 +1,7 @@
 """Log-probs and entropy from hidden states and the output layer's weight, without the logits.
 
-The logits are 100 times as large as the hidden states that they come from. So a chunk of tokens is multiplied, its
-statistics are kept and its logits dropped; the backward multiplies again and turns each chunk of logits into its
-gradient in place.
+The logits are about 100 times as large as the hidden states. So the forward multiplies a chunk of tokens, keeps its
+statistics and drops its logits. The backward multiplies again and overwrites each chunk of logits with its gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_rc.parallel.vocab import (
     statistics_of,
 )
 
-CHUNK_TOKENS = 256  # tokens of a chunk: enough for a matmul to be efficient
+CHUNK_TOKENS = 256  # tokens of a chunk: large enough for an efficient matrix product
 
 
 def linear_log_probs_and_entropy(
@@ -56,34 +55,35 @@ def linear_log_probs_and_entropy(
             [s/tp, ..., h], this rank's slice of the first dimension.
         weight: [v/tp, h] of the same dtype: this rank's rows of the output layer (or of the embedding it is tied to).
         labels: [...], int64, indices into the whole vocabulary; with ``sequence_parallel`` [s, ...], of all slices.
-        tp_group: holds the other vocabulary rows.
+        tp_group: the ranks that hold the other vocabulary rows.
         bias: [v/tp].
         sequence_parallel: the hidden states are sliced over ``tp_group``, as Megatron's sequence parallelism does.
         gradient_accumulation: add the weight's gradient to ``weight.main_grad``, as Megatron's fused accumulation does,
             and set ``weight.grad_added_to_main_grad``; autograd gets zeros, which Megatron's hook expects.
-        vocab_size: as :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy` has it, and so the
-            others.
-        mask: likewise; like ``labels``.
-        temperature: likewise.
-        chunk_size: tokens that are multiplied together (of all ranks of ``tp_group``, with ``sequence_parallel``).
+        vocab_size: rows at and above it are padding; as in
+            :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`. Default: all rows count.
+        mask: bool, like ``labels``, True if the token counts. Default: False for the label -100.
+        temperature: divides the logits; > 0.
+        chunk_size: tokens that are multiplied together (over all ranks of ``tp_group`` with ``sequence_parallel``).
             Default: 256.
-        sum_squares: likewise.
-        compile: likewise.
+        sum_squares: return Σπ² too.
+        compile: run the softmax of chunks through ``torch.compile``.
 
     Returns:
         (log_probs, entropy), or (log_probs, entropy, Σπ²), each like ``labels``, float32 (float64 for float64).
         Differentiable in hidden, weight and bias; hidden's gradient is complete (summed over ``tp_group``).
 
-    ``torch.autocast`` changes nothing here: the arithmetic is that of the dtypes given.
+    ``torch.autocast`` has no effect here: the arithmetic follows the dtypes of the arguments.
 
-    Memory: forward, a chunk of logits and its scratch; backward, the same and the gradients of hidden and weight (for a
-    weight below float32 they are added up in float32).
+    Memory: forward, one chunk of logits and its scratch; backward, the same and the gradients of hidden and weight
+    (accumulated in float32 if the weight is below float32).
 
-    Collectives: the two of the logits' function. Backward: one SUM of hidden's size over ``tp_group``. With
-    ``sequence_parallel`` instead one gather of a chunk in each pass and one reduce-scatter of it in the backward.
+    Collectives: forward, one MAX and one SUM as for logits. Backward: one SUM of hidden's size over ``tp_group``. With
+    ``sequence_parallel`` instead one gather of each chunk in each pass and one reduce-scatter of it in the backward.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, and what the logits' function raises.
+        ValueError: shapes or dtypes that do not fit together, and the errors of
+            :func:`~megatron_rc.parallel.vocab.vocab_parallel_log_probs_and_entropy`.
     """
     spec = CallSpec(tp_group, vocab_size, temperature, chunk_size, True, sum_squares, False, compile)
     _check(hidden, weight, bias, labels, mask, spec, sequence_parallel, gradient_accumulation)
@@ -129,7 +129,7 @@ def _check(
 
 @dataclass(frozen=True)
 class _Options:
-    """The settings of one call."""
+    """The settings of one call of :func:`linear_log_probs_and_entropy`."""
 
     spec: CallSpec
     sequence_parallel: bool
@@ -137,28 +137,28 @@ class _Options:
 
     @property
     def sliced(self) -> bool:
-        """The hidden states of other ranks have to be fetched."""
+        """Whether hidden states of other ranks must be gathered."""
         return self.sequence_parallel and group_size(self.spec.tp_group) > 1
 
     @property
     def ranks(self) -> int:
-        """On how many ranks the hidden states are spread."""
+        """Number of ranks that the hidden states are spread over."""
         return group_size(self.spec.tp_group) if self.sliced else 1
 
     def chunks(self, rows: Tensor) -> Iterator[slice]:
-        """Slices over the local rows of the hidden states."""
+        """Slices of the local rows of the hidden states."""
         size = max(1, (self.spec.chunk_size or CHUNK_TOKENS) // self.ranks)
         yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
 
     def positions(self, part: slice, rows: Tensor) -> slice | Tensor:
-        """Where a chunk's tokens stand among all tokens: every rank's slice has such a part."""
+        """The indices of a chunk's tokens among all tokens; a chunk has these rows of every rank's slice."""
         if not self.sliced:
             return part
         own = torch.arange(part.start, part.stop, device=rows.device)
         return torch.cat([own + rank * len(rows) for rank in range(self.ranks)])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks that hold slices, one rank's after another's."""
+        """The rows of all ranks that hold slices, in rank order."""
         if not self.sliced:
             return rows
         gathered = rows.new_empty(self.ranks * len(rows), rows.shape[1])
@@ -166,7 +166,7 @@ class _Options:
         return gathered
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """This rank's part of the sum of all ranks' gathered rows."""
+        """This rank's part of the sum over all ranks of their gathered rows."""
         if not self.sliced:
             return rows
         own = rows.new_empty(len(rows) // self.ranks, rows.shape[1])
@@ -175,7 +175,7 @@ class _Options:
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:
-    """Matrix products in the dtype that is given, forward and backward: float32 stays float32."""
+    """A context without autocast: matrix products in the dtype of their arguments, float32 included."""
     return torch.autocast(device.type, enabled=False)
 
 
@@ -184,7 +184,7 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _LinearSoftmax(torch.autograd.Function):
-    """Forward and backward a chunk of tokens at a time; no logits are kept."""
+    """The autograd function: forward and backward one chunk of tokens at a time, without keeping logits."""
 
     @staticmethod
     def forward(
@@ -219,7 +219,7 @@ class _LinearSoftmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias."""
+        """Gradients with respect to hidden, weight and bias."""
         with _no_autocast(ctx.device):
             return _gradients(ctx, grads)
 
@@ -252,7 +252,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | Non
 
 
 class _WeightGradient:
-    """The gradients of weight and bias, added up over chunks in at least float32."""
+    """The gradients of weight and bias, accumulated over chunks in at least float32."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...], gradient_accumulation: bool
@@ -266,12 +266,12 @@ class _WeightGradient:
         self._of_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """The part of one chunk, [t, v/tp] and [t, h]."""
+        """Add the gradients of one chunk: [t, v/tp] and [t, h]."""
         if self._of_weight is not None:
             if self._of_weight.dtype == hidden.dtype:
                 self._of_weight.addmm_(grad_logits.t(), hidden)
             else:
-                # Some rows of the weight at a time: their product is a quarter of the chunk of logits.
+                # Some rows of the weight at a time: their product has a quarter of the chunk of logits' elements.
                 rows = max(1, grad_logits.numel() // (4 * hidden.shape[1]))
                 for own, grad in zip(self._of_weight.split(rows), grad_logits.split(rows, dim=1), strict=True):
                     own += grad.t() @ hidden
@@ -279,7 +279,7 @@ class _WeightGradient:
             self._of_bias += grad_logits.sum(0, dtype=self._of_bias.dtype)
 
     def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """What autograd gets for (weight, bias)."""
+        """The gradients of (weight, bias) that autograd gets."""
         of_weight, of_bias = self._of_weight, self._of_bias
         if of_weight is not None and self._accumulates:
             self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

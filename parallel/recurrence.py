@@ -1,4 +1,4 @@
-"""Recurrences that run backwards over whole sequences, on shards that hold pieces of them."""
+"""Backward recurrences over whole sequences that are split over CP ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_rc.parallel.layout import SequenceLayout
 
 
 def following_values(coefficients: Tensor, offsets: Tensor, layout: SequenceLayout, cp: Group | None) -> Tensor:
-    """H_{t+1} at every token of H_t = offset_t + coefficient_t · H_{t+1}, with 0 behind the end of each sequence.
+    """H_{t+1} at every token, for H_t = offset_t + coefficient_t · H_{t+1} and H = 0 after each sequence's end.
 
-    A chunk of consecutive tokens maps the value behind it to the value at its first token, by one coefficient and one
-    offset, however long it is. So CP ranks exchange such a pair for each chunk, and no token. Inside a chunk the maps
-    are joined in log2(length) rounds, without a division. A token with coefficient 1 and offset 0 is skipped.
+    A chunk of consecutive tokens maps the value after it to the value at its first token, linearly: by one coefficient
+    and one offset. CP ranks exchange these two numbers for each chunk. Inside a chunk the tokens' maps are joined in
+    log2(length) rounds, without a division. A token with coefficient 1 and offset 0 is skipped.
 
     Args:
         coefficients: of the layout's local shape.
-        offsets: likewise.
-        layout: which tokens these are.
+        offsets: of the layout's local shape.
+        layout: the sequences and positions of the tokens.
         cp: the ranks that hold the other chunks.
 
     Returns:
-        The local shape, float64.
+        Of the local shape, float64.
 
     Collectives: one SUM of [n, chunks of a sequence, 2] doubles over ``cp``. Gradient: none.
     """
@@ -32,7 +32,7 @@ def following_values(coefficients: Tensor, offsets: Tensor, layout: SequenceLayo
     ends = torch.cat([chunk[1:] != chunk[:-1], chunk.new_ones(min(len(chunk), 1), dtype=torch.bool)])
     starts = torch.cat([ends[-1:], ends[:-1]])
     coefficient, offset = _joined(coefficients.detach().flatten().double(), offsets.detach().flatten().double(), layout)
-    # The map of a chunk is that of its first token.
+    # A chunk's map is the joined map at its first token.
     pairs = torch.where(starts.unsqueeze(1), torch.stack([coefficient, offset], dim=1), 0.0)
     maps = offset.new_zeros(layout.num_sequences * layout.num_chunks, 2).index_add_(0, chunk, pairs)
     behind = _behind(all_reduce_sum(maps, cp), layout)[chunk]
@@ -41,7 +41,7 @@ def following_values(coefficients: Tensor, offsets: Tensor, layout: SequenceLayo
 
 
 def _joined(coefficient: Tensor, offset: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """For each token the map of the tokens from it to the end of its chunk."""
+    """For each token the joined map of the tokens from it to the end of its chunk, as (coefficient, offset)."""
     chunk = layout.chunk_index.to(offset.device, non_blocking=True)
     longest, step = max(layout.full_lengths, default=0) // layout.num_chunks, 1
     while step < longest:
@@ -55,7 +55,7 @@ def _joined(coefficient: Tensor, offset: Tensor, layout: SequenceLayout) -> tupl
 
 
 def _behind(maps: Tensor, layout: SequenceLayout) -> Tensor:
-    """The value behind each chunk, [sequences · chunks], from the maps of all of them."""
+    """The value after each chunk, [sequences · chunks], from the maps of all chunks."""
     coefficients, offsets = maps.view(layout.num_sequences, layout.num_chunks, 2).unbind(2)
     behind = torch.zeros_like(offsets)
     for chunk in range(layout.num_chunks - 1, 0, -1):

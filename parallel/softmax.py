@@ -1,7 +1,7 @@
 """Statistics and gradients of softmax over rows of local logits, one chunk of rows at a time.
 
-Nothing here knows of other ranks: the statistics of a row are those of the columns that are here, and merge. Scratch is
-two chunks in the arithmetic's dtype, whatever the number of rows; compiled chunks need none.
+This module knows no other ranks: a row's statistics are of the local columns, and can be merged over ranks. The scratch
+is two chunks in the arithmetic's dtype, for any number of rows; compiled chunks need none.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of a chunk: so many stay in a CPU's cache; are worth a compiled call; fill a GPU.
+# Elements of a chunk: fits a CPU's cache; worth a compiled call; fills a GPU.
 EAGER_ELEMENTS, _COMPILED, _GPU = 2**19, 2**22, 2**25
-LEAST_ROWS = 8  # of an eager chunk: threads divide a reduction by rows, and need some each
-LOWEST_LOG_PI = -1e4  # its exponential is 0, and 0 times it too
+LEAST_ROWS = 8  # of an eager chunk: threads share a reduction by rows
+LOWEST_LOG_PI = -1e4  # exp of it is 0, and so is it times its exp
 
 
 @dataclass(frozen=True)
 class SoftmaxOptions:
-    """How rows of logits are read.
+    """The settings for reading rows of logits.
 
     Attributes:
-        columns: the first so many are the vocabulary, the rest is padding.
+        columns: number of leading columns that are vocabulary; the rest is padding.
         inverse_temperature: multiplies the logits.
-        entropy: the entropy is asked for.
-        squares: the sum of squared probabilities is asked for.
+        entropy: compute the entropy.
+        squares: compute the sum of squared probabilities.
         chunk_size: rows of a chunk; None for a size that suits the device.
         compile: run chunks through ``torch.compile``.
-        holes: logits of -inf get a finite logarithm of their probability, for another pass over the chunk. Without it
-            they make the row's Σ exp(x - m) (x - m) NaN.
+        holes: allow logits of -inf, at the cost of another pass over the chunk. If False, they make the row's
+            Σ exp(x - m) (x - m) NaN.
     """
 
     columns: int
@@ -44,7 +44,7 @@ class SoftmaxOptions:
     holes: bool
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, bool]]:
-        """Slices over the rows, and whether each is for the compiler: as many equal ones as there are, if asked for."""
+        """(slice of the rows, whether it is compiled) of each chunk; only whole chunks are compiled."""
         start, width = 0, max(rows.shape[1], 1)
         if self.compile:
             size = self.chunk_size or max(1, _COMPILED // width)
@@ -60,19 +60,19 @@ Factors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What multiplies what in d loss / d logits of a row; each [t] in the arithmetic's dtype, the temperature included.
+    """The factors of d loss / d logits of each row: [t] in the arithmetic's dtype, divided by the temperature.
 
-        gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), and ``target`` in the column of the label
+        gradient_v = π_v (constant + log_pi · log π_v + pi · π_v), except ``target`` in the label's column
 
     Attributes:
         offset: log Σ exp of the row, times the temperature, so that log π = (logits - offset) / temperature.
         constant: factor of π.
-        log_pi: factor of π log π; None where nothing asks for the entropy.
-        pi: factor of π²; None where nothing asks for Σπ².
-        column: int64, the local column of the label, anything where it is not here.
-        here: bool, the label's column is here and the token counts.
-        target: the gradient at the label's column.
-        counted: bool; other rows have no gradient, whatever stands in them.
+        log_pi: factor of π log π; None without a gradient of the entropy.
+        pi: factor of π²; None without a gradient of Σπ².
+        column: int64, the local column of the label; any value if another rank has it.
+        here: bool, this rank has the label's column, and the token counts.
+        target: the gradient in the label's column.
+        counted: bool; the gradient of all other rows is 0, whatever they contain.
     """
 
     offset: Tensor
@@ -85,7 +85,7 @@ class RowGradients:
     counted: Tensor
 
     def at(self, index: slice | Tensor) -> RowGradients:
-        """The gradients of some of the rows."""
+        """The factors of a part of the rows."""
         return RowGradients(
             offset=self.offset[index],
             constant=self.constant[index],
@@ -98,22 +98,22 @@ class RowGradients:
         )
 
     def factors(self, part: slice) -> Factors:
-        """(offset, constant, log_pi, pi) of some rows, [rows, 1] each."""
+        """(offset, constant, log_pi, pi) of a part of the rows, [rows, 1] each."""
         log_pi = None if self.log_pi is None else self.log_pi[part].unsqueeze(1)
         pi = None if self.pi is None else self.pi[part].unsqueeze(1)
         return self.offset[part].unsqueeze(1), self.constant[part].unsqueeze(1), log_pi, pi
 
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
-    """The mergeable statistics of each row over its local columns.
+    """The statistics of each row over its local columns; they can be merged over ranks.
 
     Args:
         logits: [t, v/tp], any float dtype; read once.
-        options: what to compute.
+        options: which statistics to compute.
 
     Returns:
-        [2 to 4, t]: the maximum m of the logits; Σ exp(x - m) with x = logits / temperature and m likewise;
-        Σ exp(x - m) (x - m) for the entropy; Σ exp(x - m)² for the squares. m is -inf where no column counts.
+        [2 to 4, t]: m = max of the logits; Σ exp(x - m), in which the logits are divided by the temperature, and so is
+        m; Σ exp(x - m) (x - m), for the entropy; Σ exp(x - m)², for the squares. Without a column, m is -inf.
     """
     count = 2 + options.entropy + options.squares
     found = torch.zeros(count, len(logits), dtype=arithmetic(logits.dtype), device=logits.device)

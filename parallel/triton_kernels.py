@@ -1,6 +1,6 @@
-"""The functions of :mod:`megatron_rc.parallel.softmax` as Triton kernels: logits are read once, and nothing is scratch.
+"""The functions of :mod:`megatron_rc.parallel.softmax` as Triton kernels, which read the logits once, without scratch.
 
-The arithmetic is float32, with powers of two: what multiplies the logits includes log2(e), once for all.
+The arithmetic is float32 with powers of two: the factor of the logits includes log2(e).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 
-# Columns that a program works on at a time: many, to keep the memory busy, at no more than 64 registers a thread.
+# Columns that a program works on at a time: many, to keep the memory busy, within 64 registers a thread.
 _FORWARD_BLOCK, _BACKWARD_BLOCK = 8192, 4096
 _LN2 = tl.constexpr(math.log(2))
-_LOWEST = tl.constexpr(-1e4)  # its power of two is 0, and 0 times it too
+_LOWEST = tl.constexpr(-1e4)  # two to this power is 0, and so is it times that power
 
 
 def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
-    """:func:`megatron_rc.parallel.softmax.row_statistics`; a logit of -inf adds nothing, even where all others are too.
+    """:func:`megatron_rc.parallel.softmax.row_statistics`; a logit of -inf adds nothing, even if all are -inf.
 
     Args:
         logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous; the padding is not read.
-        options: what to compute; there are no chunks, nothing else to compile, and holes are always provided for.
+        options: which statistics to compute; ``chunk_size``, ``compile`` and ``holes`` have no effect.
 
     Returns:
-        [2 to 4, t], float32. A NaN or inf among the logits makes all sums of its row NaN, the maximum need not be.
+        [2 to 4, t], float32. A NaN or inf among a row's logits makes all its sums NaN, but not always its maximum.
     """
     count = 2 + options.entropy + options.squares
     found = torch.zeros(count, len(logits), dtype=torch.float32, device=logits.device)
@@ -53,11 +53,11 @@ def row_statistics(logits: Tensor, options: SoftmaxOptions) -> Tensor:
 
 
 def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options: SoftmaxOptions) -> None:
-    """:func:`megatron_rc.parallel.softmax.write_gradient`; rows that do not count are not even read.
+    """:func:`megatron_rc.parallel.softmax.write_gradient`; rows that do not count are not read.
 
     Args:
         logits: [t, v/tp], float32, bfloat16 or float16, each row contiguous.
-        out: of the same shape and dtype, each row contiguous, may be the logits themselves; overwritten.
+        out: of the same shape and dtype, each row contiguous; overwritten; may be the logits themselves.
         gradients: the factors of each row.
         options: as in the forward.
     """
@@ -66,10 +66,10 @@ def write_gradient(logits: Tensor, out: Tensor, gradients: RowGradients, options
     width = logits.shape[1]
     block = _block(width, _BACKWARD_BLOCK)
     blocks = triton.cdiv(width, block)
-    # Masks and gradients from outside can be slices or expanded.
+    # Masks and gradients of the caller may be slices or expanded.
     factors = {name: None if value is None else value.contiguous() for name, value in vars(gradients).items()}
     with torch.cuda.device_of(logits):
-        # One axis: only the first may exceed 65535, and the blocks of a row are neighbours.
+        # One axis of programs: only the first may exceed 65535. The blocks of a row are neighbours.
         _gradient_kernel[(len(logits) * blocks,)](
             logits,
             out,
@@ -103,7 +103,7 @@ def _statistics_kernel(
     SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row a program."""
+    """The statistics of one row, by one program."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     source = logits + row * stride + offsets
@@ -111,7 +111,7 @@ def _statistics_kernel(
     total = tl.full([], 0, tl.float32)
     expected = tl.full([], 0, tl.float32)
     squares = tl.full([], 0, tl.float32)
-    # The rest has its own load: a mask may end within a vector, and then logits are loaded one by one.
+    # The last columns have their own load: with a mask that can end inside a vector, Triton loads logits one by one.
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         block = tl.load(source + start)
@@ -143,11 +143,11 @@ def _merged(
     ENTROPY: tl.constexpr,
     SQUARES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The statistics, ``expected`` in powers of two, with one more block of logits."""
+    """The statistics with one more block of logits; ``expected`` is in powers of two."""
     block = block.to(tl.float32)
     maximum_before = maximum
     maximum = tl.maximum(maximum, tl.max(block, 0))
-    origin = tl.where(maximum == -float("inf"), 0.0, maximum)  # -inf less -inf is NaN
+    origin = tl.where(maximum == -float("inf"), 0.0, maximum)  # -inf minus -inf is NaN
     shift = _finite((maximum_before - origin) * scale)
     factor = tl.exp2(shift)
     shifted = (block - origin) * scale
@@ -182,12 +182,12 @@ def _gradient_kernel(
     counted: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block of one row a program."""
+    """The gradient of one block of one row, by one program."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns_here = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     counts = tl.load(counted + row) != 0
     inside = columns_here < width
-    # The padding is read, and not used: where it begins need not be a multiple of a vector, where the row ends is.
+    # Read the padding, without using it: the row's end is a multiple of a vector, the padding's start need not be.
     read = columns_here < tl.where(counts, width, 0)
     block = tl.load(logits + row * stride + columns_here, mask=read, other=0.0).to(tl.float32)
     power = (block - tl.load(offset + row)) * scale
@@ -207,5 +207,5 @@ def _gradient_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finite(power: tl.tensor) -> tl.tensor:
-    """``_LOWEST`` for -inf, whose power of two times itself is NaN; NaN stays."""
+    """The power, at least ``_LOWEST``: -inf times its power of two would be NaN. NaN stays NaN."""
     return tl.maximum(power, _LOWEST, propagate_nan=tl.PropagateNan.ALL)

@@ -1,7 +1,7 @@
-"""Log-probs and entropy of tokens from logits that are split over the vocabulary, at the memory floor.
+"""Log-probs and entropy of tokens from logits that are split over the vocabulary, with the least memory.
 
-The forward reads the logits once and keeps two numbers a token; the backward reads them once more and writes the
-gradient. Both work on chunks of tokens, so that nothing of the logits' size is ever made but the gradient.
+The forward reads the logits once and keeps two numbers a token. The backward reads them once more and writes the
+gradient. Both work on chunks of tokens, so that only the gradient is as large as the logits.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ def vocab_parallel_log_probs_and_entropy(
         logits: [..., v/tp], any float dtype; rank r of ``tp_group`` holds rows r·v/tp to (r+1)·v/tp. Not written to,
             unless ``inplace_backward``. A logit of -inf is a probability of 0.
         labels: [...], int64, indices into the whole vocabulary, equal on all ranks of ``tp_group``.
-        tp_group: holds the other vocabulary rows.
+        tp_group: the ranks that hold the other vocabulary rows.
         vocab_size: rows at and above it are padding and have probability 0. Default: all rows count.
-        mask: [...], bool, True where the token counts; elsewhere results and gradients are 0 and any label is fine.
-            Default: False where the label is -100.
-        temperature: of the distribution; > 0.
-        chunk_size: tokens that are worked on together; changes time and scratch, never the results beyond rounding.
-            Default: what suits the device.
-        sum_squares: return Q too, the probability that two samples agree (an optimal token baseline and the collision
-            entropy -log Q need it).
-        inplace_backward: the backward writes the gradient into the memory of the logits, which nothing else may need
-            any more; a second backward is then an error. For trainers whose logits fill the memory; the launcher leaves
-            it off: in its runs it saved 1 % of a process's memory and no time that could be measured.
-        compile: run the chunks through ``torch.compile`` (seconds for the first call). A GPU with Triton ignores it.
-            For many calls on a CPU; the launcher leaves it off, where this pass is about 1 % of a step.
+        mask: [...], bool, True if the token counts; results and gradients of other tokens are 0, for any label.
+            Default: False for the label -100.
+        temperature: divides the logits; > 0.
+        chunk_size: tokens that are worked on together; changes time and scratch, and results only by rounding.
+            Default: a size that suits the device.
+        sum_squares: return Q too, the probability that two samples agree (for an optimal token baseline and the
+            collision entropy -log Q).
+        inplace_backward: the backward writes the gradient into the memory of the logits, so that nothing else may need
+            them, and a second backward is an error. For trainers whose logits fill the memory.
+        compile: run the chunks through ``torch.compile`` (the first call takes seconds). For many calls on a CPU; a GPU
+            with Triton ignores it.
 
     Returns:
         (log_probs, entropy), or (log_probs, entropy, Q): each [...], float32 (float64 for float64 logits), equal on all
@@ -90,7 +89,7 @@ def vocab_parallel_log_probs(
     inplace_backward: bool = False,
     compile: bool = False,
 ) -> Tensor:
-    """The first result of :func:`vocab_parallel_log_probs_and_entropy`, which see, with less work.
+    """The log-probs of :func:`vocab_parallel_log_probs_and_entropy` alone, with less work.
 
     Collectives: one MAX of t and one SUM of 2t numbers over ``tp_group`` in the forward.
     """
@@ -100,7 +99,7 @@ def vocab_parallel_log_probs(
 
 @dataclass(frozen=True)
 class CallSpec:
-    """The settings of one call."""
+    """The settings of one call of a function of this module, or of :mod:`megatron_rc.parallel.linear`."""
 
     tp_group: Group | None
     vocab_size: int | None
@@ -112,7 +111,7 @@ class CallSpec:
     compile: bool
 
     def softmax_options(self, width: int, holes: bool) -> SoftmaxOptions:
-        """How a local shard of this width, with logits of -inf or without, is read."""
+        """The settings for reading a local shard of this width; ``holes``: allow logits of -inf."""
         columns = width
         if self.vocab_size is not None:
             columns = min(max(self.vocab_size - group_rank(self.tp_group) * width, 0), width)
@@ -127,7 +126,7 @@ class CallSpec:
         )
 
     def without_chunk_size(self) -> CallSpec:
-        """These settings with chunks that suit the device."""
+        """These settings with chunks of a size that suits the device."""
         return replace(self, chunk_size=None)
 
 
@@ -145,12 +144,12 @@ def _apply(logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) 
 
 
 def counted_tokens(labels: Tensor, mask: Tensor | None) -> Tensor:
-    """Bool, like the labels: the mask, or where a label is given."""
+    """Bool, like the labels: the mask; without one, whether there is a label."""
     return labels != IGNORED_LABEL if mask is None else mask
 
 
 def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) -> None:
-    """Raise ValueError for settings that do not fit together; ``width`` is that of the local logits."""
+    """Raise ValueError for arguments that do not fit together; ``width`` is the local logits' width."""
     if not width:
         raise ValueError("logits have no columns: expected this rank's shard of the vocabulary in the last dimension")
     if mask is not None and (mask.shape != labels.shape or mask.dtype != torch.bool):
@@ -174,7 +173,7 @@ def check_call(labels: Tensor, mask: Tensor | None, spec: CallSpec, width: int) 
 
 
 class _VocabSoftmax(torch.autograd.Function):
-    """Forward and backward in closed form, so that autograd keeps no tensor but the logits."""
+    """The autograd function, with closed forms, so that autograd keeps no large tensor but the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor | None, spec: CallSpec) -> tuple[Tensor, ...]:
@@ -195,7 +194,7 @@ class _VocabSoftmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        """Gradients of log π_y, H and Q: see :func:`row_gradients`."""
+        """Gradients with respect to the logits: see :func:`row_gradients`."""
         logits, labels, mask, offset, *results = ctx.saved_tensors
         spec: CallSpec = ctx.spec
         order: list[int] = ctx.order
@@ -213,8 +212,8 @@ class _VocabSoftmax(torch.autograd.Function):
 
 
 def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor, bool]:
-    """(statistics of the rows, whether logits of -inf are provided for: where a counted row has any)."""
-    # On a GPU nothing is looked up on the host: they always are.
+    """(statistics of the rows, whether logits of -inf were allowed): on a CPU only if a counted entropy needs it."""
+    # On a GPU the test would wait for the host.
     statistics = row_statistics(rows, spec.softmax_options(rows.shape[1], holes=rows.is_cuda))
     if rows.is_cuda or not spec.entropy or not bool((statistics[2].isnan() & counted).any()):
         return statistics, rows.is_cuda
@@ -223,12 +222,12 @@ def statistics_of(rows: Tensor, counted: Tensor, spec: CallSpec) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """Where the labels are; each [t].
+    """The labels' columns in the local shard; each [t].
 
     Attributes:
-        column: int64, the local column, 0 where the label is not here.
-        here: bool, it is here and the token counts.
-        known: bool, it lies in the vocabulary, on whatever rank.
+        column: int64, the local column; 0 if another rank has it.
+        here: bool, this rank has the column, and the token counts.
+        known: bool, the label lies in the whole vocabulary.
         counted: bool, the token counts.
     """
 
@@ -239,28 +238,28 @@ class Target:
 
     @classmethod
     def find(cls, labels: Tensor, counted: Tensor, spec: CallSpec, width: int) -> Target:
-        """The local columns of labels of the whole vocabulary."""
+        """The local columns of labels that are indices into the whole vocabulary."""
         known = (labels >= 0) & (labels < (spec.vocab_size or width * group_size(spec.tp_group)))
         column = labels - group_rank(spec.tp_group) * width
         here = known & counted & (column >= 0) & (column < width)
         return cls(torch.where(here, column, 0).long(), here, known, counted)
 
     def at(self, index: slice | Tensor) -> Target:
-        """The labels of some of the tokens."""
+        """The labels of a part of the tokens."""
         return Target(self.column[index], self.here[index], self.known[index], self.counted[index])
 
     def logits(self, rows: Tensor) -> Tensor:
-        """[t]: the labels' logits, anything where they are not here."""
+        """[t]: the labels' logits; any value if another rank has the column."""
         return rows.gather(1, self.column.unsqueeze(1)).squeeze(1)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of each token, over the whole vocabulary; each [t].
+    """The results of each token over the whole vocabulary; each [t].
 
     Attributes:
         offset: log Σ exp(x), times the temperature.
-        results: log-probs, entropy, Σπ², as far as they are asked for.
+        results: log-probs, and entropy and Σπ² if asked for.
     """
 
     offset: Tensor
@@ -272,13 +271,13 @@ class Found:
 
 
 def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) -> Found:
-    """Log-probs and whatever else from the statistics of all ranks.
+    """The results of all ranks' statistics.
 
     Args:
-        statistics: of :func:`row_statistics`.
-        target: where the labels are.
-        chosen: [t], their logits, where they are here.
-        spec: the call.
+        statistics: this rank's, of :func:`row_statistics`.
+        target: the labels' columns.
+        chosen: [t], the labels' logits, valid for ``target.here``.
+        spec: the settings of the call.
 
     Collectives: one MAX of t, one SUM of 2t to 4t numbers over ``tp_group``.
     """
@@ -286,7 +285,7 @@ def combine(statistics: Tensor, target: Target, chosen: Tensor, spec: CallSpec) 
     maximum = all_reduce_max(local, spec.tp_group)
     chosen = torch.where(target.here, (chosen.to(local.dtype) - maximum) / spec.temperature, 0)
     if group_size(spec.tp_group) > 1:
-        # A rank whose columns are all padding, or -inf, has a maximum of -inf and nothing to add.
+        # A rank whose columns are all padding or -inf has a maximum of -inf and adds nothing.
         present = local != -torch.inf
         shift = (local - maximum) / spec.temperature
         factor = shift.exp()
@@ -320,13 +319,13 @@ def row_gradients(
         d log π_y / d x_v = [v = y] - π_v    d H / d x_v = -π_v (log π_v + H)    d Q / d x_v = 2 π_v (π_v - Q)
 
     Args:
-        grads: [t] of the log-probs, the entropy and Q; None where nothing depends on them.
-        target: where the labels are.
-        chosen: [t], their logits, where they are here.
+        grads: [t] each, of the log-probs, the entropy and Q; None if the loss does not depend on it.
+        target: the labels' columns.
+        chosen: [t], the labels' logits, valid for ``target.here``.
         offset: [t], of the forward.
-        entropy: [t], of the forward, where asked for.
-        squares: [t], likewise.
-        spec: the call.
+        entropy: [t], of the forward, if asked for.
+        squares: [t], Q of the forward, if asked for.
+        spec: the settings of the call.
     """
 
     def scaled(grad: Tensor | None, counted: Tensor) -> Tensor | None:
@@ -358,5 +357,5 @@ def row_gradients(
 
 
 def _as_rows(logits: Tensor, order: list[int]) -> Tensor:
-    """[t, v/tp], its leading dimensions in this order: a view wherever there is one."""
+    """[t, v/tp], with the leading dimensions in this order: a view if possible."""
     return logits.detach().permute(*order, -1).reshape(-1, logits.shape[-1])

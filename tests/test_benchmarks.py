@@ -1,4 +1,4 @@
-"""The benchmarks' own checks: what compared or measured nothing is no result."""
+"""The benchmarks' own checks: a comparison or measurement of nothing is an error."""
 
 import math
 import runpy
@@ -24,7 +24,7 @@ def test_contenders_of_which_one_gives_nan_differ():
 
 def test_a_step_in_which_nothing_was_timed_has_no_share():
     def method():
-        """What is timed."""
+        """A method that is timed."""
 
     owner = types.SimpleNamespace(plan=method, corrected=method, finish_step=method)
     owner.steps = types.SimpleNamespace(count=method, record=method)

@@ -1,4 +1,4 @@
-"""The study: its runs are what its page says, they are run once, and the page holds what they measured."""
+"""The study: its page names its runs, they are made once, and the page has their measurements."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from megatron_rc.records.rollout import SamplingParams
 from tests.support.paths import ROOT
 
 RUNS = list(settings.all_runs())
-# What the study's launch file says otherwise than the default task's, and each run for itself.
+# Flags of the study's launch file that differ from the default task's, and flags of each run.
 LAYOUT = {"world-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "sequence-parallel"}
 CORRECTION = {"rollout-correction-preset", "rollout-rs", "rollout-rs-threshold", "rollout-dtype", "task"}
 OWN = {"cpu", "rollout-check-tolerance", "eval-interval", "eval-problems", "eval-answers", "rollout-dtype", "task"}
@@ -156,7 +156,7 @@ def test_the_expected_reward_is_that_of_all_answers_that_begin_right(made):
 
 @pytest.fixture
 def two_steps():
-    """A run without mismatch that is over soon."""
+    """A short run without mismatch."""
     kind = dataclasses.replace(settings.NONE, flags=("--train-iters=2", "--eval-interval=2"))
     return dataclasses.replace(RUNS[0], mismatch=kind)
 
@@ -240,7 +240,7 @@ def test_numbers_and_folders_that_cannot_work(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-# What they measured.
+# The measurements.
 
 
 def finished_run(folder, run, flags=None, rewards=(0.1, 0.5), error=None):
@@ -273,7 +273,7 @@ def test_gathering(tmp_path):
         results.gather(RUNS[1:3], tmp_path)
     finished_run(tmp_path, RUNS[2], error="error: no memory")
     (tmp_path / RUNS[2].name / "metrics.jsonl").write_text("")
-    with pytest.raises(queue.StudyError, match="ended before its first step \\(error: no memory\\): mend that"):
+    with pytest.raises(queue.StudyError, match=r"token_tis-1 ended before .* \(error: no memory\)"):
         results.gather(RUNS[1:3], tmp_path)
 
 
@@ -305,7 +305,7 @@ def test_verdicts(tmp_path, rewards, error, said):
 
 @pytest.fixture
 def outcomes(tmp_path):
-    """Of all runs; a seed earns a twentieth more than the one before."""
+    """Outcomes of all runs; each seed earns a twentieth more than the one before."""
     for run in RUNS:
         finished_run(tmp_path, run, rewards=(0.1, 0.6 + run.seed / 20))
     return results.gather(RUNS, tmp_path)
@@ -337,7 +337,7 @@ def test_the_table_takes_the_place_of_the_one_before(outcomes, tmp_path):
     assert text.endswith(f"two cores.\n\n{document.END}\nafter\n")
     assert "yesterday" not in text
     page.write_text("nothing\n")
-    with pytest.raises(ValueError, match="has no lines <!-- the table"):
+    with pytest.raises(ValueError, match=r"page\.md .* <!-- the table of study\.json"):
         document.put_table(outcomes, page, "study")
 
 
@@ -347,7 +347,7 @@ def test_the_figures_are_drawn(outcomes, tmp_path, draw):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-# What is committed.
+# The committed files.
 
 
 def committed(name="study"):

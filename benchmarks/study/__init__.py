@@ -1,7 +1,7 @@
-"""The study: training with an engine that is wrong in three ways, without correction and with four; see docs/study.md.
+"""The study: training with an engine that is wrong in three ways, uncorrected and with four corrections.
 
     python -m benchmarks.study [--runs runs/study] [--at-once 2]
 
-``settings`` says which runs there are, ``task`` and ``engine`` what they learn and what samples for them; ``trainer``
-is one of them, ``queue`` runs them all.
+See docs/study.md. ``settings`` has the runs, ``task`` and ``engine`` their task and engine; ``trainer`` makes one run,
+``queue`` all of them.
 """

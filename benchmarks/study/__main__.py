@@ -1,4 +1,4 @@
-"""``python -m benchmarks.study``: make the runs that are not there yet, then write the study's figures and table."""
+"""``python -m benchmarks.study``: make the missing runs, then write the study's figures and table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.study.settings import ROOT, all_runs, hard_runs, runs_without_en
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the process with 1 and a sentence where a run could not be made."""
+    """Make the runs and write the documents; end the process with 1 and a sentence if a run fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description=__doc__)
-    parser.add_argument("--runs", type=Path, help="where the runs are, or will be; default: a folder in runs/")
-    parser.add_argument("--at-once", type=int, default=2, help="runs under way together")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; default: runs/study, or as --without-entropy")
+    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time; default: 2")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--without-entropy", action="store_true", help="one seed of each, without an entropy bonus")
-    which.add_argument("--hard", type=Path, metavar="DIR", help="the harder task, with SmolLM2 in this folder")
+    which.add_argument("--without-entropy", action="store_true", help="one seed of each run, without an entropy bonus")
+    which.add_argument("--hard", type=Path, metavar="DIR", help="the harder task, with SmolLM2 from this folder")
     args = parser.parse_args(argv)
     if args.at_once < 1:
         parser.error(f"--at-once {args.at_once}: take 1 or more")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write_documents(outcomes: Sequence[Outcome], name: str) -> None:
-    """Data, table and figures of docs/study.md."""
+    """Write data, table and figures of docs/study.md."""
     docs = ROOT / "docs"
     write(outcomes, docs / f"{name}.json")
     put_table(outcomes, docs / "study.md", name)
@@ -56,7 +56,7 @@ def write_documents(outcomes: Sequence[Outcome], name: str) -> None:
 
 
 def tell_hard(outcomes: Sequence[Outcome]) -> None:
-    """Three runs of one seed are no statistics: what each of them measured is all there is to say."""
+    """Print each run's measurements; three runs of one seed allow no statistics."""
     for found in outcomes:
         rewards = ", ".join(f"{reward:.1%} at step {step}" for step, reward in found.policy)
         means = ", ".join(f"{measure} {found.mean(measure):.3g}" for measure in ("kl", "ess", "grad_norm"))
@@ -64,7 +64,7 @@ def tell_hard(outcomes: Sequence[Outcome]) -> None:
 
 
 def say(line: str) -> None:
-    """Print at once, also into a file."""
+    """Print a line at once."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

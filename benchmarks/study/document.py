@@ -15,12 +15,12 @@ _VERDICTS = ("collapsed", "degraded", "sound")
 
 
 def begin_of(name: str) -> str:
-    """The line that stands before the table of some runs."""
+    """The line before the table of some runs."""
     return f"<!-- the table of {name}.json: python -m benchmarks.study writes it -->"
 
 
 def put_table(outcomes: Sequence[Outcome], page: Path, name: str) -> None:
-    """Write the table of some runs into a page, in the place of the one there.
+    """Write the table of some runs into a page, in place of the old one.
 
     Raises:
         ValueError: the page has no place for it.
@@ -29,12 +29,12 @@ def put_table(outcomes: Sequence[Outcome], page: Path, name: str) -> None:
     before, begin, rest = text.partition(f"{begin_of(name)}\n")
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} has no lines {begin_of(name)} and {END} between which the table stands: add them")
+        raise ValueError(f"{page} lacks the lines {begin_of(name)} and {END} around the table: add them")
     page.write_text(f"{before}{begin}\n{table(outcomes)}\n{end}{after}", encoding="utf-8")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: a line for each kind of run, with the smallest and the largest of its seeds."""
+    """The table in Markdown: a line for each kind of run, with the smallest and the largest value of its seeds."""
     head = (
         "| mismatch | correction | reward of the last weights | | reward of the samples | KL | ESS | gradient norm "
         "| entropy |\n|---|---|---|---|---|---|---|---|---|"

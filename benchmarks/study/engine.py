@@ -1,4 +1,4 @@
-"""The study's rollout engine: what it holds or does differs from the trainer, on purpose and by a known amount."""
+"""The study's rollout engine, which differs from the trainer on purpose by a known amount."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megatron_rc.records.rollout import SamplingParams
 
 
 class StudyEngine:
-    """A ``transformers`` model that samples for the trainer, beside an exact copy of the trainer's that is measured.
+    """A ``transformers`` model that samples with a mismatch, and an exact copy of the trainer's model to measure.
 
-    Its log-probs are those of the distribution it sampled from: it is another policy and says so. After every weight
-    sync ``policy.jsonl`` in the run's folder gets the expected reward of the trainer's own policy. Evaluations, which
-    are greedy, are answered by the exact copy.
+    Its log-probs are of the distribution that it samples from. After every weight sync it appends the expected reward
+    of the trainer's policy to ``policy.jsonl`` in the run's folder. The exact copy answers evaluations, which are
+    greedy.
 
     Args:
-        inputs: of the run.
-        levels: weights of linear layers are rounded to so many values on each side of 0, one scale an output row;
-            0: they are exact.
-        warming: relative growth of the sampling temperature with each optimizer step; the trainer knows nothing of it.
+        inputs: the run's inputs for an engine.
+        levels: rounds weights of linear layers to this number of values on each side of 0, with one scale an output
+            row; 0: exact weights.
+        warming: relative growth of the sampling temperature with each optimizer step; the trainer does not know of it.
     """
 
     is_elsewhere = False
@@ -48,11 +48,11 @@ class StudyEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights: the optimizer steps that made them."""
+        """Version of the weights: the number of optimizer steps that made them."""
         return self.exact.version
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over all weights of the model; see :class:`RolloutEngine`."""
+        """Take all weights of the model; see :class:`RolloutEngine`."""
         self.exact.load_weights(weights, version)
         exact = checkpoint_tensors(self.exact.model).items()
         self.sampler.load_weights(((name, self._held(name, tensor)) for name, tensor in exact), version)
@@ -63,7 +63,7 @@ class StudyEngine:
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, max_new_tokens: int, seed: int
     ) -> list[Sample]:
-        """Sample from the policy that is off; see :class:`RolloutEngine`."""
+        """Sample with the mismatch; see :class:`RolloutEngine`."""
         if params.top_k == 1:
             return self.exact.sample(prompts, params, max_new_tokens, seed)
         warmer = params.temperature * (1 + self.warming) ** self.version
@@ -74,7 +74,7 @@ class StudyEngine:
 
 
 def round_to_levels(weight: Tensor, levels: int) -> Tensor:
-    """[out, in]: each row to the nearest multiple of its largest absolute value divided by ``levels``."""
+    """[out, in]: each row rounded to multiples of its largest absolute value divided by ``levels``."""
     scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / levels
     return (weight / scale).round() * scale
 
@@ -83,17 +83,17 @@ def round_to_levels(weight: Tensor, levels: int) -> Tensor:
 def expected_reward(model: Any) -> float:
     """The mean reward of a policy at temperature 1 over all hundred problems, computed instead of sampled.
 
-    The reward is the share of the answer's places before the first mistake, so its expectation is the mean over the
+    The reward is the share of the answer's places before the first mistake. So its expectation is the mean over the
     places of the probability that all places up to there are right: the mean of running products.
 
     Args:
-        model: of transformers, with the task's own tokens.
+        model: a model of transformers with the task's tokens.
     """
     task = CountUp(seed=0)
     problems = task.problems(0, 100, held_out=True)
     shown = torch.tensor([task.text.encode(problem) for problem in problems])
     answers = [torch.tensor([*task.text.tokens_of(problem.label), task.text.eos]) for problem in problems]
-    # What fills the shorter ones stands behind their ends, where a causal model does not look.
+    # Padding stands after the ends of shorter answers, at which a causal model does not look.
     places = pad_sequence(answers, batch_first=True)
     is_place = pad_sequence([torch.ones(len(answer)) for answer in answers], batch_first=True)
     logits = model(input_ids=torch.cat([shown, places[:, :-1]], dim=1)).logits[:, shown.shape[1] - 1 :]
@@ -102,7 +102,7 @@ def expected_reward(model: Any) -> float:
 
 
 def _linear_weights(model: Any) -> set[str]:
-    """Names of the linear layers' weights, but for the output layer's."""
+    """Names of the linear layers' weights, except the output layer's."""
     head = model.get_output_embeddings()
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return {f"{name}.weight" for name, module in layers if module is not head}

@@ -1,4 +1,4 @@
-"""The figures of docs/study.md: a line is the mean of the seeds, its band reaches from the smallest to the largest."""
+"""The figures of docs/study.md: a line is the mean over the seeds, its band goes from the smallest to the largest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Points = Mapping[int, float]
 
 
 def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
-    """What is learnt: the reward of the trainer's own policy, an axis for each mismatch."""
+    """Draw the rewards of the trainer's policy, with an axis for each mismatch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.9), layout="constrained")
@@ -41,7 +41,7 @@ def draw_rewards(outcomes: Sequence[Outcome], picture: Path) -> None:
 
 
 def draw_measures(outcomes: Sequence[Outcome], picture: Path) -> None:
-    """Reward of the samples, KL, ESS, gradient norm and entropy: a row each, a column for each mismatch."""
+    """Draw reward of the samples, KL, ESS, gradient norm and entropy: a row each, with a column for each mismatch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 13.5), layout="constrained")
@@ -68,7 +68,7 @@ def _finish(figure: Any, axes: list[Any], picture: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=90)
-    # Few colours: a file of a third of the size.
+    # Few colours make the file a third as large.
     Image.open(drawn).convert("RGB").quantize(128).save(picture, optimize=True)
 
 
@@ -81,7 +81,7 @@ def _of(outcomes: Sequence[Outcome], kind: Mismatch, how: Correction) -> list[Ou
 
 
 def _points(values: Sequence[float | None]) -> Points:
-    """By the last step of each window."""
+    """Values by the last step of each window."""
     return {(number + 1) * WINDOW: value for number, value in enumerate(values) if value is not None}
 
 

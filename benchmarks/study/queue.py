@@ -1,4 +1,4 @@
-"""Runs of the study, a few at a time; those that were finished before are not run again."""
+"""Runs of the study, a few at a time; finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ DONE, LOG = "done.json", "log.txt"
 
 
 class StudyError(RuntimeError):
-    """The study cannot go on; the message is one sentence that names the remedy."""
+    """The study cannot go on; the message is one sentence with the remedy."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished run's folder says of it, beside its metrics.
+    """The record of a finished run in its folder, besides its metrics.
 
     Attributes:
-        flags: of the launcher.
-        seconds: of the processor, user's and system's, of the run and of all that it started.
-        error: what ended it before its last step; None: nothing did.
+        flags: the launcher's flags.
+        seconds: processor time, user's and system's, of the run and all its processes.
+        error: the error that ended it before its last step, or None.
     """
 
     flags: list[str]
@@ -36,10 +36,10 @@ class Done:
 
 
 def finished(run: Run, folder: Path) -> Done | None:
-    """What is known of a run, if it was finished.
+    """The record of a run, or None if it was not finished.
 
     Raises:
-        StudyError: it was, with other settings.
+        StudyError: it was finished with other settings.
     """
     path = folder / run.name / DONE
     if not path.is_file():
@@ -51,10 +51,10 @@ def finished(run: Run, folder: Path) -> Done | None:
 
 
 def run_all(runs: Sequence[Run], folder: Path, at_once: int, say: Callable[[str], None]) -> None:
-    """Run what is not finished, in the order given; ``say`` is told of every end.
+    """Run all unfinished runs, in the given order; ``say`` is told of every end.
 
     Raises:
-        StudyError: a run was killed, or its flags cannot work. Others under way are ended and will be run again.
+        StudyError: a run was killed, or its flags cannot work. Other running ones are ended and will be run again.
     """
     waiting = [run for run in runs if finished(run, folder) is None]
     total, begun = len(waiting), time.monotonic()
@@ -84,11 +84,11 @@ def run_all(runs: Sequence[Run], folder: Path, at_once: int, say: Callable[[str]
 def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
     own = folder / run.name
     own.mkdir(parents=True, exist_ok=True)
-    where = [f"--runs-dir={folder}", f"--run-name={run.name}"]
+    place = [f"--runs-dir={folder}", f"--run-name={run.name}"]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with (own / LOG).open("w", encoding="utf-8") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.study.trainer", *run.flags, *where],
+            [sys.executable, "-m", "benchmarks.study.trainer", *run.flags, *place],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
             stdout=log,
@@ -97,7 +97,7 @@ def _start(run: Run, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(run: Run, process: subprocess.Popen[bytes], folder: Path) -> Done | None:
-    """None while it runs; else what is left in its folder."""
+    """The record of a run that has ended, written to its folder; None while it runs."""
     number, status, used = os.wait4(process.pid, os.WNOHANG)
     if not number:
         return None

@@ -1,4 +1,4 @@
-"""What finished runs measured, small enough to keep: one line a run in ``docs/study.json``."""
+"""Measurements of finished runs, small enough to keep: one line a run in ``docs/study.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.study.queue import StudyError, finished
 from benchmarks.study.settings import COLLAPSE_SHARE, DEGRADED_BY, NONE, POLICY_FILE, Run
 
 Row = Mapping[str, float]
-# Optimizer steps that one point of a curve stands for.
+# Optimizer steps of one point of a curve.
 WINDOW = 10
 MEASURES = ("sampled", "kl", "ess", "grad_norm", "entropy")
 _NAMES = {"sampled": "reward/mean", "grad_norm": "grad_norm", "entropy": "policy/entropy"}
@@ -22,16 +22,16 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run.
+    """The measurements of one run.
 
     Attributes:
-        mismatch: name of what was wrong with the engine.
-        correction: name of what the trainer did about it.
-        seed: of the run.
-        seconds: of the processor.
-        error: what ended it before its last step; None: nothing did.
-        policy: (step, reward of the trainer's own policy), where ``WINDOW`` divides the step or it was evaluated.
-        curves: by the names of ``MEASURES``, the mean of each ``WINDOW`` steps; None where there was nothing finite.
+        mismatch: name of the engine's mismatch.
+        correction: name of the trainer's correction.
+        seed: the run's seed.
+        seconds: processor time.
+        error: the error that ended it before its last step, or None.
+        policy: (step, reward of the trainer's policy), for steps that ``WINDOW`` divides or that were evaluated.
+        curves: for each name of ``MEASURES`` the mean of each ``WINDOW`` steps; None without a finite value.
     """
 
     mismatch: str
@@ -49,34 +49,34 @@ class Outcome:
 
     @property
     def best(self) -> float:
-        """Of all weights that were measured."""
+        """Largest reward of all measured weights."""
         return max(reward for _, reward in self.policy)
 
     def mean(self, measure: str) -> float:
-        """Of the whole run; NaN where nothing was finite."""
+        """Mean over the whole run; NaN without a finite value."""
         finite = [value for value in self.curves[measure] if value is not None]
         return fmean(finite) if finite else math.nan
 
     def at_the_end(self, measure: str) -> float:
-        """Of the last window; NaN where nothing was finite."""
+        """Mean of the last window; NaN without a finite value."""
         last = self.curves[measure][-1]
         return math.nan if last is None else last
 
 
 def gather(runs: Sequence[Run], folder: Path) -> list[Outcome]:
-    """The outcomes of runs that are all finished.
+    """The outcomes of finished runs.
 
     Raises:
-        StudyError: one is not, or ended before its first step.
+        StudyError: a run is not finished, or ended before its first step.
     """
     return [_outcome(run, folder) for run in runs]
 
 
 def verdict(outcome: Outcome, reference: float) -> str:
-    """``collapsed``, ``degraded`` or ``sound``, as ``settings`` says.
+    """``collapsed``, ``degraded`` or ``sound``, by the bounds of ``settings``.
 
     Args:
-        outcome: of the run.
+        outcome: the run's outcome.
         reference: mean final reward of the runs without mismatch.
     """
     if outcome.error is not None or outcome.final < COLLAPSE_SHARE * outcome.best:
@@ -85,18 +85,18 @@ def verdict(outcome: Outcome, reference: float) -> str:
 
 
 def reference_of(outcomes: Iterable[Outcome]) -> float:
-    """What training without mismatch comes to: the mean final reward."""
+    """The mean final reward of the runs without mismatch."""
     return fmean(outcome.final for outcome in outcomes if outcome.mismatch == NONE.name)
 
 
 def write(outcomes: Iterable[Outcome], path: Path) -> None:
-    """As JSON, a line a run."""
+    """Write outcomes as JSON, a line a run."""
     lines = ",\n".join(json.dumps(asdict(outcome), ensure_ascii=False) for outcome in outcomes)
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def read(path: Path) -> list[Outcome]:
-    """What ``write`` wrote."""
+    """The outcomes in a file of ``write``."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     return [Outcome(**row | {"policy": [(int(step), reward) for step, reward in row["policy"]]}) for row in rows]
 
@@ -108,7 +108,7 @@ def _outcome(run: Run, folder: Path) -> Outcome:
     rows = _rows(folder / run.name / "metrics.jsonl")
     steps = [row for row in rows if "grad_norm" in row]
     if not steps:
-        raise StudyError(f"{folder / run.name} ended before its first step ({done.error}): mend that and remove it")
+        raise StudyError(f"{folder / run.name} ended before its first step ({done.error}): repair that and remove it")
     return Outcome(
         run.mismatch.name,
         run.correction.name,
@@ -121,7 +121,7 @@ def _outcome(run: Run, folder: Path) -> Outcome:
 
 
 def _policy(folder: Path, rows: Iterable[Row]) -> list[tuple[int, float]]:
-    """What the study's engine measured of the policy; of another engine the evaluations, which are greedy."""
+    """The study engine's measurements of the policy; for another engine its greedy evaluations."""
     if not (folder / POLICY_FILE).is_file():
         return [(int(row["step"]), _short(row["eval/reward"])) for row in rows if "eval/reward" in row]
     measured = ((int(row["step"]), _short(row["reward"])) for row in _rows(folder / POLICY_FILE))

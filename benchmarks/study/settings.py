@@ -1,7 +1,7 @@
-"""Which runs the study has, and what is said of them: fixed before the first of them was started.
+"""The runs of the study and the verdicts on them, fixed before the first run was started.
 
-How strong each mismatch is was chosen with runs of the seeds 101 and 102, all of them without correction; see
-docs/study.md. Of what ``all_runs`` gives nothing was changed after a run of ``SEEDS``.
+The strength of each mismatch was chosen with uncorrected runs of the seeds 101 and 102; see docs/study.md. Nothing that
+``all_runs`` gives was changed after a run of ``SEEDS``.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG, HARD_CONFIG = (f"configs/study/{name}.yaml" for name in ("count_up", "smollm2"))
 SEEDS = (1, 2, 3)
-# In a run's folder: what the engine measured of the trainer's policy.
+# The engine's measurements of the trainer's policy, in a run's folder.
 POLICY_FILE = "policy.jsonl"
-# Exit code of a run that an error of its own ended, which is a result.
+# Exit code of a run that a training error ended, which is a result.
 GAVE_UP = 3
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How the engine differs from the trainer.
+    """A difference of the engine from the trainer.
 
     Attributes:
-        name: in folders and files.
-        title: in pictures and tables.
-        levels: of the engine's weights, see ``StudyEngine``; 0: they are exact.
-        warming: of its temperature, likewise.
-        flags: of the launcher, besides the engine.
+        name: name in folders and files.
+        title: title in pictures and tables.
+        levels: levels of the engine's weights, see ``StudyEngine``; 0: exact weights.
+        warming: growth of the engine's temperature, see ``StudyEngine``.
+        flags: flags of the launcher, besides the engine.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Correction:
-    """What the trainer does about it.
+    """A correction by the trainer.
 
     Attributes:
-        name: in folders and files.
-        title: in pictures and tables.
-        flags: of the launcher.
+        name: name in folders and files.
+        title: title in pictures and tables.
+        flags: flags of the launcher.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Run:
     """One run of the study.
 
     Attributes:
-        mismatch: what is wrong with the engine.
-        correction: what the trainer does about it.
-        seed: of weights, prompts and sampling.
-        setting: flags of the launcher that say what is trained, and on what engine.
+        mismatch: the engine's mismatch.
+        correction: the trainer's correction.
+        seed: seed of weights, prompts and sampling.
+        setting: flags of the launcher for the task and the engine.
     """
 
     mismatch: Mismatch
@@ -71,12 +71,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"{self.mismatch.name}-{self.correction.name}-{self.seed}"
 
     @property
     def flags(self) -> list[str]:
-        """Of the launcher, but for where the run's folder is."""
+        """Flags of the launcher, except those of the run's folder."""
         config, *others = self.setting
         return [config, f"--seed={self.seed}", *others, *self.mismatch.flags, *self.correction.flags]
 
@@ -88,12 +88,12 @@ MISMATCHES = (
     Mismatch("temperature", "temperature 1 % higher every step", warming=0.01),
 )
 
-# The trainer scores the tokens itself and clips π_θ/π_old, as if it had sampled them; weights are measured alone.
+# The trainer scores the tokens and clips π_θ/π_old, as if it had sampled them; weights are only measured.
 UNCORRECTED = Correction("uncorrected", "without correction", ("--rollout-correction-preset=disabled",))
 CORRECTIONS = (
     Correction("token_tis", "token TIS", ("--rollout-correction-preset=decoupled_token_is",)),
     Correction("seq_tis", "sequence TIS", ("--rollout-correction-preset=decoupled_seq_is",)),
-    # Published bounds are for means over thousands of tokens; of at most ten they spread far more.
+    # Published bounds are for means over thousands of tokens; means of at most ten tokens vary far more.
     Correction(
         "geo_rs_token_tis",
         "geometric rejection, token TIS",
@@ -102,15 +102,15 @@ CORRECTIONS = (
     Correction("bypass", "bypass, PPO-clip", ("--rollout-correction-preset=bypass_ppo_clip",)),
 )
 
-# What is said of a run, by the expected reward of the trainer's policy at temperature 1:
-# collapsed where its last weights have less than this share of the best that it had, or an error ended it;
+# The verdict on a run, by the expected reward of the trainer's policy at temperature 1:
+# collapsed if its last weights have less than this share of its best reward, or an error ended it;
 COLLAPSE_SHARE = 0.5
-# else degraded where they have this much less than the mean of the runs without mismatch; else sound.
+# else degraded if they have this much less than the mean of the runs without mismatch; else sound.
 DEGRADED_BY = 0.1
 
 
 def all_runs() -> Iterator[Run]:
-    """The 45 runs, a seed after the other, and 3 without mismatch that they are compared with."""
+    """The 45 runs, one seed after the other, and for comparison 3 without mismatch."""
     for seed in SEEDS:
         yield _run(NONE, UNCORRECTED, seed)
         for mismatch in MISMATCHES:
@@ -119,7 +119,7 @@ def all_runs() -> Iterator[Run]:
 
 
 def runs_without_entropy() -> Iterator[Run]:
-    """One seed of each kind without the default task's entropy bonus; thought of when the others had been seen."""
+    """One seed of each run without the default task's entropy bonus; added after the other runs were seen."""
     for run in all_runs():
         if run.seed == SEEDS[0]:
             yield replace(run, setting=(*run.setting, "--grpo-entropy-term-weight=0"))

@@ -1,4 +1,4 @@
-"""The default task, whose hundred problems are all answered in an evaluation too."""
+"""The default task, with all its hundred problems in an evaluation too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_rc.launch.tasks.count_up import CountUp as DefaultTask
 
 
 class CountUp(DefaultTask):
-    """``count_up`` as ``--task python:`` takes it: there are a hundred problems, and it trains on all of them."""
+    """``count_up`` for ``--task python:``: it has a hundred problems, and trains on all of them."""
 
     characters = DIGITS
 
@@ -16,7 +16,7 @@ class CountUp(DefaultTask):
         super().__init__("", seed)
 
     def problems(self, start: int, count: int, held_out: bool = False) -> list[Problem]:
-        """Random ones to train on; of an evaluation those from 00 to 99."""
+        """Random problems to train on; problems 00 to 99 for an evaluation."""
         if not held_out:
             return super().problems(start, count)
         return [Problem(f"{number:02d}", DIGITS[number % 10 + 1 :]) for number in range(start, start + count)]

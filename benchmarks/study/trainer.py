@@ -14,15 +14,15 @@ USAGE_ERROR, STOPPED = 2, 4
 
 
 def main(words: Sequence[str]) -> None:
-    """Train; ends the process with 2 for flags that cannot work, and with 3 where the trainer gave up."""
-    # The launcher's parser lists the engines when it is loaded.
+    """Train one run; end the process with 2 for flags that cannot work, and with 3 if training failed."""
+    # Before the launcher's parser is loaded, which lists the engines.
     for mismatch in (NONE, *MISMATCHES):
         register(f"study-{mismatch.name}", levels=mismatch.levels, warming=mismatch.warming)
     from megatron_rc.launch.flags.configure import configure
     from megatron_rc.launch.train_ppo import cpu_backend, ignore_megatron_warnings
 
     # The task has ten different answers: neighbouring log-probs are the same few pairs, which may resemble shifted
-    # ones by chance. Nothing is shifted here, so the test never says so.
+    # ones by chance. Nothing is shifted here, so the shift test is off.
     shift.RATIO = 0.0
     try:
         config, task = configure(words, 1)

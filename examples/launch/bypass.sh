@@ -24,6 +24,6 @@ flags=(
     --rollout-is-batch-normalize                          # algorithm.rollout_correction.rollout_is_batch_normalize=true
     # algorithm.rollout_correction.rollout_rs=null, which is the default here
 )
-# Megatron's tensor parallelism counts on one queue of work a GPU.
+# Megatron's tensor parallelism needs one queue of work a GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 exec python -m megatron_rc.launch --nproc-per-node "${GPUS:-8}" "${flags[@]}" "$@"

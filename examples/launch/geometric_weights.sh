@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A response weighs the geometric mean of its ratios where that is close to 1, else nothing; all else as in
-# token_weights.sh. (13 October's "clip" is today's "mask".)
+# The weight of a response is the geometric mean of its ratios if that is close to 1, else 0; all else as in
+# token_weights.sh. (The mode "clip" of 13 October is "mask" today.)
 #   MODEL=Qwen2.5-7B TRAIN=train.jsonl examples/launch/geometric_weights.sh [more flags, as --dry-run]
 # After examples/rollout_importance_sampling/README.md of verl, example 3, 13 October 2025 (21271aa).
 set -eu

@@ -2,14 +2,14 @@
 # Sixteen machines with 8 GPUs each: DAPO on Qwen2.5-32B, with normalised weights of responses, and rejection by their
 # geometric mean. On each machine, from 0 to 15:
 #   NODE_RANK=0 MASTER=node-0 MODEL=Qwen2.5-32B TRAIN=dapo-math-17k.jsonl examples/launch/multi_node.sh [more flags]
-# With NODE_RANK=0, MASTER=localhost and --dry-run it says on any machine what each rank needs. Under Slurm
-# launch/slurm.sh takes the place of the last command: it wants a launch file first, as qwen2_5_7b.yaml, then flags.
+# With NODE_RANK=0, MASTER=localhost and --dry-run it prints on any machine the needs of each rank. Under Slurm
+# launch/slurm.sh replaces the last command: it takes a launch file first, such as qwen2_5_7b.yaml, then flags.
 # After recipe/dapo/run_dapo_qwen2.5_32b_rollout_corr.sh of verl, 3 December 2025 (2f2996b).
 set -eu
 engines=http://engines-0:8000,http://engines-1:8000,http://engines-2:8000,http://engines-3:8000
 flags=(
     --load-hf "${MODEL:?"a Hugging Face directory"}"      # actor_rollout_ref.model.path
-    # There FSDP and ulysses_sequence_parallel_size=8; here TP 8 × CP 4, which leaves 4 replicas.
+    # verl: FSDP and ulysses_sequence_parallel_size=8; here TP 8 × CP 4, which leaves 4 replicas.
     --tensor-model-parallel-size 8 --sequence-parallel --context-parallel-size 4
     --bf16 --transformer-impl transformer_engine --use-distributed-optimizer --fused-linear-log-probs
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
@@ -51,7 +51,7 @@ flags=(
     # algorithm.rollout_correction.rollout_token_veto_threshold=1e-4
     --rollout-token-veto-threshold 1e-4
 )
-# Megatron's tensor parallelism counts on one queue of work a GPU.
+# Megatron's tensor parallelism needs one queue of work a GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 exec python -m megatron_rc.launch --nnodes "${NODES:-16}" --nproc-per-node "${GPUS:-8}" \
     --node-rank "${NODE_RANK:?"number of this machine, from 0"}" --master-addr "${MASTER:?"address of machine 0"}" \

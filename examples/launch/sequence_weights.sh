@@ -6,7 +6,7 @@ set -eu
 flags=(
     # algorithm.rollout_is=true: the weights are applied, which is the default here
     --rollout-is sequence                                 # algorithm.rollout_is_level=sequence
-    # algorithm.rollout_is_mode=truncate, which is what one number for a threshold means
+    # algorithm.rollout_is_mode=truncate, the meaning of one number as threshold
     --rollout-is-threshold 5                              # algorithm.rollout_is_threshold=5.0
     --rollout-token-veto-threshold 1e-4                   # algorithm.rollout_is_veto_threshold=1e-4
 )

@@ -6,7 +6,7 @@
 set -eu
 flags=(
     --load-hf "${MODEL:?"a Hugging Face directory"}"      # --hf-checkpoint
-    --tensor-model-parallel-size 2 --sequence-parallel    # as there, like the next four
+    --tensor-model-parallel-size 2 --sequence-parallel    # as in slime, like the next four
     --context-parallel-size 2
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
@@ -34,14 +34,14 @@ flags=(
     --rollout-weights-dir "${WEIGHTS:-/shared/rollout-weights}"
 
     --rollout-is token                                    # use_tis: true, tis_level: token
-    # tis_mode: truncate, which is what one number for a threshold means; tis_lower_bound: 0.5 is unused there
+    # tis_mode: truncate, the meaning of one number as threshold; slime does not use tis_lower_bound: 0.5
     --rollout-is-threshold 2                              # tis_upper_bound: 2.0
     --rollout-is-batch-normalize                          # tis_batch_normalize: true; here over the global batch
     --rollout-rs token_k1                                 # use_rs: true, rs_level: token
     --rollout-rs-threshold 0.5_2.0                        # rs_lower_bound: null, rs_upper_bound: null, so the weights'
     --rollout-token-veto-threshold 1e-4                   # rs_veto_threshold: 1.0e-4
-    --rejection-denominator original                      # slime divides by what trained before rejection
+    --rejection-denominator original                      # slime divides by the tokens before rejection
 )
-# Megatron's tensor parallelism counts on one queue of work a GPU.
+# Megatron's tensor parallelism needs one queue of work a GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 exec python -m megatron_rc.launch --nproc-per-node "${GPUS:-8}" "${flags[@]}" "$@"

@@ -23,13 +23,13 @@ flags=(
 
     # algorithm.rollout_is=true: the weights are applied, which is the default here
     --rollout-is token                                    # algorithm.rollout_is_level=token
-    # algorithm.rollout_is_mode=truncate, which is what one number for a threshold means
+    # algorithm.rollout_is_mode=truncate, the meaning of one number as threshold
     --rollout-is-threshold 2                              # algorithm.rollout_is_threshold=2.0
     --rollout-token-veto-threshold 1e-4                   # algorithm.rollout_is_veto_threshold=1e-4
-    # What verl did then without being asked: rejected tokens stay in the denominators, and metrics are mismatch/…
+    # Defaults of that verl: rejected tokens stay in the denominators, and metrics are mismatch/…
     --rejection-denominator original
     --metric-prefix mismatch/
 )
-# Megatron's tensor parallelism counts on one queue of work a GPU.
+# Megatron's tensor parallelism needs one queue of work a GPU.
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 exec python -m megatron_rc.launch --nproc-per-node "${GPUS:-8}" "${flags[@]}" "$@"

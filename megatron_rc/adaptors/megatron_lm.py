@@ -1,7 +1,7 @@
-"""For Megatron-LM: a ``forward_step`` with its loss, and what plans each optimizer step before Megatron's schedule.
+"""Megatron-LM: a ``forward_step`` with its loss, and a plan of each optimizer step before Megatron's schedule.
 
-Written for ``megatron.training`` of megatron-core 0.19, whose ``train`` asks ``get_forward_backward_func`` for the
-schedule and calls it once a step. The page is docs/adaptors.md.
+Written for ``megatron.training`` of megatron-core 0.19. Its ``train`` asks ``get_forward_backward_func`` for the
+schedule and calls it once a step. See docs/adaptors.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Data = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class _Item:
-    """One micro-batch on its way through the schedule; ``batch`` and ``scale`` on the last stage alone."""
+    """One micro-batch on its way through the schedule; ``batch`` is None except on the last stage."""
 
     tokens: Tensor | None
     positions: Tensor | None
@@ -43,27 +43,28 @@ class _Item:
 class MegatronCorrection:
     """The correction in Megatron-LM's training loop, in decoupled and in bypass mode, on every pipeline stage.
 
-    ``forward_step`` is Megatron-LM's function of that name, and ``around`` wraps its ``get_forward_backward_func``:
-    before each call of the schedule it takes the micro-batches of the step from the data iterator and plans them. The
-    function that finishes Megatron's gradients is wrapped at the first step.
+    ``forward_step`` is Megatron-LM's function of that name. ``around`` wraps its ``get_forward_backward_func``: before
+    each call of the schedule it takes the step's micro-batches from the data iterator and plans them. The first step
+    also wraps the model config's ``finalize_model_grads_func``.
 
     A micro-batch is a dict of whole sequences [b, s], equal on all ranks of a replica: tokens, position_ids, labels
-    (the tokens shifted left by one), loss_mask of any dtype, and log-probs of the labels: rollout_log_probs, in
-    decoupled mode old_log_probs, with a KL penalty ref_log_probs; and advantages, [b] or [b, s]. Context parallelism is
-    cut here.
+    (the tokens shifted left by one), loss_mask of any dtype, advantages ([b] or [b, s]) and log-probs of the labels:
+    rollout_log_probs, old_log_probs in decoupled mode, ref_log_probs with a KL penalty. They are cut over the CP group
+    here.
 
     Args:
         get_args: Megatron-LM's function; its parser has the flags of ``add_rollout_correction_args``.
-        groups: default: Megatron's.
-        vocab_size: tokens of the vocabulary, where Megatron padded it.
-        temperature: of sampling, where there was one.
+        groups: process groups. Default: Megatron's.
+        vocab_size: tokens of the vocabulary, without Megatron's padding. Default: no padding.
+        temperature: the engine's sampling temperature.
 
     Attributes:
-        plan: of the newest step; its ``metrics()`` in decoupled mode.
-        correction: made from the flags at the first step; ``loss_metrics()``, and ``step.metrics()`` in bypass mode.
+        plan: the newest step's plan; call its ``metrics()`` in decoupled mode.
+        correction: made from the flags at the first step; call its ``loss_metrics()``, and ``step.metrics()`` in
+            bypass mode.
 
     Raises:
-        ValueError: at the first step: flags that contradict each other, or that the data cannot serve.
+        ValueError: at the first step, for flags that contradict each other or need other data.
     """
 
     def __init__(
@@ -95,11 +96,7 @@ class MegatronCorrection:
         return self._correction
 
     def around(self, get_forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
-        """A ``get_forward_backward_func`` whose schedules plan the step's micro-batches before they run.
-
-        Args:
-            get_forward_backward_func: Megatron's.
-        """
+        """A ``get_forward_backward_func`` whose schedules plan the step's micro-batches before they run."""
 
         def get(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             return partial(self._scheduled, get_forward_backward_func(*args, **kwargs))
@@ -110,12 +107,12 @@ class MegatronCorrection:
         """The model's output for the next micro-batch, and its loss, as Megatron's schedules call it.
 
         Raises:
-            ValueError: the schedule is not one of ``around``.
+            ValueError: the schedule was not wrapped by ``around``.
         """
         item = next(data_iterator)
         if not isinstance(item, _Item):
             raise ValueError(
-                "forward_step got data that nobody planned: set megatron.training.training.get_forward_backward_func = "
+                "forward_step got data without a plan: set megatron.training.training.get_forward_backward_func = "
                 "correction.around(get_forward_backward_func) before training starts"
             )
         return model(item.tokens, item.positions, None), partial(self.loss_func, item)
@@ -124,8 +121,8 @@ class MegatronCorrection:
         """The corrected loss of a micro-batch on the last stage, from logits [b, s/cp, v/tp].
 
         Returns:
-            What :func:`megatron_rc.masked_loss` returns; the log holds ``policy loss`` as numerator and denominator, of
-            which Megatron-LM's ``train_step`` makes the loss of the whole step.
+            The results of :func:`megatron_rc.masked_loss`. The log holds ``policy loss`` as [numerator, denominator],
+            from which Megatron-LM's ``train_step`` computes the loss of the whole step.
         """
         assert item.batch is not None
         assert item.labels is not None
@@ -143,7 +140,7 @@ class MegatronCorrection:
     def _scheduled(
         self, schedule: Callable[..., Any], *, data_iterator: Any, model: Any, num_microbatches: int, **more: Any
     ) -> Any:
-        """Megatron's schedule on micro-batches that are planned."""
+        """Run Megatron's schedule on planned micro-batches."""
         from megatron.core.utils import get_model_config
 
         chunks = model if isinstance(model, list) else [model]
@@ -157,7 +154,7 @@ class MegatronCorrection:
         return schedule(data_iterator=iterators, model=model, num_microbatches=num_microbatches, **more)
 
     def _planned(self, taken: Sequence[list[Data] | None], number: int, per_token: bool) -> list[list[_Item]]:
-        """For each model chunk its micro-batches; ``taken`` holds None where a stage has no data."""
+        """The micro-batches of each model chunk; ``taken`` holds None for a chunk without data on this stage."""
         correction, groups = self.correction, self.correction.groups
         nothing: list[dict[str, Tensor]] = [{}] * number
         cut = [nothing if some is None else [self._cut(data) for data in some] for some in taken]
@@ -188,13 +185,13 @@ class MegatronCorrection:
         return SequenceLayout.padded(rows, length, cp_rank=group_rank(cp), cp_size=group_size(cp))
 
     def _cut(self, data: Data) -> dict[str, Tensor]:
-        """This context-parallel rank's part of a micro-batch; what is wrong with it is wrong on every stage."""
+        """This context-parallel rank's part of a micro-batch, checked alike on every stage."""
         config, loss = self.correction.config, self.correction.loss
         needed = ["tokens", "position_ids", "labels", "loss_mask", "rollout_log_probs", "advantages"]
         needed += ["old_log_probs"] * (not config.bypass_mode) + ["ref_log_probs"] * bool(loss.kl_coef)
         for name in needed:
             if name not in data:
-                raise ValueError(f"{name} is missing in a micro-batch: the correction that the flags describe needs it")
+                raise ValueError(f"{name} is missing in a micro-batch: the correction of these flags needs it")
         rows, length = checked_tensor("tokens of a micro-batch", data["tokens"]).shape
         layout = self._layout(rows, -(-length // group_size(self.correction.groups.cp)))
         local = {}
@@ -206,7 +203,7 @@ class MegatronCorrection:
         return local
 
     def _inputs(self, parts: Sequence[Data]) -> PlanInputs:
-        """What the plan is made from, on the last stage."""
+        """The inputs of the plan, on the last stage."""
         return PlanInputs(
             None if self.correction.config.bypass_mode else [data["old_log_probs"] for data in parts],
             [data["rollout_log_probs"] for data in parts],
@@ -217,9 +214,9 @@ class MegatronCorrection:
 
 
 def _check(config: RolloutCorrectionConfig) -> None:
-    """Raise ValueError for what needs more than Megatron-LM's micro-batches hold."""
+    """Raise ValueError for settings that need data which Megatron-LM's micro-batches do not have."""
     for name in ("proximal_interpolation", "rollout_staleness_scale"):
         if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r}: versions of the weights are not in the data: drop it")
+            raise ValueError(f"{name}={getattr(config, name)!r} needs weight versions, which the data lack: drop it")
     if config.needs_prompts:
-        raise ValueError(f"rollout_rs={config.rollout_rs!r} looks at prompts, which are not in the data: drop them")
+        raise ValueError(f"rollout_rs={config.rollout_rs!r} needs prompts, which the data lack: drop those criteria")

@@ -1,7 +1,7 @@
-"""For NeMo-RL: its clipped policy loss, corrected, behind the same protocol.
+"""NeMo-RL: its clipped policy loss with the correction, behind the same protocol.
 
-Arguments and answers are those of NeMo-RL of 22 August 2026 (commit 7ea279a): ``LossFunction`` in
-``nemo_rl/algorithms/loss/interfaces.py`` and ``ClippedPGLossFn`` beside it. The page is docs/adaptors.md.
+Arguments and results follow NeMo-RL of 22 August 2026 (commit 7ea279a): ``LossFunction`` in
+``nemo_rl/algorithms/loss/interfaces.py`` and ``ClippedPGLossFn`` in the same folder. See docs/adaptors.md.
 """
 
 from __future__ import annotations
@@ -13,37 +13,34 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
-from megatron_rc.adaptors.tensors import checked_tensor
+from megatron_rc.adaptors.tensors import MEASURED, checked_tensor, measured, weights_and_mask
 from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.numerics import k3
 from megatron_rc.settings.config import RolloutCorrectionConfig
-
-_MEASURED = ("kl", "k3_kl", "rollout_rs_masked_fraction", "rollout_is_mean")
 
 
 class CorrectedLoss:
-    """NeMo-RL's ``ClippedPGLossFn`` on weighted advantages and the accepted tokens alone.
+    """NeMo-RL's ``ClippedPGLossFn``, called with weighted advantages and a mask of the accepted tokens.
 
-    The loss of a token is a multiple of its advantage, so that weighing the advantage weighs the loss, clipped or not.
-    Everything else is NeMo-RL's: ratio, clipping, KL penalty and what the sums are divided by. Whatever it reads of a
-    loss function (``loss_type``, ``input_type``, …) is that of the wrapped one.
+    The loss of a token is a multiple of its advantage, clipped or not, so a weighted advantage weights the loss. Ratio,
+    clipping, KL penalty and denominators stay NeMo-RL's. All other attributes (``loss_type``, ``input_type``, …) are
+    the wrapped loss's.
 
     Args:
-        loss_fn: with ``use_importance_sampling_correction`` off, which would weigh a second time.
-        config: what to correct. NeMo-RL divides by the tokens, or sequences, that it counted before: a configuration
-            with rejection says ``rejection_denominator="original"``.
-        allow_zero_log_probs: as :func:`megatron_rc.correct_rollouts` has it.
+        loss_fn: NeMo-RL's loss, with ``use_importance_sampling_correction`` off: it would apply weights twice.
+        config: the correction's settings. NeMo-RL divides by the tokens or sequences before rejection, so that
+            rejection needs ``rejection_denominator="original"``.
+        allow_zero_log_probs: accept rollout log-probs that are all 0; see :func:`megatron_rc.correct_rollouts`.
 
     Raises:
-        ValueError: a loss that corrects already; a setting that a micro-batch alone cannot have; rejection of single
-            tokens beside a mean over sequences, whose lengths it would change.
+        ValueError: a loss with a correction of its own; a setting that one micro-batch cannot serve; rejection of
+            single tokens with a mean over sequences, whose lengths it would change.
     """
 
     def __init__(self, loss_fn: Any, config: RolloutCorrectionConfig, *, allow_zero_log_probs: bool = False) -> None:
         check_micro_batch_config(config, "NeMo-RL")
         if getattr(loss_fn, "use_importance_sampling_correction", False):
             raise ValueError(
-                "use_importance_sampling_correction=True: NeMo-RL's loss has weights of its own: make it with False"
+                "use_importance_sampling_correction=True applies NeMo-RL's own weights: make loss_fn with it False"
             )
         kind = getattr(loss_fn, "loss_type", None)
         if kind is None:
@@ -53,25 +50,25 @@ class CorrectedLoss:
         tokens += ["bad_log_probs='reject_token'"] * (config.bad_log_probs == "reject_token")
         if tokens and not self.by_token:
             raise ValueError(
-                f"{tokens[0]} rejects single tokens, and token_level_loss=False divides by the tokens of each sequence "
-                "that are left: use a criterion of sequences, or token_level_loss=True"
+                f"{tokens[0]} rejects single tokens, and token_level_loss=False divides by each sequence's remaining "
+                "tokens: use a criterion of sequences, or token_level_loss=True"
             )
         self.loss_fn = loss_fn
         self.config = config
         self.allow_zero_log_probs = allow_zero_log_probs
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever NeMo-RL reads of the wrapped loss."""
-        if name == "loss_fn":  # not there yet, while a copy is made
+        """An attribute of the wrapped loss."""
+        if name == "loss_fn":  # not set yet while a copy is made
             raise AttributeError(name)
         return getattr(self.loss_fn, name)
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """What NeMo-RL's metrics were divided by; those of the correction by the tokens."""
+        """NeMo-RL's normalisations of its metrics, and the tokens for the correction's metrics."""
         known = dict(getattr(self.loss_fn, "metric_normalizations", {}))
         by_tokens = known.get("probs_ratio")
-        own = {} if by_tokens is None else {f"{self.config.metric_prefix}{name}": by_tokens for name in _MEASURED}
+        own = {} if by_tokens is None else {f"{self.config.metric_prefix}{name}": by_tokens for name in MEASURED}
         return {**known, **own}
 
     def __call__(
@@ -81,18 +78,18 @@ class CorrectedLoss:
 
         Args:
             next_token_logprobs: [b, s - 1] log π_θ; differentiated.
-            data: token_mask, prev_logprobs, generation_logprobs and advantages [b, s], of which column 0 is not looked
-                at, and sample_mask [b]; masks of any dtype. Not changed.
+            data: token_mask, prev_logprobs, generation_logprobs and advantages [b, s], of which column 0 is ignored,
+                and sample_mask [b]; masks of any dtype. Not changed.
             global_valid_seqs: sequences of the global batch.
             global_valid_toks: tokens of the global batch.
 
         Returns:
-            (loss, metrics); the correction's add up over micro-batches, as NeMo-RL adds up its own.
+            (loss, metrics); the correction's metrics add up over micro-batches, as NeMo-RL's do.
 
         Collectives: none: NeMo-RL hands over whole sequences on every context-parallel rank.
 
         Raises:
-            ValueError: a key that is missing or of another shape; bad log-probs at tokens that train.
+            ValueError: a key is missing or has another shape; bad log-probs at trained tokens.
         """
         if not hasattr(data, "get"):
             raise ValueError(f"data is {type(data).__name__}: expected NeMo-RL's BatchedDataDict")
@@ -131,12 +128,10 @@ class CorrectedLoss:
             allow_zero_log_probs=self.allow_zero_log_probs,
         )
         result.check()
-        assert isinstance(result.mask, Tensor)
-        assert result.weights is None or isinstance(result.weights, Tensor)
-        return result.weights, result.mask
+        return weights_and_mask(result)
 
     def _rejected(self, data: Mapping[str, Any], mask: Tensor, accepted: Tensor) -> dict[str, Tensor]:
-        """The masks without what is rejected: of tokens, or of sequences where the loss is a mean over those."""
+        """The mask without the rejected tokens, or without rejected sequences if the loss is a mean over sequences."""
         if not self.config.rejects:
             return {}
         if self.by_token:
@@ -148,16 +143,13 @@ class CorrectedLoss:
     def _measured(
         self, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None, tokens: Tensor
     ) -> dict[str, float]:
-        good = mask & log_ratio.isfinite()
-        log_ratio = torch.where(good, log_ratio, torch.zeros_like(log_ratio))
-        values = [-log_ratio, k3(log_ratio), mask & ~accepted, *([] if weights is None else [weights])]
-        sums = torch.stack([value.sum(dtype=torch.float64) for value in values]) / torch.as_tensor(tokens).clamp(min=1)
-        names = [f"{self.config.metric_prefix}{name}" for name in _MEASURED[: len(values)]]
-        return dict(zip(names, sums.tolist(), strict=True))
+        values = measured(self.config.metric_prefix, log_ratio, mask, accepted, weights)
+        sums = torch.stack([value.sum(dtype=torch.float64) for value in values.values()])
+        return dict(zip(values, (sums / torch.as_tensor(tokens).clamp(min=1)).tolist(), strict=True))
 
 
 def _entry(data: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of NeMo-RL's batch."""
+    """A tensor of NeMo-RL's batch, with its shape checked."""
     value = data.get(name)
     if value is None:
         raise ValueError(f"{name} is missing in the data: NeMo-RL's trainer sets it for its policy loss")

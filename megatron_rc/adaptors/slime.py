@@ -1,7 +1,7 @@
-"""For slime's ``--custom-tis-function-path``: weights and rejection of ragged responses, exact over CP ranks.
+"""slime: weights and rejection for ``--custom-tis-function-path``, of ragged responses, exact over CP ranks.
 
-Arguments and answers are those of slime of 21 August 2026 (commit 624b824), ``policy_loss_function`` in
-``slime/backends/megatron_utils/loss.py``. The page is docs/adaptors.md.
+Arguments and results follow slime of 21 August 2026 (commit 624b824), ``policy_loss_function`` in
+``slime/backends/megatron_utils/loss.py``. See docs/adaptors.md.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from torch import Tensor
 
 from megatron_rc.adaptors.settings import check_micro_batch_config
 from megatron_rc.adaptors.slime_chunks import Chunks
-from megatron_rc.adaptors.tensors import checked_tensor
+from megatron_rc.adaptors.tensors import checked_tensor, measured
 from megatron_rc.batch.api import correct_rollouts
-from megatron_rc.numerics import k3
 from megatron_rc.parallel.groups import ParallelGroups
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 from megatron_rc.settings.dialects.slime import BUILT_IN, OF_EXAMPLES, SLIME
 
 Answer = tuple[Tensor, list[Tensor], dict[str, Tensor]]
-# What a name of ``--custom-config-path`` that is meant for this function begins with: a misspelt one is an error.
+# Prefixes of this function's names in ``--custom-config-path``: an unknown name with one of them is an error.
 _PREFIXES = ("tis_", "rs_", "mis_")
 
 
 class SlimeCorrection:
-    """A function for ``--custom-tis-function-path``: slime names the object by its module and name.
+    """A function for ``--custom-tis-function-path``; slime names the object by its module and name.
 
-    Where slime is run without ``--use-tis`` (with ``--get-mismatch-metrics`` alone) it measures and corrects nothing.
+    Without slime's ``--use-tis`` (with ``--get-mismatch-metrics`` alone) it measures, and corrects nothing.
 
     Args:
-        config: what to correct. slime calls once a micro-batch and divides by the tokens that trained before anything
-            was rejected: a configuration with rejection says ``rejection_denominator="original"``. Default: slime's own
-            settings, from its ``args``, with the names that its example reads (``tis_level``, ``rs_level``, …, or
-            ``mis_level``, …), which slime takes from ``--custom-config-path``.
+        config: the correction's settings. slime calls once a micro-batch and divides by the tokens before rejection,
+            so that rejection needs ``rejection_denominator="original"``. Default: slime's settings from its ``args``,
+            with the names of its example (``tis_level``, ``rs_level``, …, or ``mis_level``, …), which slime reads from
+            ``--custom-config-path``.
         groups: ``groups.cp`` holds the other chunks of the responses. Default: Megatron's.
-        allow_zero_log_probs: as :func:`megatron_rc.correct_rollouts` has it.
+        allow_zero_log_probs: accept rollout log-probs that are all 0; see :func:`megatron_rc.correct_rollouts`.
 
     Raises:
-        ValueError: a setting that a micro-batch alone cannot have, with the remedy.
+        ValueError: a setting that one micro-batch cannot serve, with the remedy.
     """
 
     def __init__(
@@ -72,26 +71,26 @@ class SlimeCorrection:
 
         Args:
             args: slime's arguments.
-            pg_loss: [t], the loss of every local token of the responses, one response after the other.
+            pg_loss: [t], the loss of each local token of the responses, one response after the other.
             train_log_probs: n tensors: log π_old of the local tokens of each response, in zigzag chunks of the whole
                 sequence (prompt and response, padded to 2·cp equal chunks).
-            rollout_log_probs: likewise, log π_rollout.
-            loss_masks: n tensors [response length] of any dtype: whole responses, anything but 0 where a token trains.
+            rollout_log_probs: n tensors: log π_rollout of the same tokens.
+            loss_masks: n tensors [response length] of any dtype, of whole responses; 0 for a token that is not trained.
             total_lengths: tokens of prompt and response.
             response_lengths: tokens of the response.
-            others: nothing; what another version of slime hands over is refused.
+            others: none; arguments of other versions of slime are refused.
 
         Returns:
-            ``pg_loss`` times the weights, 0 where nothing trains; the masks of whole responses, 0 where a token is
-            rejected, of the dtype they came in; and metrics of local tokens, [t] each, which slime averages over the
-            tokens that ``loss_masks`` has.
+            (``pg_loss`` times the weights, 0 for tokens that are not trained; masks of whole responses, 0 for rejected
+            tokens, of the dtype of ``loss_masks``; metrics of local tokens, [t] each, which slime averages over the
+            tokens of ``loss_masks``).
 
-        Collectives: those of ``correct_rollouts`` over ``groups.cp``, and one SUM of one byte a token where something
-        may be rejected. Host synchronisations: one.
+        Collectives: those of ``correct_rollouts`` over ``groups.cp``, and with rejection one SUM of one byte a token.
+        Host synchronisations: one.
 
         Raises:
-            ValueError: lists or tensors of wrong lengths; missing, NaN, infinite or positive log-probs at tokens that
-                train, alike on all CP ranks.
+            ValueError: lists or tensors of wrong lengths; missing, NaN, infinite or positive log-probs at trained
+                tokens, alike on all CP ranks.
         """
         if others:
             raise ValueError(f"{min(others)} is no argument of slime's TIS function of August 2026: leave it out")
@@ -103,7 +102,7 @@ class SlimeCorrection:
         mask = chunks.cut("loss_masks", loss_masks) != 0
         checked_tensor("pg_loss", pg_loss, tuple(old.shape), " of all responses")
         weights, accepted = self._corrected(chunks, old, rollout, mask)
-        metrics = _metrics(self.config.metric_prefix, old - rollout, mask, accepted, weights)
+        metrics = measured(self.config.metric_prefix, old - rollout, mask, accepted, weights)
         masks = list(loss_masks)
         if not getattr(args, "use_tis", True):
             return pg_loss, masks, metrics
@@ -129,16 +128,16 @@ class SlimeCorrection:
 
 
 def config_from_args(args: Any) -> RolloutCorrectionConfig:
-    """What slime's arguments ask for.
+    """The settings that slime's arguments describe.
 
-    The settings of slime's example are read where there are any, else those that are built in (``--tis-clip``).
-    ``--use-opsm`` is left to slime, which applies it beside this function.
+    Settings of slime's example count before its built-in ones (``--tis-clip``). ``--use-opsm`` is left to slime, which
+    applies it besides this function.
 
     Args:
-        args: slime's, with whatever ``--custom-config-path`` added.
+        args: slime's arguments, with the names of ``--custom-config-path``.
 
     Raises:
-        ValueError: a setting that is wrong, or that a micro-batch alone cannot have; a name of theirs that is unknown.
+        ValueError: a wrong setting, one that a micro-batch cannot serve, or an unknown name with slime's prefixes.
     """
     if not hasattr(args, "__dict__"):
         raise ValueError(f"args is {type(args).__name__}: expected slime's arguments, a Namespace")
@@ -148,7 +147,7 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
     config = RolloutCorrectionConfig.from_dict(given, dialect=SLIME.name)
     if config.rollout_is_batch_normalize:
         raise ValueError(
-            "tis_batch_normalize=True: slime asks for one micro-batch at a time, and the mean of the weights runs over "
+            "tis_batch_normalize=True: slime calls for one micro-batch at a time, and the mean of the weights needs "
             "the global batch: set tis_batch_normalize to False"
         )
     _check(config)
@@ -156,31 +155,20 @@ def config_from_args(args: Any) -> RolloutCorrectionConfig:
 
 
 def _check(config: RolloutCorrectionConfig) -> None:
-    """Raise ValueError for what slime's call cannot carry out."""
+    """Raise ValueError for settings that slime's call cannot serve."""
     check_config(config)
     if config.bypass_mode:
         raise ValueError(
-            "bypass_mode=True: slime makes the ratio of its loss itself: leave bypass_mode out; slime's own "
+            "bypass_mode=True: slime computes its loss's ratio itself: leave bypass_mode out; slime's own "
             "--use-rollout-logprobs is PPO against the engine's log-probs, without weights"
         )
     for criterion in config.criteria:
         if criterion.only_negative:
             raise ValueError(
-                f"rollout_rs={criterion.name!r} looks at advantages, which slime does not hand over: leave it out, and "
-                "give slime its own --use-opsm, which it applies beside this"
+                f"rollout_rs={criterion.name!r} needs advantages, which slime does not pass: leave it out and use "
+                "slime's own --use-opsm, which it applies besides this function"
             )
     check_micro_batch_config(config, "slime")
 
 
 correct = SlimeCorrection()
-
-
-def _metrics(
-    prefix: str, log_ratio: Tensor, mask: Tensor, accepted: Tensor, weights: Tensor | None
-) -> dict[str, Tensor]:
-    """[t] each, finite everywhere, since slime multiplies by its mask: their means are the metrics of these names."""
-    log_ratio = torch.where(mask & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
-    found = {"kl": -log_ratio, "k3_kl": k3(log_ratio), "rollout_rs_masked_fraction": (mask & ~accepted).float()}
-    if weights is not None:
-        found["rollout_is_mean"] = weights
-    return {f"{prefix}{name}": value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Which tokens of ragged responses a context-parallel rank holds, as slime cuts them."""
+"""The tokens of ragged responses that a context-parallel rank holds, as slime cuts them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_rc.parallel.layout import SequenceLayout
 
 
 class Chunks:
-    """Which tokens of the responses a CP rank holds, as slime cuts them.
+    """The tokens of responses that a CP rank holds.
 
-    A sequence is padded to 2·cp equal chunks, of which a rank holds two. The local tokens of a response are those
-    positions in them that predict one of its tokens: from the prompt's last one to the last but one of the sequence.
+    A sequence is padded to 2·cp equal chunks; a rank holds two. The local tokens of a response are the positions in
+    these chunks that predict one of its tokens: from the prompt's last position to the sequence's last but one.
 
     Args:
         total_lengths: tokens of prompt and response.
@@ -28,11 +28,11 @@ class Chunks:
 
     Attributes:
         layout: the local chunks of whole sequences, packed.
-        lengths: of the responses.
+        lengths: the responses' lengths.
         counts: local tokens of each response.
 
     Raises:
-        ValueError: lengths that cannot be.
+        ValueError: impossible lengths.
     """
 
     def __init__(self, total_lengths: Sequence[int], response_lengths: Sequence[int], cp: Group | None) -> None:
@@ -66,12 +66,12 @@ class Chunks:
         return torch.cat(self._checked(name, values, self.counts)).detach()
 
     def cut(self, name: str, values: Sequence[Tensor]) -> Tensor:
-        """[t]: the same of tensors that hold whole responses."""
+        """[t]: the local tokens, from tensors of whole responses."""
         whole = torch.cat(self._checked(name, values, self.lengths))
         return whole[self._token.to(whole.device)]
 
     def spread(self, values: Tensor) -> Tensor:
-        """From [t] to the layout's shape, 0 at prompts and padding."""
+        """Values of the layout's shape from [t], with 0 at prompts and padding."""
         out = values.new_zeros(self.layout.shape)
         out[self._held.to(values.device)] = values
         return out
@@ -82,7 +82,7 @@ class Chunks:
         return found
 
     def whole_masks(self, masks: Sequence[Tensor], accepted: Tensor) -> list[Tensor]:
-        """The masks of whole responses, 0 where a token is rejected on whatever rank holds it."""
+        """The masks of whole responses, 0 for tokens that the rank which holds them rejects."""
         kept = torch.zeros(sum(self.lengths), dtype=torch.uint8, device=accepted.device)
         kept[self._token.to(accepted.device)] = accepted.to(torch.uint8)
         pieces = all_reduce_sum(kept, self.cp).bool().split(self.lengths)
@@ -90,10 +90,10 @@ class Chunks:
 
     def _checked(self, name: str, values: Sequence[Tensor] | None, lengths: Sequence[int]) -> list[Tensor]:
         if values is None:
-            raise ValueError(f"{name} is None: slime hands it over where the engine and the trainer keep log-probs")
+            raise ValueError(f"{name} is None: make slime keep the log-probs of engine and trainer")
         if len(values) != len(lengths):
             raise ValueError(f"{name} has {len(values)} entries: expected {len(lengths)}, one for every response")
-        where = f" on CP rank {self.layout.cp_rank} of {self.layout.cp_size}"
+        place = f" on CP rank {self.layout.cp_rank} of {self.layout.cp_size}"
         for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
-            checked_tensor(f"{name}[{index}]", value, (length,), where)
+            checked_tensor(f"{name}[{index}]", value, (length,), place)
         return [*values, *([] if values else [torch.empty(0)])]

@@ -1,7 +1,7 @@
-"""For verl: the correction of a batch on its driver, and a policy loss for its workers, Megatron's and FSDP's alike.
+"""verl: the correction of a batch on its driver, and a policy loss for its workers (Megatron's and FSDP's).
 
-Arguments and answers are those of verl 0.9.1: ``verl/trainer/ppo/rollout_corr_helper.py`` and the registry in
-``verl/trainer/ppo/core_algos.py``. The page is docs/adaptors.md.
+Arguments and results follow verl 0.9.1: ``verl/trainer/ppo/rollout_corr_helper.py`` and the registry in
+``verl/trainer/ppo/core_algos.py``. See docs/adaptors.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rc.adaptors.settings import refuse_criteria
-from megatron_rc.adaptors.tensors import checked_tensor
+from megatron_rc.adaptors.tensors import checked_tensor, weights_and_mask
 from megatron_rc.batch.api import correct_rollouts
 from megatron_rc.batch.result import CorrectionResult
 from megatron_rc.loss.aggregation import AGGREGATIONS, loss_sum
@@ -28,19 +28,19 @@ from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
 
 
 class VerlCorrection:
-    """verl's function for the driver, and its policy loss; every process of a run makes the same object.
+    """verl's correction on the driver, and its policy loss; every process of a run makes the same object.
 
-    Decoupled: ``add_to_batch`` takes the place of ``compute_rollout_correction_and_add_to_batch``, and ``policy_loss``
-    weighs by what it leaves in the batch. Bypass mode: verl's driver calls nothing, and ``policy_loss`` takes the place
-    of ``bypass_mode`` in the registry.
+    Decoupled: ``add_to_batch`` replaces ``compute_rollout_correction_and_add_to_batch``, and ``policy_loss`` applies
+    the weights that it put into the batch. Bypass mode: verl's driver calls nothing, and ``policy_loss`` replaces
+    ``bypass_mode`` in the registry.
 
     Args:
-        config: what to correct. Default: what ``algorithm.rollout_correction`` says, as verl means it.
-        algorithm: the objective in decoupled mode; in bypass mode ``loss_type`` names it.
-        allow_zero_log_probs: as :func:`megatron_rc.correct_rollouts` has it.
+        config: the correction's settings. Default: ``algorithm.rollout_correction``, with verl's meaning.
+        algorithm: the objective in decoupled mode; ``loss_type`` names it in bypass mode.
+        allow_zero_log_probs: accept rollout log-probs that are all 0; see :func:`megatron_rc.correct_rollouts`.
 
     Raises:
-        ValueError: a setting that verl's calls cannot carry out, with the remedy.
+        ValueError: a setting that verl's calls cannot serve, with the remedy.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class VerlCorrection:
         """Correct the rollout batch, on the driver, before advantages are computed.
 
         Args:
-            batch: a ``DataProto``; its ``batch`` holds old_log_probs, rollout_log_probs and response_mask [n, r], the
-                latter of any dtype; its ``non_tensor_batch`` ``uid``, where a criterion looks at prompts.
-            rollout_corr_config: ``algorithm.rollout_correction``, read where no config was given.
+            batch: a ``DataProto``. Its ``batch`` holds old_log_probs, rollout_log_probs and response_mask [n, r], the
+                mask of any dtype; its ``non_tensor_batch`` holds ``uid``, if a criterion needs prompts.
+            rollout_corr_config: ``algorithm.rollout_correction``; read if no config was given.
 
         Returns:
-            (the batch, its ``response_mask`` 0 where a token is rejected and with ``rollout_is_weights`` where weights
-            are applied; the metrics of docs/metrics.md). verl divides its loss by the tokens of that response_mask.
+            (batch, metrics of docs/metrics.md). The batch's ``response_mask`` is 0 for rejected tokens; verl divides
+            its loss by the tokens of that mask. ``rollout_is_weights`` is added if weights are applied.
 
         Raises:
-            ValueError: a field that is missing or has another shape; bad log-probs at tokens that train.
+            ValueError: a field is missing or has another shape; bad log-probs at trained tokens.
         """
         config = self._config(rollout_corr_config)
         if config.corrects_in_loss:
-            raise ValueError("bypass_mode=True: verl corrects in the loss then: register policy_loss as 'bypass_mode'")
+            raise ValueError("bypass_mode=True corrects in the loss: register policy_loss as 'bypass_mode' instead")
         tensors = getattr(batch, "batch", None)
         if tensors is None:
             raise ValueError(f"batch is {type(batch).__name__} without tensors: expected a DataProto")
@@ -93,7 +93,7 @@ class VerlCorrection:
             allow_zero_log_probs=self.allow_zero_log_probs,
         )
         result.check()
-        weights, accepted = _found(result)
+        weights, accepted = weights_and_mask(result)
         tensors["response_mask"] = torch.where(accepted, mask, torch.zeros_like(mask))
         if weights is not None:
             tensors["rollout_is_weights"] = weights
@@ -115,11 +115,11 @@ class VerlCorrection:
             old_log_prob: [b, r] log π_old; in bypass mode log π_rollout.
             log_prob: [b, r] log π_θ; differentiated.
             advantages: [b, r].
-            response_mask: [b, r] of any dtype; anything but 0 where a token trains and is not rejected so far.
+            response_mask: [b, r] of any dtype; 0 for tokens that are not trained or are already rejected.
             loss_agg_mode: one of ``megatron_rc``'s aggregations, which have verl's names.
             config: the actor's configuration: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c, and
-                ``global_batch_info``, by which verl's losses are divided.
-            rollout_is_weights: [b, r], of ``add_to_batch``; not looked at in bypass mode.
+                ``global_batch_info`` with the denominators of verl's losses.
+            rollout_is_weights: [b, r], of ``add_to_batch``; ignored in bypass mode.
 
         Returns:
             (0-D loss, with the factors that verl's ``agg_loss`` puts on it; metrics).
@@ -129,22 +129,17 @@ class VerlCorrection:
         Raises:
             ValueError: shapes or settings that do not fit; in bypass mode bad log-probs.
         """
-        if not hasattr(config, "get"):
-            raise ValueError(f"config is {type(config).__name__}: verl passes the actor's configuration")
-        shape = tuple(checked_tensor("log_prob", log_prob).shape)
-        given = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
-        given |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
-        for name, value in given.items():
-            checked_tensor(name, value, shape)
+        like = {"old_log_prob": old_log_prob, "advantages": advantages, "response_mask": response_mask}
+        _check_call(config, log_prob, {**like, "rollout_is_weights": rollout_is_weights})
         mask, own = response_mask != 0, self._config(_of_the_loss(config))
         accepted, algorithm, metrics = mask, self.algorithm, {}
         if own.bypass_mode:
             algorithm = own.loss_type
             result = self._in_bypass(own, old_log_prob, log_prob, advantages, mask)
             metrics = result.metrics()
-            weights, accepted = _found(result)
+            weights, accepted = weights_and_mask(result)
             rollout_is_weights = weights if own.applies_weights else None
-            if own.bad_log_probs != "error":  # what stands there must not reach a gradient
+            if own.bad_log_probs != "error":  # bad log-probs must not reach a gradient
                 mask = mask & is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())
         clip = _Clip.of(config, dual=objective_of(algorithm).takes_dual_clip)
         found = policy_loss(
@@ -192,32 +187,30 @@ class VerlCorrection:
 
 
 def _check(config: RolloutCorrectionConfig) -> None:
-    """Raise ValueError for what verl's calls cannot carry out."""
+    """Raise ValueError for settings that verl's calls cannot serve."""
     check_config(config)
-    unknown = {
-        "proximal_interpolation": "the versions of the weights are not in its batch",
-        "rollout_staleness_scale": "the versions of the weights are not in its batch",
-    }
+    unknown = dict.fromkeys(("proximal_interpolation", "rollout_staleness_scale"), "its batch has no weight versions")
     if config.bypass_mode:
-        unknown["rollout_is_batch_normalize"] = "the mean of the weights runs over the global batch, and bypass mode "
-        unknown["rollout_is_batch_normalize"] += "sees one micro-batch at a time"
+        unknown["rollout_is_batch_normalize"] = (
+            "the mean of the weights needs the global batch, and bypass mode sees one micro-batch at a time"
+        )
     for name, reason in unknown.items():
         if getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r}: verl cannot: {reason}: drop it")
+            raise ValueError(f"{name}={getattr(config, name)!r} is impossible with verl: {reason}: drop it")
     if config.rejection_denominator != "accepted" and not config.bypass_mode:
         raise ValueError(
-            f"rejection_denominator={config.rejection_denominator!r}: verl counts what its losses are divided by "
-            "itself: leave it out"
+            f"rejection_denominator={config.rejection_denominator!r}: verl counts its losses' denominators itself: "
+            "leave it out"
         )
     for criterion in config.criteria:
         if criterion.only_negative and not config.bypass_mode:
-            raise ValueError(f"rollout_rs={criterion.name!r}: verl computes advantages after this: leave it out")
+            raise ValueError(f"rollout_rs={criterion.name!r}: verl computes advantages after this call: leave it out")
         if criterion.unit == "prompt" and config.bypass_mode:
             refuse_criteria(config, "verl in bypass mode")
 
 
 def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
-    """A tensor of verl's batch, [n, r]."""
+    """A tensor of verl's batch, [n, r], with its shape checked."""
     value = tensors.get(name, None)
     if value is None:
         remedy = {"rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=True in verl"}
@@ -226,7 +219,7 @@ def _field(tensors: Any, name: str, shape: Sequence[int] | None) -> Tensor:
 
 
 def _prompts(batch: Any, rows: int) -> Tensor:
-    """[n] int64: the prompt of each response, by ``uid``."""
+    """[n] int64: the number of each response's prompt, from ``uid``."""
     uids = batch.non_tensor_batch.get("uid")
     if uids is None or len(uids) != rows:
         raise ValueError(f"uid of the batch has {0 if uids is None else len(uids)} entries: expected {rows}, one each")
@@ -234,17 +227,20 @@ def _prompts(batch: Any, rows: int) -> Tensor:
     return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids], dtype=torch.int64)
 
 
-def _found(result: CorrectionResult) -> tuple[Tensor | None, Tensor]:
-    weights, mask = result.weights, result.mask
-    assert isinstance(mask, Tensor)
-    assert weights is None or isinstance(weights, Tensor)
-    return weights, mask
-
-
 def _of_the_loss(config: Any) -> Any:
-    """``policy_loss.rollout_correction``, where verl puts the driver's settings in bypass mode."""
+    """``policy_loss.rollout_correction``, which holds the driver's settings in bypass mode."""
     inner = config.get("policy_loss", None)
     return None if inner is None else inner.get("rollout_correction", None)
+
+
+def _check_call(config: Any, log_prob: object, like: Mapping[str, object]) -> None:
+    """Raise ValueError unless there is a configuration, and all tensors have the shape of ``log_prob``."""
+    if not hasattr(config, "get"):
+        raise ValueError(f"config is {type(config).__name__}: verl passes the actor's configuration")
+    shape = tuple(checked_tensor("log_prob", log_prob).shape)
+    for name, value in like.items():
+        if name != "rollout_is_weights" or value is not None:
+            checked_tensor(name, value, shape)
 
 
 @dataclass(frozen=True)
@@ -255,7 +251,7 @@ class _Clip:
 
     @classmethod
     def of(cls, config: Any, *, dual: bool) -> _Clip:
-        """The clip range; verl's dual clip is 3 where nothing is said."""
+        """The clip range; verl's default for dual clip is 3."""
         low, high = (
             _number(config, "clip_ratio" if config.get(name, None) is None else name)
             for name in ("clip_ratio_low", "clip_ratio_high")
@@ -274,14 +270,14 @@ def _number(config: Any, name: str, default: float | None = None) -> float:
 
 
 def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, Any]) -> Tensor:
-    """0-D: Σ m'ℓ over verl's denominators, times the data-parallel size, since its engines average gradients over it.
+    """0-D: Σ m'ℓ over verl's denominators, times the data-parallel size, because verl's engines average gradients.
 
     Args:
         per_token: [b, r].
         mask: [b, r] bool, m'.
         mode: one of ``AGGREGATIONS``.
-        info: verl's ``global_batch_info``: dp_size, and batch_num_tokens, global_batch_size and loss_scale_factor, None
-            where it is what the micro-batch has.
+        info: verl's ``global_batch_info``: dp_size, and batch_num_tokens, global_batch_size and loss_scale_factor; None
+            means the micro-batch's own number.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"loss_agg_mode={mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
@@ -305,7 +301,7 @@ def _aggregated(per_token: Tensor, mask: Tensor, mode: str, info: Mapping[str, A
 
 
 def _actor_metrics(statistics: LossStatistics) -> dict[str, float]:
-    """The three numbers that verl's own losses report, means over the micro-batch."""
+    """The three metrics of verl's own losses, as means over the micro-batch."""
     sums = dict(zip(SUMS, statistics.sums.tolist(), strict=True))
     tokens = max(sums["tokens"], 1)
     return {

@@ -1,4 +1,4 @@
-"""What a rollout batch must be: the fields, their shapes and dtypes, and the values that an engine may report."""
+"""Checks of a rollout batch: its fields, their shapes and dtypes, and the values that an engine may report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FLOATS = (torch.float32, torch.float64)
 
 
 class Field(NamedTuple):
-    """What a tensor of the record looks like.
+    """The form of one of the record's tensors.
 
     Attributes:
-        per_token: its first dimensions are those of ``tokens``, [n, s]; otherwise [n].
-        dtypes: any of them.
+        per_token: True for [n, s], like ``tokens``; False for [n].
+        dtypes: the accepted dtypes.
         words: the dtypes in an error message.
-        more: dimensions beyond these.
-        is_optional: a record may have none.
+        more: number of further dimensions.
+        is_optional: the record may lack it.
     """
 
     per_token: bool
@@ -52,15 +52,15 @@ FIELDS = {
     "log_probs": Field(True, _FLOATS, _LOG_PROBS, is_optional=True),
 }
 OPTIONAL = {name for name, field in FIELDS.items() if field.is_optional}
-TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN where the trainer scored none
+TRAINER_LOG_PROBS = ("old_log_probs", "log_probs")  # NaN at tokens that the trainer did not score
 
 
 def check_structure(columns: Mapping[str, Any]) -> None:
-    """Shapes, dtypes and devices of all fields, by name; values are not read.
+    """Check the shapes, dtypes and devices of all fields; values are not read.
 
     Raises:
         TypeError: a field is no tensor.
-        ValueError: names the field, what it is and what is expected.
+        ValueError: names the field, its form and the expected form.
     """
     for name in FIELDS:
         value = columns.get(name)
@@ -78,7 +78,7 @@ def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
     shared = tuple(tokens.shape if field.per_token else tokens.shape[:1])
     if shape[: len(shared)] != shared or len(shape) != len(shared) + field.more:
         expected = f"{shared} + (layers, top_k)" if field.more else f"{shared}"
-        ending = "that of tokens" if field.per_token else "one for each row of tokens"
+        ending = "as tokens" if field.per_token else "one for each row of tokens"
         raise ValueError(f"{name} has shape {shape}: expected {expected}, {ending}")
     if value.dtype not in field.dtypes:
         raise ValueError(f"{name} is {value.dtype}: expected {field.words}")
@@ -89,13 +89,13 @@ def _check_field(name: str, value: Tensor, tokens: Tensor) -> None:
 def check_values(
     columns: Mapping[str, Tensor], top_k: int, vocab_size: int | None, *, allow_bad_log_probs: bool = False
 ) -> None:
-    """Everything that the tensors hold, in a batch whose structure is right.
+    """Check the values in a batch whose structure is right.
 
     Args:
-        columns: the tensors of the batch by the names of its fields.
-        top_k: that of the sampling; with 1 every log-prob is 0.
-        vocab_size: token ids lie below it; None: not checked.
-        allow_bad_log_probs: those at sampled tokens may be anything.
+        columns: the batch's tensors by field name.
+        top_k: the sampling's; with 1 every log-prob is 0.
+        vocab_size: token ids must be below it; None: not checked.
+        allow_bad_log_probs: do not check log-probs at sampled tokens.
 
     Raises:
         ValueError: names the field, the sample and the position.
@@ -115,7 +115,7 @@ def check_values(
     for name in TRAINER_LOG_PROBS:
         scored = columns.get(name)
         if scored is not None and not allow_bad_log_probs:
-            expected = ": expected a finite number of at most 0, or NaN where the trainer scored none"
+            expected = ": expected a finite number of at most 0, or NaN if the trainer did not score the token"
             bad = mask & ((scored > POSITIVE_LIMIT) | scored.isinf())
             _refuse(ids, bad, name + " of {} is {}" + expected, scored)
     _refuse(ids, mask & (versions < 0), "the policy version of {} is {}: expected 0 or more", versions)
@@ -130,7 +130,7 @@ def _check_ids(columns: Mapping[str, Tensor]) -> None:
     known, counts = ids.unique(return_counts=True)
     if (counts > 1).any():
         shared = int(known[counts > 1][0])
-        raise ValueError(f"sample_ids must be unique: {shared} is that of {int(counts[known == shared])} sequences")
+        raise ValueError(f"sample_ids must be unique: {int(counts[known == shared])} sequences have {shared}")
     groups, rewards, reasons = columns["group_ids"], columns["rewards"], columns["finish_reasons"]
     _refuse(ids, groups < 0, "the group id of {} is {}: expected 0 or more", groups)
     _refuse(ids, ~rewards.isfinite(), "the reward of {} is {}: expected a finite number", rewards)
@@ -139,13 +139,13 @@ def _check_ids(columns: Mapping[str, Tensor]) -> None:
 
 
 def _check_fillers(columns: Mapping[str, Tensor], top_k: int) -> None:
-    """Log-probs of exactly 0 throughout: an engine that was not asked for them, or a field that was never filled."""
+    """Refuse log-probs of exactly 0 throughout: the engine was not asked for them, or the field was never filled."""
     if top_k == 1:
-        return  # the one token that can be sampled has probability 1
+        return  # the only token that can be sampled has probability 1
     mask = columns["response_mask"]
     count = mask.sum(dim=1)
     empty = ~(mask & (columns["rollout_log_probs"] != 0)).any(dim=1) & (count > 0)
-    # A short response may honestly have log-probs of 0; a whole batch of more tokens than that may not.
+    # In a short response all log-probs may be 0; in more sampled tokens than the limit they may not.
     everywhere = bool(empty[count > 0].all()) and int(count.sum()) > MAX_ZERO_LOG_PROBS
     bad = empty if everywhere else empty & (count > MAX_ZERO_LOG_PROBS)
     _refuse(
@@ -157,7 +157,7 @@ def _check_fillers(columns: Mapping[str, Tensor], top_k: int) -> None:
 
 
 def _refuse(sample_ids: Tensor, bad: Tensor, message: str, values: Tensor | None = None) -> None:
-    """Raise for the first True of ``bad``, [n] or [n, s]; the message's slots are the place and its value."""
+    """Raise ValueError for the first True of ``bad``, [n] or [n, s]; the message has slots for place and value."""
     if not bad.any():
         return
     first = tuple(int(index) for index in bad.nonzero()[0])

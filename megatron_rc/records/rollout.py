@@ -1,4 +1,4 @@
-"""What a rollout is: the record that an engine hands to the trainer, its checks and its storage."""
+"""Rollout batches: the record that an engine passes to the trainer, with its checks and files."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from megatron_rc.records.storage import read_file, write_file
 
 __all__ = ["FINISH_REASONS", "SCHEMA_VERSION", "RolloutBatch", "SamplingParams", "load_rollouts", "save_rollouts"]
 
-SCHEMA_VERSION = 1  # of the fields below, in files and in JSON lines; another meaning of a field is another version
-NO_EXPERT = -1  # in routed_experts: the route is not known
+SCHEMA_VERSION = 1  # of RolloutBatch's fields in files and JSON lines; rises if the meaning of a field changes
+NO_EXPERT = -1  # in routed_experts: unknown
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """Responses with all that the trainer needs of them, whole sequences, padded on the right.
+    """Whole sequences of prompt and response, padded on the right, with all that the trainer needs of them.
 
-    Any integer dtype and float64 are accepted too; those below are what the engines of this project write. What stands
-    behind the last sampled token of a row is padding: nothing that is trained depends on it.
+    Tensors may also have any integer dtype, or float64; the dtypes below are those that this project's engines write.
+    Columns after a row's last sampled token are padding: training does not depend on them.
 
     Attributes:
-        tokens: [n, s] int64: prompt, response, padding. Never text: a tokenizer need not find the same tokens again.
+        tokens: [n, s] int64: prompt, response, padding. No text: a tokenizer may split it into other tokens.
         response_mask: [n, s] bool, True at sampled tokens (in token positions, not yet in label positions).
-        rollout_log_probs: [n, s] float32, log π_rollout of the sampled tokens in nats; anything elsewhere.
-        policy_versions: [n, s] int32, version of the weights that sampled each token; anything elsewhere.
+        rollout_log_probs: [n, s] float32, log π_rollout of the sampled tokens in nats; any value elsewhere.
+        policy_versions: [n, s] int32, version of the weights that sampled each token; any value elsewhere.
         sample_ids: [n] int64, unique over all replicas, below 2²¹.
         group_ids: [n] int64, equal for the responses to one prompt.
         rewards: [n] float32.
         finish_reasons: [n] int64, index into ``FINISH_REASONS``.
-        sampling: how the tokens were sampled.
+        sampling: the sampling parameters.
         routed_experts: [n, s, layers, top_k] int32, for models with experts; None otherwise. Position t has the experts
-            that read token t, which predict token t + 1; -1 where they are not known.
+            that read token t and so predict token t + 1; -1 if they are not known.
         old_log_probs: [n, s] float32, log π_old of the sampled tokens, by the trainer before the first optimizer step
-            on the batch; NaN where it scored none; anything where none was sampled. None: nobody wrote them down.
-        log_probs: [n, s] likewise, log π_θ as the last optimizer step on each token saw it; None also where the batch
-            made one step, which saw π_old.
+            on the batch; NaN at tokens that it did not score; any value at tokens that were not sampled. None: not
+            recorded.
+        log_probs: [n, s] float32, log π_θ in the last optimizer step on each token, with NaN and other values as in
+            old_log_probs. None: not recorded, or the batch made one step, in which π_θ is π_old.
     """
 
     tokens: Tensor
@@ -67,7 +68,7 @@ class RolloutBatch:
 
     @property
     def num_sequences(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.tokens)
 
     def validate(
@@ -77,12 +78,13 @@ class RolloutBatch:
         vocab_size: int | None = None,
         allow_bad_log_probs: bool = False,
     ) -> None:
-        """Check what can be checked on one host, before the records travel.
+        """Check everything that one host can check, before the records are sent to other ranks.
 
         Args:
-            allow_truncated_sampling: accept top_p < 1 or top_k > 0, where the sampled distribution is not the policy.
-            vocab_size: token ids must lie below it; None: not checked.
-            allow_bad_log_probs: accept NaN, infinite and positive ones, which a correction with ``bad_log_probs``
+            allow_truncated_sampling: accept top_p < 1 or top_k > 0, which sample from another distribution than the
+                policy.
+            vocab_size: token ids must be below it; None: not checked.
+            allow_bad_log_probs: accept NaN, infinite and positive log-probs, which a correction with ``bad_log_probs``
                 rejects and counts.
 
         Raises:
@@ -94,29 +96,29 @@ class RolloutBatch:
         check_values(self.tensors(), self.sampling.top_k, vocab_size, allow_bad_log_probs=allow_bad_log_probs)
 
     def label_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(labels, response_mask, rollout_log_probs), each [n, s]: position t speaks of token t + 1.
+        """(labels, response_mask, rollout_log_probs), each [n, s]: position t is about token t + 1.
 
-        The shift is made over whole sequences, before any sharding; the last position is never counted. Routed experts
-        need no shift: what reads token t predicts label t.
+        The shift is over whole sequences, before any sharding; the last position is never counted. Routed experts need
+        no shift: the experts that read token t predict label t.
         """
         return tuple(map(_to_labels, (self.tokens, self.response_mask, self.rollout_log_probs)))  # type: ignore[return-value]
 
     def label_versions(self) -> Tensor:
-        """``policy_versions`` aligned in the same way, [n, s] int64."""
+        """``policy_versions`` at label positions, [n, s] int64."""
         return _to_labels(self.policy_versions).long()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, by name, without those that this record does not have."""
+        """The record's tensors by field name, without absent fields."""
         return {name: getattr(self, name) for name in FIELDS if getattr(self, name) is not None}
 
     def rows(self, index: Tensor | slice | Sequence[int]) -> RolloutBatch:
-        """Some of the sequences: a slice, indices in any order, or a mask [n] bool."""
+        """A part of the sequences, by a slice, indices in any order, or a mask [n] bool."""
         if not isinstance(index, (slice, Tensor)):
             index = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
         return self._each(lambda value: value[index])
 
     def at_length(self, length: int, pad_token_id: int = 0) -> RolloutBatch:
-        """The same sequences in ``length`` columns: padding is added, or cut off.
+        """The sequences in ``length`` columns, with padding added or cut off.
 
         Raises:
             ValueError: a sampled token would be cut off; names the sample.
@@ -124,7 +126,7 @@ class RolloutBatch:
         beyond = self.response_mask[:, length:].any(dim=1)
         if beyond.any():
             sample = int(self.sample_ids[beyond][0])
-            raise ValueError(f"sample {sample} has sampled tokens behind its first {length}: give it more room")
+            raise ValueError(f"sample {sample} has sampled tokens after its first {length}: allow more columns")
         fillers = {"tokens": pad_token_id, "routed_experts": NO_EXPERT}
         changed: dict[str, Any] = {
             name: _pad(value[:, :length], length, fillers.get(name, 0))
@@ -134,7 +136,7 @@ class RolloutBatch:
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> RolloutBatch:
-        """The same on another device."""
+        """The batch on another device."""
         return self._each(lambda value: value.to(device))
 
     def _check_structure(self) -> None:
@@ -149,12 +151,12 @@ class RolloutBatch:
         """The sequences of several batches, padded to the longest.
 
         Args:
-            batches: at least one, alike in their sampling parameters and in whether they have routed experts. Where
-                only some have log-probs of the trainer, those of the others are NaN.
-            pad_token_id: what the shorter ones are filled up with.
+            batches: at least one; all with the same sampling parameters, and all or none with routed experts. If only
+                some have the trainer's log-probs, the others get NaN.
+            pad_token_id: fills the shorter sequences.
 
         Raises:
-            ValueError: there are none, or they do not go together.
+            ValueError: no batch, or batches that differ in sampling parameters, routed experts, dtypes or devices.
         """
         if not batches:
             raise ValueError("batches is empty: expected at least one rollout batch")
@@ -171,16 +173,16 @@ class RolloutBatch:
 def save_rollouts(batch: RolloutBatch, path: str | os.PathLike[str]) -> None:
     """Write a batch to one safetensors file, with the schema's version and the sampling parameters in its header.
 
-    Every bit is kept, and so are values that ``validate`` refuses. The file appears under its name when it is complete.
+    Every bit is kept, also of values that ``validate`` refuses. The file appears under its name when it is complete.
 
     Args:
         batch: the records, on any device.
-        path: of the file; one that is there is replaced. Its folder must exist.
+        path: the file's path; an existing file is replaced. Its folder must exist.
 
     Raises:
         ImportError: safetensors is not installed.
-        OSError: the file cannot be written; what stood there before is untouched.
-        ValueError: shapes or dtypes are not those of the record.
+        OSError: the file cannot be written; an existing file is unchanged.
+        ValueError: shapes or dtypes are not the record's.
     """
     batch._check_structure()
     tensors = batch.tensors()
@@ -194,7 +196,7 @@ def load_rollouts(path: str | os.PathLike[str]) -> RolloutBatch:
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: there is no such file.
-        ValueError: it is cut off or damaged, of another schema, or its tensors are not those of the record.
+        ValueError: the file is cut off, damaged, of another schema, or lacks the record's tensors.
     """
     tensors, header = read_file(path)
     try:
@@ -211,18 +213,14 @@ def _assemble(tensors: dict[str, Tensor], header: dict[str, Any]) -> RolloutBatc
     if odd:
         raise ValueError(f"tensors unknown or missing: {', '.join(sorted(odd))}")
     if header["shapes"] != {name: list(value.shape) for name, value in tensors.items()}:
-        raise ValueError("the tensors do not have the shapes that the header names: the file is damaged")
+        raise ValueError("the tensors' shapes are not the header's: the file is damaged")
     batch = RolloutBatch(**tensors, sampling=SamplingParams.from_dict(header["sampling"]))
     batch._check_structure()
     return batch
 
 
 def check_schema_version(header: Mapping[str, Any]) -> None:
-    """Whether what a file or a line says of itself is a schema that is read here.
-
-    Raises:
-        ValueError: another version, or none.
-    """
+    """Raise ValueError unless the header of a file, or a line, has the schema version that this release reads."""
     if "schema_version" not in header:
         raise ValueError("schema_version is missing: this is no record of --save-rollouts or save_rollouts")
     version = header["schema_version"]
@@ -231,7 +229,7 @@ def check_schema_version(header: Mapping[str, Any]) -> None:
 
 
 def _with_same_log_probs(batches: Sequence[RolloutBatch]) -> list[RolloutBatch]:
-    """The trainer's log-probs in all batches or in none: NaN, not scored, where only others have them."""
+    """The batches with the trainer's log-probs in all or in none: NaN (not scored) if only others have them."""
     held = [name for name in TRAINER_LOG_PROBS if any(getattr(batch, name) is not None for batch in batches)]
     filled = []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""How the tokens of a rollout batch were sampled."""
+"""Sampling parameters of a rollout batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LOG_PROBS_MODES = ("processed", "raw")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens were sampled.
+    """The sampling parameters of all tokens of a batch.
 
     Attributes:
-        temperature: of the distribution, > 0.
-        top_p: nucleus; 1 samples from all tokens.
-        top_k: number of tokens sampled from; 0 means all.
+        temperature: divides the logits; > 0.
+        top_p: probability of the nucleus; 1 samples from all tokens.
+        top_k: number of tokens to sample from; 0 means all.
         log_probs_mode: ``processed``: log-probs of the distribution that was sampled from; ``raw``: before temperature.
     """
 
@@ -28,7 +28,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """The parameters from a mapping that has each field once.
+        """The parameters from a mapping that has each field.
 
         Raises:
             ValueError: an unknown or a missing name.
@@ -42,7 +42,7 @@ class SamplingParams:
         return cls(**values)
 
     def check(self, allow_truncated_sampling: bool = False) -> None:
-        """Check the parameters, each and together.
+        """Check each parameter, and all of them together.
 
         Args:
             allow_truncated_sampling: accept top_p < 1 and top_k > 0.
@@ -56,7 +56,7 @@ class SamplingParams:
         if not (_is_number(top_p) and 0 < top_p <= 1):
             raise ValueError(f"top_p={top_p!r}: expected a number above 0 and at most 1")
         if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 0:
-            raise ValueError(f"top_k={top_k!r}: expected an integer of at least 0, where 0 samples from all tokens")
+            raise ValueError(f"top_k={top_k!r}: expected an integer of at least 0; 0 samples from all tokens")
         if mode not in LOG_PROBS_MODES:
             raise ValueError(f"log_probs_mode={mode!r}: expected one of {', '.join(LOG_PROBS_MODES)}")
         if mode == "raw" and temperature != 1:

@@ -1,4 +1,4 @@
-"""Tensors and what belongs to them in one file: safetensors, with JSON in its header. Nothing in it can run code."""
+"""Tensors and a JSON header in one safetensors file, which cannot run code."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KEY = "megatron_rc"  # of the JSON in the metadata of a safetensors file
+_KEY = "megatron_rc"  # the header's key in a safetensors file's metadata
 
 
 def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write a file that is either all there or not there at all.
+    """Write a file that appears under its name when it is complete.
 
     Args:
-        path: of the file; one that is there is replaced. Its folder must exist.
-        tensors: anything safetensors has; they are copied to the host.
-        header: what goes into the file as JSON.
+        path: the file's path; an existing file is replaced. Its folder must exist.
+        tensors: tensors of safetensors' dtypes; they are copied to the host.
+        header: values for JSON.
 
     Raises:
         ImportError: safetensors is not installed.
-        OSError: the file cannot be written; what stood there before is untouched.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     _need_safetensors()
     from safetensors.torch import save_file
 
-    # Copies: two tensors that share memory are refused by safetensors.
+    # Copies: safetensors refuses two tensors that share memory.
     copies = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
     }
@@ -41,19 +41,19 @@ def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], head
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path beside ``path``, which takes its place when the block ends well, and is removed otherwise.
+    """A temporary path beside ``path``, which replaces it if the block succeeds, and is removed otherwise.
 
-    A link stays: the file that it leads to is the one that is replaced.
+    If ``path`` is a link, the file that it leads to is replaced.
 
     Raises:
-        OSError: ``path`` is a folder, a device or a pipe, or stands in a folder that does not exist.
+        OSError: ``path`` is a folder, a device or a pipe, or its folder does not exist.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file to write")
-    if path.exists() and not path.is_file():  # root would put a file in the place of /dev/null
+    if path.exists() and not path.is_file():  # root could replace /dev/null by a file
         raise OSError(f"{path} is a device or a pipe: expected the name of a file to write")
-    path = Path(os.path.realpath(path))  # unlike resolve(), no RuntimeError for links that lead round in a circle
+    path = Path(os.path.realpath(path))  # not resolve(), which raises RuntimeError for a circle of links
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist, create it first")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -72,7 +72,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     Raises:
         ImportError: safetensors is not installed.
         FileNotFoundError: there is no such file.
-        ValueError: it is cut off, damaged, or no file of ours.
+        ValueError: the file is cut off, damaged, or was not written by :func:`write_file`.
     """
     _need_safetensors()
     from safetensors import SafetensorError, safe_open
@@ -81,12 +81,12 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # Clones: what safetensors hands out is the file in memory, which another process may cut off.
+            # Clones: safetensors' own tensors map the file, which another process may cut off.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as problem:
         raise ValueError(f"{path} is cut off, damaged or no safetensors file ({problem}): write it again") from problem
     if _KEY not in metadata:
-        raise ValueError(f"{path} has tensors but no header of ours: expected a file that save_rollouts wrote")
+        raise ValueError(f"{path} has tensors but no header of megatron_rc: expected a file that save_rollouts wrote")
     try:
         header = json.loads(metadata[_KEY])
     except (ValueError, RecursionError) as problem:
@@ -97,10 +97,10 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file is there.
+    """The path, if it is a file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it is none.
     """
     path = Path(path)
     if not path.is_file():

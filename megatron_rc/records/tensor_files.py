@@ -1,4 +1,4 @@
-"""Files of tensors by name that other programs wrote: safetensors, PyTorch's and numpy's. Nothing in them can run."""
+"""Tensors by name from files of other programs: safetensors, PyTorch's and NumPy's. Reading them runs no code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz")
-MOST_BYTES = 1 << 34  # of what a compressed file unpacks to
+MOST_BYTES = 1 << 34  # limit of the unpacked size of a compressed file
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the host; texts, such as verl's ``uid``, as numbers that are equal where these are.
+    """The tensors of a file, on the host; equal texts, such as verl's ``uid``, become equal numbers.
 
     Args:
         path: safetensors, ``.pt`` or ``.pth`` (a dict of tensors, alone or below ``batch``), or ``.npz``.
@@ -39,7 +39,7 @@ def _check_size(path: Path) -> None:
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as problem:
         raise ValueError(f"{path} is cut off or damaged ({problem}): write it again") from None
     if size > MOST_BYTES:
-        raise ValueError(f"{path} unpacks to {size} bytes, {MOST_BYTES} can be read: write it in several files")
+        raise ValueError(f"{path} unpacks to {size} bytes, above the limit of {MOST_BYTES}: write it in several files")
 
 
 def _of_safetensors(path: Path) -> dict[str, Tensor]:
@@ -84,12 +84,12 @@ def _of_numpy(path: Path) -> dict[str, Tensor]:
         return torch.from_numpy(np.unique(array, return_inverse=True)[1] if array.dtype.kind in "US" else array)
 
     try:
-        # Opened here, since numpy leaves a damaged file open.
+        # Opened here: numpy leaves a damaged file open.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: tensor(file[name]) for name in file.files}
     except OSError:
         raise
-    except Exception as problem:  # whatever zipfile, zlib and numpy raise for damage, and numpy for objects
+    except Exception as problem:  # errors of zipfile, zlib and numpy for damage, and of numpy for objects
         raise ValueError(
             f"{path} is no .npz file of numbers ({problem}): objects could run code and are not read, write arrays"
         ) from None

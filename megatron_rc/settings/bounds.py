@@ -1,4 +1,4 @@
-"""How bounds are read from what the user wrote, checked, and said in words."""
+"""Bounds of weights and criteria: reading them from settings, checking them, and describing them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ DEFAULT_WEIGHT_THRESHOLD = 2.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """How the bounds of a criterion are read.
+    """The form of a criterion's bounds.
 
     Attributes:
-        read: (lower, upper) on the statistic, from the criterion's name, its threshold, and its lower threshold where
-            that is given.
-        words: what is rejected, from (lower, upper): "is above 0.1 nats".
+        read: (lower, upper) on the statistic, from the criterion's name, its threshold and its lower one.
+        words: the rejected range, from (lower, upper): "is above 0.1 nats".
         takes_threshold: a threshold is needed; otherwise ``read`` gets an empty text.
         takes_lower: ``rollout_rs_threshold_lower`` may be given.
-        on_ratio: the bounds are those of a ratio exp(statistic).
+        on_ratio: the bounds apply to exp(statistic), a ratio.
     """
 
     read: Callable[[str, str, str | None], tuple[float, float]]
@@ -59,7 +58,7 @@ def weight_bounds(
     """(mode, (lower, upper)) of the weights; with ``truncate`` the lower bound, 1/u, is for metrics alone.
 
     Args:
-        threshold: ``rollout_is_threshold``; 2.0 where it is not given.
+        threshold: ``rollout_is_threshold``; None means 2.0.
         mode: ``rollout_is_mode``.
         lower: ``rollout_is_threshold_lower``.
 
@@ -115,10 +114,10 @@ def positive(field: str, value: object) -> None:
 
 
 def aligned(field: str, value: Threshold, names: list[str]) -> list[str | None]:
-    """One text for each name: a single one serves all.
+    """One text for each name; a single text serves all names.
 
     Raises:
-        ValueError: neither one nor as many as there are names.
+        ValueError: a number of texts other than one and the number of names.
     """
     if value is None:
         return [None] * len(names)
@@ -169,12 +168,12 @@ def _number(field: str, text: str) -> float:
         raise ValueError(
             f"{field}={text!r} is not a number: give digits, such as 2.0, or 0.5_2.0 for two bounds"
         ) from None
-    if "_" in text:  # float() takes 0_5 for 5; here an underscore separates bounds
+    if "_" in text:  # float() reads 0_5 as 5; in settings an underscore separates bounds
         raise ValueError(f"{field}={text!r} must be one number, not a pair")
     return value
 
 
-# [lo, hi] of a ratio: "lo_hi", or u for [1/u, u], or u with a lower bound of its own.
+# [lo, hi] of a ratio: "lo_hi", or u for [1/u, u], or u with a separate lower bound.
 RATIO = Bounds(
     read=_read_ratio,
     words=lambda lower, upper: f"is outside [{math.exp(lower):.10g}, {math.exp(upper):.10g}]",
@@ -187,5 +186,5 @@ UPPER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g} nats")
 UPPER_NUMBER = Bounds(_read_upper, lambda lower, upper: f"is above {upper:.10g}")
 # δ >= 0 nats: log ρ may be as low as -δ.
 MARGIN = Bounds(_read_margin, lambda lower, upper: f"is above {0.0 - lower:.10g} nats")
-# Counts what must not occur.
+# No bound of the user's: the statistic counts rejected responses, and none may be rejected.
 NONE_AT_ALL = Bounds(lambda name, threshold, lower: (-math.inf, 0.0), lambda lower, upper: "", takes_threshold=False)

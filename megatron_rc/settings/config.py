@@ -1,4 +1,4 @@
-"""What the user asks the correction to do: one frozen, validated record, and how it is made."""
+"""The config of the correction: one frozen record, checked when it is made."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _log = logging.getLogger("megatron_rc")
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig(CorrectionFields, Presets):
-    """Importance sampling and rejection between the policy that sampled and the one that trains.
+    """Importance sampling and rejection between the policy that sampled and the policy that trains.
 
     ρ = π_train / π_rollout; π_train is π_old, or π_θ in bypass mode. Metrics only: ``rollout_is=None``, no criterion.
 
-    The fields are those of :class:`megatron_rc.settings.fields.CorrectionFields`, by position or by name; the presets
-    of :class:`megatron_rc.settings.presets.Presets` are constructors.
+    The fields are documented in :class:`megatron_rc.settings.fields.CorrectionFields`; presets are constructors, in
+    :class:`megatron_rc.settings.presets.Presets`.
 
     Raises:
         ValueError: at construction: names the field, the value and the remedy.
@@ -48,7 +48,7 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
             "is_mode": mode,
             "is_bounds": bounds,
             "criteria": criteria,
-            # What all criteria need of the tokens of each sequence, and look at in a token; each once.
+            # The sums and extremes that the criteria need of each sequence, and their divergences; each once.
             "needs": tuple(dict.fromkeys(need for criterion in criteria for need in criterion.needs)),
             "divergences": tuple(dict.fromkeys(one for criterion in criteria for one in criterion.divergences)),
             "staleness_scale": parse_staleness_scale(self.rollout_staleness_scale),
@@ -58,28 +58,28 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         check_together(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is derived is not pickled: criteria hold functions."""
+        """Pickle the fields alone: the derived criteria hold functions."""
         return _restored, (type(self), self.to_dict(), self.notes)
 
     def describe(self) -> str:
-        """The config in words and as flags, one fact a line; what a translation did comes last."""
+        """The config in words and as flags, one fact a line; the notes of a translation come last."""
         return describe(self)
 
     def to_dict(self, dialect: str | None = None) -> dict[str, Any]:
-        """The fields by name, as the dialect spells them; ``from_dict`` with the same dialect takes them back.
+        """The fields by name, in the dialect's words; ``from_dict`` with the same dialect reads them.
 
         Args:
-            dialect: whose words, as in :meth:`from_dict`. Weights that are only measured, and the metrics' prefix, are
-                no part of other programs' settings.
+            dialect: one of :meth:`from_dict`'s. Other programs' settings have no metrics' prefix and no weights that
+                are only measured; these are left out.
 
         Raises:
-            ValueError: an unknown dialect, or a field that it cannot say.
+            ValueError: an unknown dialect, or a field that the dialect does not have.
         """
         if dialect in (None, "megatron_rc"):
             return super().to_dict()
         said, lost = written(self, dialect)
         if lost:
-            raise ValueError(f"{dialect} cannot say {'; '.join(lost)}: change that, or choose another dialect")
+            raise ValueError(f"{dialect} has no words for {'; '.join(lost)}: change that, or choose another dialect")
         return said
 
     @classmethod
@@ -87,14 +87,14 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
         """A config from fields by name.
 
         Args:
-            fields: the names and values, as the dialect spells them.
-            dialect: whose they are: ``megatron_rc``, ``verl``, ``verl-2025-11``, ``verl-2025-10``, ``slime`` or
-                ``nemo-rl``; ``megatron_rc.settings.dialects`` says how each is read. What a foreign program
-                would have ignored is dropped, and ``notes`` (also logged) say so. Default: ``megatron_rc``, with a
-                warning if verl can read the same fields and would bound ρ otherwise.
+            fields: names and values in the dialect's words.
+            dialect: ``megatron_rc``, ``verl``, ``verl-2025-11``, ``verl-2025-10``, ``slime`` or ``nemo-rl``; see
+                ``megatron_rc.settings.dialects``. Settings that the other program would have ignored are dropped;
+                ``notes``, which are also logged, name them. Default: ``megatron_rc``, with a warning if verl can read
+                the same fields and would bound ρ otherwise.
 
         Raises:
-            ValueError: an unknown field or dialect, or a value that a field does not take; or ``fields`` is no mapping.
+            ValueError: an unknown field or dialect, a value that a field does not take, or no mapping.
         """
         if not isinstance(fields, Mapping):
             raise ValueError(f"fields is a {type(fields).__name__}: pass a dict of settings by name")
@@ -138,9 +138,9 @@ class RolloutCorrectionConfig(CorrectionFields, Presets):
 
 
 def _warn_of_verl(config: RolloutCorrectionConfig) -> None:
-    """Warn of the first criterion whose bounds verl's code, which holds them against 1/ρ, would turn round."""
+    """Warn of the first criterion whose bounds mean another range in verl's code, which applies them to 1/ρ."""
     for one in config.criteria:
-        # Bounds that are each other's inverse mean the same, and nearly the same where they nearly are.
+        # For bounds that are each other's inverse, or nearly, both ranges are the same, or nearly.
         if one.bounds.on_ratio and abs(one.lower + one.upper) > 0.01 * (one.upper - one.lower):
             here, there = (
                 f"[{math.exp(lower):g}, {math.exp(upper):g}]"
@@ -148,7 +148,7 @@ def _warn_of_verl(config: RolloutCorrectionConfig) -> None:
             )
             warnings.warn(
                 f"rollout_rs_threshold={config.rollout_rs_threshold!r} is read as dialect='megatron_rc': {one.name} "
-                f"accepts ρ in {here}. verl's code holds these bounds against 1/ρ and accepts ρ in {there}: pass "
+                f"accepts ρ in {here}. verl's code applies these bounds to 1/ρ and accepts ρ in {there}: pass "
                 "dialect='verl' for settings of verl, or dialect='megatron_rc' to keep them as they are",
                 stacklevel=3,
             )
@@ -162,7 +162,7 @@ def _restored(
 
 
 def check_config(config: object) -> None:
-    """Raise ValueError, with what to pass instead, for anything but a :class:`RolloutCorrectionConfig`."""
+    """Raise ValueError, with the remedy, unless ``config`` is a :class:`RolloutCorrectionConfig`."""
     if isinstance(config, RolloutCorrectionConfig):
         return
     remedy = "a RolloutCorrectionConfig, for example RolloutCorrectionConfig.decoupled_token_is()"
@@ -176,7 +176,7 @@ def check_config(config: object) -> None:
 
 
 def preset(name: str, release: str | None = None) -> RolloutCorrectionConfig:
-    """The preset of this name, in the numbers of a release; default: the newest (:mod:`megatron_rc.settings.presets`).
+    """A preset by name, with the numbers of a release; default: the newest (:mod:`megatron_rc.settings.presets`).
 
     Raises:
         ValueError: no such preset or release.

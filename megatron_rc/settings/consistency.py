@@ -1,4 +1,4 @@
-"""Settings that cannot work together: each is refused in one sentence, which names the field and the remedy."""
+"""Checks of settings, alone and together; each error names the field and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 def check_values(config: CorrectionFields) -> None:
-    """Raise ValueError for a field that by itself cannot be what it is."""
+    """Raise ValueError for a value that its field does not take, and for settings of weights that do nothing."""
     for name, allowed in _CHOICES.items():
         one_of(name, getattr(config, name), allowed)
     one_of("loss_type", config.loss_type, tuple(OBJECTIVES))
@@ -34,18 +34,18 @@ def check_values(config: CorrectionFields) -> None:
 
 
 def check_together(config: CorrectionFields) -> None:
-    """Raise ValueError for fields that contradict each other or do nothing; looks at what is derived from them too."""
+    """Raise ValueError for fields that contradict each other or do nothing, from fields and derived values."""
     _check_scale(config)
     criteria = config.criteria
     if criteria and all(one.follows_others for one in criteria) and not config.rejects_without_criteria:
         raise ValueError(
-            f"rollout_rs={config.rollout_rs!r} looks at what other criteria reject: name at least one more"
+            f"rollout_rs={config.rollout_rs!r} tests the rejection by other criteria: name at least one more"
         )
     _check_mode(config)
 
 
 def _check_weights(config: CorrectionFields) -> None:
-    """Settings of the weights that would do nothing."""
+    """Refuse settings of the weights that do nothing."""
     if config.rollout_is is None:
         for name in ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode"):
             if getattr(config, name) is not None:
@@ -55,8 +55,8 @@ def _check_weights(config: CorrectionFields) -> None:
                 )
         if not config.rollout_is_apply:
             raise ValueError(
-                "rollout_is_apply=False does nothing without rollout_is, whose weights it would only measure: set "
-                "rollout_is, or drop this"
+                "rollout_is_apply=False does nothing without rollout_is, whose weights it measures: set rollout_is, or "
+                "drop this"
             )
         if config.rollout_is_batch_normalize:
             raise ValueError(
@@ -64,8 +64,8 @@ def _check_weights(config: CorrectionFields) -> None:
             )
     if config.rollout_is_batch_normalize and not config.rollout_is_apply:
         raise ValueError(
-            "rollout_is_batch_normalize=True does nothing with rollout_is_apply=False: only weights that are "
-            "applied are normalised; drop one of them"
+            "rollout_is_batch_normalize=True does nothing with rollout_is_apply=False, which applies no weights: drop "
+            "one of them"
         )
     if config.rollout_is_batch_normalize_scope != "all" and not config.rollout_is_batch_normalize:
         raise ValueError(
@@ -85,7 +85,7 @@ def _check_scale(config: CorrectionFields) -> None:
     for criterion in config.criteria:
         if criterion.unit == "prompt" and criterion.bounds.takes_threshold:
             raise ValueError(
-                f"{given}: {criterion.name} looks at all responses of a prompt, which differ in staleness: use a "
+                f"{given}: {criterion.name} tests all responses of a prompt, which differ in staleness: use a "
                 "criterion of tokens or sequences, or drop the scale"
             )
 
@@ -93,8 +93,7 @@ def _check_scale(config: CorrectionFields) -> None:
 def _check_mode(config: CorrectionFields) -> None:
     if config.proximal_interpolation and config.bypass_mode:
         raise ValueError(
-            "proximal_interpolation=True contradicts bypass_mode=True, which takes π_rollout for the proximal "
-            "policy: set one of them"
+            "proximal_interpolation=True contradicts bypass_mode=True, which uses π_rollout as π_old: set one of them"
         )
     if config.corrects_in_loss and config.needs_prompts:
         names = ", ".join(criterion.name for criterion in config.criteria if criterion.unit == "prompt")

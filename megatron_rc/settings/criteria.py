@@ -1,7 +1,7 @@
-"""Rejection criteria: one object each, and the reader of the comma list that names them.
+"""Rejection criteria: a table with one object each, and the reader of the comma list that names them.
 
-To add one, define it at the end of the table below. Everything else asks the object: the flags and their errors, the
-pass over the tokens, the verdicts, the metrics, and the words.
+To add a criterion, define it at the end of the table. Flags, errors, the pass over the tokens, verdicts, metrics and
+descriptions follow from the object.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_rc.settings.bounds import MARGIN, NONE_AT_ALL, RATIO, UPPER, UPPER
 from megatron_rc.settings.criterion import Criterion, Divergence, Need, SequenceValues
 
 CRITERIA: dict[str, Criterion] = {}
-# Names of the first releases that had a rejection.
+# Names of the first releases with a rejection.
 ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
 def define(*criteria: Criterion) -> None:
-    """Make criteria known by their names.
+    """Add criteria to the table.
 
     Raises:
-        ValueError: a name that is known already, or another divergence of a known name.
+        ValueError: a name that is in use, or another divergence with a name in use.
     """
     for criterion in criteria:
         if criterion.name in CRITERIA or criterion.name in ALIASES:
@@ -52,7 +52,7 @@ def parse_criteria(names: str | None, threshold: Threshold, lower: Threshold) ->
             if value is not None:
                 raise ValueError(
                     f"{field}={value!r} does nothing without a criterion in rollout_rs that takes a bound: name one, "
-                    "for example token_k1, or drop the threshold"
+                    f"{field}={value!r} does nothing without a criterion in rollout_rs that takes a bound: name one, "
                 )
     if bounded and threshold is None:
         raise ValueError(f"rollout_rs={names!r} needs rollout_rs_threshold: one bound, or one a criterion")
@@ -70,7 +70,7 @@ def parse_criteria(names: str | None, threshold: Threshold, lower: Threshold) ->
 
 
 def criterion_names(text: str | None) -> list[str]:
-    """The canonical names in a comma list, in its order, duplicates dropped.
+    """The canonical names in a comma list, in its order, without duplicates.
 
     Raises:
         ValueError: an unknown name.
@@ -101,7 +101,7 @@ def _max_of(divergence: Divergence) -> Callable[[SequenceValues], Tensor]:
     return lambda values: values.max(divergence)
 
 
-# Schulman's k1 is -log ρ. Tested is log ρ, so that the bounds are on ρ; metrics describe -log ρ, as verl's.
+# Schulman's k1 is -log ρ. The test uses log ρ, so that the bounds are on ρ; metrics describe -log ρ, as verl's do.
 K1 = Divergence("k1", "log ρ", of=None, least=-math.inf)
 K2 = Divergence("k2", "k2 = ½(log ρ)²", of=k2, least=0.0)
 K3 = Divergence("k3", "k3 = ρ - 1 - log ρ", of=k3, least=0.0)
@@ -109,7 +109,7 @@ ERROR = Divergence("error", "exp|log ρ| - 1", of=factor_error, least=0.0)
 _SUM = {x: (Need("sum", x),) for x in (K1, K2, K3, ERROR)}
 _RESPONSES = "all responses of a prompt"
 
-# The table. k1 has bounds on ρ, k2 and k3 have one upper bound.
+# The table. k1 has two bounds on ρ; k2 and k3 have one upper bound.
 define(Criterion("token_k1", "token", "tokens whose ρ_t", RATIO, _SUM[K1], _mean_of(K1), tested=K1))
 for x in (K2, K3):
     define(Criterion(f"token_{x.name}", "token", f"tokens whose {x.words}", UPPER, _SUM[x], _mean_of(x), tested=x))

@@ -1,4 +1,4 @@
-"""A rejection criterion: what it looks at, its statistic, its verdict and its words, checked when it is defined."""
+"""A rejection criterion: its statistic, bounds and words, checked when it is defined."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron_rc.settings.bounds import Bounds
 
 @dataclass(frozen=True)
 class Divergence:
-    """A number x of one token, from its log ρ.
+    """A number x of one token, computed from its log ρ.
 
     Attributes:
-        name: ``k3``; one object a name.
-        words: what x is.
-        of: x from log ρ, elementwise, in float64; 0 where log ρ is 0. None: log ρ itself.
-        least: the smallest value that x can take.
+        name: short name such as ``k3``; no other divergence may have it.
+        words: name or formula of x, for descriptions.
+        of: function from log ρ to x, elementwise, in float64; 0 for log ρ = 0. None: x is log ρ.
+        least: the smallest possible x.
 
     Raises:
-        ValueError: at definition: what ``of`` gives is not what is said of it.
+        ValueError: at definition: ``of`` does not fit this description.
     """
 
     name: str
@@ -39,20 +39,20 @@ class Divergence:
 
 
 class Need(NamedTuple):
-    """What is needed of the tokens of each sequence: the sum of x over them, the largest or the smallest."""
+    """A number that a statistic uses: the sum, the largest or the smallest x over the tokens of each sequence."""
 
     how: Literal["sum", "max", "min"]
     divergence: Divergence
 
     @property
     def name(self) -> str:
-        """Name of the sum or extreme: ``sum_k3``. The sum of log ρ, which every batch has, is ``log_ratio``."""
+        """Name of the sum or extreme: ``sum_k3``; ``log_ratio`` for the sum of log ρ, which every batch has."""
         of_log_ratio = self.how == "sum" and self.divergence.of is None
         return "log_ratio" if of_log_ratio else f"{self.how}_{self.divergence.name}"
 
 
 class SequenceValues(Protocol):
-    """What a statistic is made of: [n] float64 each, of whole sequences, or of all responses of a prompt."""
+    """The values that a statistic may use: [n] float64 each, of whole sequences or of all responses of a prompt."""
 
     @property
     def num_tokens(self) -> Tensor:
@@ -60,7 +60,7 @@ class SequenceValues(Protocol):
 
     @property
     def num_lost(self) -> Tensor:
-        """For prompts: how many responses lose every token to the other criteria."""
+        """For prompts: number of responses of which other criteria reject every token."""
 
     def sum(self, divergence: Divergence) -> Tensor:
         """The sum of x over the valid tokens."""
@@ -74,24 +74,24 @@ class SequenceValues(Protocol):
 
 @dataclass(frozen=True)
 class Criterion:
-    """One rejection test: accept where ``lower <= statistic <= upper``.
+    """One rejection test: accept if ``lower <= statistic <= upper``.
 
     Attributes:
         name: the canonical name, for example ``seq_mean_k1``.
-        unit: what one verdict is about: each ``token``, each ``sequence``, or all responses of a ``prompt``.
-        words: what is rejected, up to its bounds: "sequences whose Π ρ_t".
-        bounds: how its bounds are read.
-        needs: what the statistic is made of.
-        statistic: [n] float64 of whole sequences (of prompts, where these are the unit). For tests of tokens it is what
-            metrics say of a sequence.
-        tested: x of each token, where the unit is the token; else None.
-        only_negative: tokens with an advantage of 0 or more stay, whatever the verdict.
-        follows_others: the statistic looks at ``num_lost``: what the other criteria reject.
-        lower: bound on the statistic, in nats.
-        upper: likewise.
+        unit: scope of one verdict: a ``token``, a ``sequence``, or all responses of a ``prompt``.
+        words: the rejected things, up to the bounds: "sequences whose Π ρ_t".
+        bounds: the form of the bounds.
+        needs: the sums and extremes that the statistic uses.
+        statistic: [n] float64 of whole sequences (of prompts for the unit prompt). For the unit token only metrics of
+            sequences use it.
+        tested: x of each token, for the unit token; else None.
+        only_negative: accept tokens with an advantage of 0 or more, whatever the statistic.
+        follows_others: the statistic uses ``num_lost``, the rejection by the other criteria.
+        lower: lower bound on the statistic, in nats.
+        upper: upper bound on the statistic, in nats.
 
     Raises:
-        ValueError: at definition: something is missing, or does not fit together.
+        ValueError: at definition: something is missing or contradictory.
     """
 
     name: str
@@ -112,32 +112,32 @@ class Criterion:
 
     @property
     def least(self) -> float:
-        """The lower bound, or the smallest value that the statistic can take."""
+        """The lower bound, or the statistic's smallest possible value if that is larger."""
         smallest = [need.divergence.least for need in self.needs]
         return max(self.lower, min(smallest)) if smallest else self.lower
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """All numbers of a token that it looks at."""
+        """The divergences of the test and of the statistic."""
         tested = () if self.tested is None else (self.tested,)
         return (*tested, *(need.divergence for need in self.needs))
 
     @property
     def is_measured(self) -> bool:
-        """True where the statistic of tokens or sequences is described by metrics of its own."""
+        """True if metrics describe the statistic of tokens or sequences."""
         return self.unit != "prompt" and not self.only_negative
 
     def within_bounds(self, statistic: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The verdict, bool: True where it is accepted; ``scale`` multiplies the bounds."""
+        """The verdict, bool: True for accepted; ``scale`` multiplies the bounds."""
         return within(statistic if scale is None else statistic / scale, self.lower, self.upper)
 
     def describe(self) -> str:
-        """What is rejected, in words."""
+        """The rejected things in words."""
         return " ".join(filter(None, (self.words, self.bounds.words(self.lower, self.upper), f"({self.name})")))
 
 
 def _problems_of_divergence(divergence: Divergence) -> list[str]:
-    """What a few values of log ρ show."""
+    """Problems of a divergence, found with a few values of log ρ."""
     if not isinstance(divergence.name, str) or not divergence.name or not divergence.words:
         return ["name and words must be given"]
     if divergence.of is None:
@@ -154,7 +154,7 @@ def _problems_of_divergence(divergence: Divergence) -> list[str]:
 
 
 class _Probe:
-    """Stands for two sequences, to find what a statistic asks for; each answer has other numbers."""
+    """Two made sequences that record the values that a statistic asks for; each answer has other numbers."""
 
     def __init__(self) -> None:
         self.asked: set[object] = set()
@@ -180,7 +180,7 @@ class _Probe:
 
 
 def _problems(criterion: Criterion) -> list[str]:
-    """What is wrong with a definition."""
+    """Problems of a criterion's definition."""
     if not criterion.name.replace("_", "").isalnum() or criterion.name != criterion.name.lower():
         return ["the name must be letters, digits and underscores, in lower case"]
     if criterion.unit not in ("token", "sequence", "prompt"):
@@ -193,11 +193,11 @@ def _problems(criterion: Criterion) -> list[str]:
         return ["a need is a sum, max or min"]
     found = []
     if (criterion.unit == "token") != (criterion.tested is not None):
-        found.append("tested, the number of a token, is given for the unit token and for no other")
+        found.append("tested, the divergence of a token, belongs to the unit token alone")
     if criterion.only_negative and criterion.unit != "sequence":
         found.append("only_negative is for the unit sequence")
     if criterion.unit == "prompt" and any(need.how != "sum" for need in criterion.needs):
-        found.append("of the responses of a prompt only sums are known")
+        found.append("prompts have sums of their responses alone")
     if criterion.bounds.on_ratio and any(divergence.of for divergence in criterion.divergences):
         found.append("bounds on a ratio fit log ρ alone")
     return found or _problems_of_statistic(criterion)
@@ -211,7 +211,7 @@ def _problems_of_statistic(criterion: Criterion) -> list[str]:
         return ["statistic must give one float64 number for each sequence"]
     if probe.asked != needed:
         names = [f"{need.how} of {need.divergence.name}" for need in criterion.needs]
-        return [f"statistic does not use just what needs and follows_others say: {', '.join(names) or 'nothing'}"]
+        return [f"statistic must use exactly needs and num_lost (follows_others): {', '.join(names) or 'nothing'}"]
     if not value.isfinite().all() or value[0] == value[1]:
         return ["statistic must be finite, and differ between sequences that differ"]
     if criterion.follows_others and criterion.unit != "prompt":

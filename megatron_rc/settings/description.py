@@ -1,4 +1,4 @@
-"""A config in words and as flags."""
+"""The config in words and as flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAD = {
 
 
 def describe(config: CorrectionFields) -> str:
-    """The config in words, one fact a line; then the flags that make it, and what a translation did."""
+    """The config in words, one fact a line; then its flags and the notes of a translation."""
     lines = [_mode(config), *_weights(config), *(f"rejects {criterion.describe()}" for criterion in config.criteria)]
     if config.rollout_token_veto_threshold is not None:
         lines.append(
@@ -63,9 +63,9 @@ def _weights(config: CorrectionFields) -> list[str]:
     }[config.is_mode]
     lines = [f"{_WEIGHTS[config.rollout_is]}, {bounded}"]
     if config.rollout_is_batch_normalize:
-        what = "tokens" if config.rollout_is == "token" else "sequences"
+        unit = "tokens" if config.rollout_is == "token" else "sequences"
         which = "valid" if config.rollout_is_batch_normalize_scope == "all" else "accepted"
-        lines.append(f"the weights are divided by their mean over the {which} {what} of the global batch")
+        lines.append(f"the weights are divided by their mean over the {which} {unit} of the global batch")
     if not config.rollout_is_apply:
         lines.append("the weights are measured, not applied")
     elif not config.applies_weights:

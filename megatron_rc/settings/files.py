@@ -1,4 +1,4 @@
-"""A YAML file of fields by name, with its numbers as they were written."""
+"""YAML files of fields by name, with numbers as they were written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
         fields, written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
-    # A date that is none is a ValueError, and what is nested too deep a RecursionError.
+    # YAML raises ValueError for an impossible date, and RecursionError for too deep nesting.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
@@ -32,10 +32,10 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def _require_names(path: Path, fields: dict[Any, Any]) -> None:
-    """Refuse keys that YAML reads as something else than text: no setting is called so."""
+    """Refuse keys that YAML reads as something else than text: no field has such a name."""
     for name, value in fields.items():
         if not isinstance(name, str):
-            raise ValueError(f"{path}: the key {name!r} is no name of a field: put what it stands for by its name")
+            raise ValueError(f"{path}: the key {name!r} is no field's name: write `field: value`, the name as text")
         if isinstance(value, dict):
             _require_names(path, value)
 
@@ -51,7 +51,7 @@ def _read_text(path: Path) -> str:
 
 
 def _as_written(fields: dict[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo what YAML 1.1 does to numbers at any depth: 0.5_2 and 1:0.8 are pairs, not 0.52 and 60.8, 1e-4 a number."""
+    """Undo YAML 1.1's reading of numbers, at any depth: 0.5_2 and 1:0.8 are pairs, not 0.52 and 60.8; 1e-4 is one."""
     for name, value in fields.items():
         text = written.get(name)
         if isinstance(value, dict) and isinstance(text, dict):

@@ -1,4 +1,4 @@
-"""The correction and the objective as command-line flags, in the shape of Megatron's ``extra_args_provider``."""
+"""Command-line flags of the correction and the objective, added as in Megatron's ``extra_args_provider``."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ from megatron_rc.loss.aggregation import AGGREGATIONS
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.loss.policy import KL_ESTIMATORS, PolicyLossConfig
 from megatron_rc.numerics import UNTRUNCATED
+from megatron_rc.settings.bounds import DEFAULT_WEIGHT_THRESHOLD
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
 from megatron_rc.settings.criteria import CRITERIA
 from megatron_rc.settings.dialects import DIALECTS
-from megatron_rc.settings.fields import FIELDS, SWITCHES
-from megatron_rc.settings.overrides import overridden
+from megatron_rc.settings.fields import DEFAULTS, FIELDS, SWITCHES
+from megatron_rc.settings.overrides import OF_WEIGHTS, overridden
 from megatron_rc.settings.presets import PRESETS, RELEASES
 from megatron_rc.settings.spelling import flag_of
 
+# Help texts without the default, except of fields whose default is None.
 _HELP = {
-    "rollout_is": "level of the importance weights: token, sequence or geometric; none: no weights",
-    "rollout_is_threshold": "bound on the weights: one number, or lo_hi",
-    "rollout_is_mode": "truncate the weights, clamp them to the bounds, or mask them to 0 outside (IcePop)",
-    "rollout_is_threshold_lower": "lower bound, where the threshold is one number and the mode is clamp or mask",
-    "rollout_is_apply": "multiply the loss by the weights, or only measure them; default: yes",
-    "rollout_is_batch_normalize": "divide the weights by their mean over the global batch",
-    "rollout_is_batch_normalize_scope": "that mean runs over all valid tokens (all) or the accepted ones (accepted)",
-    "rollout_rs": "comma list of rejection criteria, or none: {criteria}",
-    "rollout_rs_threshold": "one bound, or a comma list with one for each criterion; lo_hi bounds the ratio of k1",
-    "rollout_rs_threshold_lower": "lower bounds of the k1 criteria that were given one number",
-    "rollout_token_veto_threshold": "reject a sequence with any token whose ratio is below this",
-    "rollout_staleness_scale": "multiply the bounds, in nats, from a staleness on, for example 1:1.5,4:2",
-    "rejection_denominator": "average the loss over accepted tokens (accepted) or over all (original)",
-    "bad_log_probs": "a NaN, infinite or positive log-prob: error, reject_token or reject_sequence",
-    "metric_prefix": "in front of every metric's name",
-    "proximal_interpolation": "no forward-only pass: log π_old between the rollout's and the current one, by version",
-    "bypass_mode": "take the rollout's log-probs for those of the old policy; no extra forward pass",
+    "rollout_is": "level of the importance weights: token, sequence, geometric (mean of a sequence's ratios), or none",
+    "rollout_is_threshold": "bound on the importance weights: one ratio, or a pair lo_hi; "
+    f"default: {DEFAULT_WEIGHT_THRESHOLD}",
+    "rollout_is_mode": "treatment of weights out of bounds: truncate at the upper bound, clamp to both, or mask, which "
+    "makes them 0 (IcePop); default: mask for a pair of bounds, else truncate",
+    "rollout_is_threshold_lower": "lower bound on the importance weights, a ratio, for the modes clamp and mask with "
+    "one number u as --rollout-is-threshold; default: 1/u",
+    "rollout_is_apply": "multiply the loss by the importance weights; --no-rollout-is-apply only measures them",
+    "rollout_is_batch_normalize": "divide the importance weights by their mean over the global batch",
+    "rollout_is_batch_normalize_scope": "tokens of the mean of --rollout-is-batch-normalize: all valid ones (all) or "
+    "the accepted ones (accepted)",
+    "rollout_rs": "comma list of rejection criteria, or none: {criteria}; default: none",
+    "rollout_rs_threshold": "bound for all criteria of --rollout-rs, or a comma list with one for each: for k1 a ratio "
+    "u, which means [1/u, u], or a pair lo_hi; for the others an upper bound, in nats except for seq_mean_error; "
+    "no default",
+    "rollout_rs_threshold_lower": "lower bound for all k1 criteria of --rollout-rs whose bound is one number u, or a "
+    "comma list with one for each, as ratios; default: 1/u",
+    "rollout_token_veto_threshold": "reject sequences with a token whose ratio is below this; default: no veto",
+    "rollout_staleness_scale": "factors of all bounds in nats by staleness in weight versions: 1:1.5,4:2 is 1.5 from a "
+    "staleness of 1 on, 2 from 4 on; default: no factors",
+    "rejection_denominator": "average the loss over the accepted tokens (accepted) or over all trained ones (original)",
+    "bad_log_probs": "effect of a NaN, infinite or positive log-prob: error, or the rejection of its token "
+    "(reject_token) or of its sequence (reject_sequence)",
+    "metric_prefix": "prefix of the names of all correction metrics",
+    "proximal_interpolation": "interpolate log π_old between the rollout's and the current log-probs, by weight "
+    "version, instead of an extra forward pass",
+    "bypass_mode": "use the rollout's log-probs as the old policy's, without an extra forward pass",
     "loss_type": "objective in bypass mode: {objectives}",
 }
 _PRESET, _FILE = "--rollout-correction-preset", "--rollout-correction-config"
 _DIALECT = "--rollout-correction-dialect"
 _MEGATRON_SWITCH, _MEGATRON_LIMIT = "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"
-# Fields that the switch sets by itself, and which may therefore not be given beside it.
-_OF_MEGATRONS_SWITCH = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_threshold_lower",
-    "rollout_is_mode",
-    "rollout_is_apply",
-)
+_OF_MEGATRONS_SWITCH = ("rollout_is", *OF_WEIGHTS)  # fields that the switch sets, so that no flag may set them too
 _BASES = (_PRESET, _FILE, _DIALECT, _MEGATRON_SWITCH, _MEGATRON_LIMIT)
-# The flag of each field of the objective.
+# The flag, with underscores, of each field of the objective.
 LOSS_FLAGS = {
     "algorithm": "policy_loss",
     "clip_low": "grpo_clamp_eps_lower",
@@ -63,69 +68,75 @@ LOSS_FLAGS = {
     "entropy_coef": "grpo_entropy_term_weight",
 }
 _LOSS_OPTIONS: dict[str, dict[str, Any]] = {
-    "policy_loss": {"metavar": f"{{{','.join(OBJECTIVES)}}}", "help": "objective; default: ppo_clip, or --loss-type"},
-    "loss_aggregation": {"choices": AGGREGATIONS, "help": "from tokens to one loss; default: token-mean"},
+    "policy_loss": {
+        "metavar": f"{{{','.join(OBJECTIVES)}}}",
+        "help": "objective of the policy; default: ppo_clip, or --loss-type in bypass mode",
+    },
+    "loss_aggregation": {"choices": AGGREGATIONS, "help": "way from the tokens' losses to one number"},
     "loss_scale_factor": {
         "type": float,
-        "help": "what token-sum and seq-mean-token-sum-norm divide by: they need it",
+        "help": "divisor of the aggregations token-sum and seq-mean-token-sum-norm, which need it; no default",
     },
-    "grpo_clamp_eps_lower": {"type": float, "help": "PPO clips r below 1 - this; default: 0.2"},
-    "grpo_clamp_eps_upper": {"type": float, "help": "PPO clips r above 1 + this; default: 0.2"},
-    "ppo_dual_clip": {"type": float, "help": "cap of the loss at this · |A| for A < 0; default: none"},
-    "grpo_kl_beta": {"type": float, "help": "weight of the KL to the reference policy; default: 0"},
-    "kl_estimator": {"choices": KL_ESTIMATORS, "help": "estimator of that KL; docs/mathematics.md; default: k3"},
-    "grpo_entropy_term_weight": {"type": float, "help": "weight of the entropy bonus; default: 0"},
+    "grpo_clamp_eps_lower": {"type": float, "help": "lower clip: the objective clips the ratio below 1 minus this"},
+    "grpo_clamp_eps_upper": {"type": float, "help": "upper clip: the objective clips the ratio above 1 plus this"},
+    "ppo_dual_clip": {"type": float, "help": "limit of the loss at this times |A| for A < 0, above 1; default: none"},
+    "grpo_kl_beta": {"type": float, "help": "weight of the KL penalty to the reference policy"},
+    "kl_estimator": {"choices": KL_ESTIMATORS, "help": "estimator of --grpo-kl-beta's KL; see docs/mathematics.md"},
+    "grpo_entropy_term_weight": {"type": float, "help": "weight of the entropy bonus"},
 }
 T = TypeVar("T")
 
 
 def add_rollout_correction_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one long option for each field of the config, ``--rollout-correction-preset``, ``-config`` and ``-dialect``.
+    """Add an option for each field of the config, ``--rollout-correction-preset``, ``-config`` and ``-dialect``.
 
-    Megatron-LM's two options for importance sampling are added too, and one option for each field of the objective, as
-    Megatron-LM spells it where it has it. An option that the parser already has is left alone. Every default is None,
-    "not given". Abbreviations are switched off, which would hide a misspelt flag. Returns the parser.
+    Also added: Megatron-LM's two options of importance sampling, and an option for each field of the objective, with
+    Megatron-LM's name if it has one. Options that the parser has already stay. Every default is None, "not given".
+    Abbreviations are switched off, because they would hide a misspelt flag. Returns the parser.
     """
     parser.allow_abbrev = False
     group = parser.add_argument_group("rollout correction")
-    presets = f"{', '.join(PRESETS)}; NAME@{RELEASES[1]} for the numbers of that release; the fields below override it"
-    _add(parser, group, _PRESET, metavar="NAME", help=f"one of {presets}")
-    _add(parser, group, _FILE, metavar="FILE", help="YAML file of the fields below, which override it")
-    text = f"whose fields the file has: {', '.join(DIALECTS)}; default: megatron_rc"
+    names = f"{', '.join(PRESETS)}; NAME@{RELEASES[1]} for the numbers of that release"
+    text = f"preset of correction settings, which other flags override: {names}; default: none"
+    _add(parser, group, _PRESET, metavar="NAME", help=text)
+    text = "YAML file of correction settings, which other flags override; default: none"
+    _add(parser, group, _FILE, metavar="FILE", help=text)
+    text = f"program whose settings {_FILE} has: {', '.join(DIALECTS)}; default: megatron_rc"
     _add(parser, group, _DIALECT, metavar="NAME", help=text)
     for field in FIELDS:
-        if field in SWITCHES:
-            _add(parser, group, flag_of(field), action=argparse.BooleanOptionalAction, help=_help(field))
-        else:
-            _add(parser, group, flag_of(field), help=_help(field))
-    text = "weigh each token by its ratio, as Megatron-LM does; short for --rollout-is token"
+        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if field in SWITCHES else {}
+        words = _HELP[field].format(criteria=", ".join(CRITERIA), objectives=", ".join(OBJECTIVES))
+        _add(parser, group, flag_of(field), help=_with_default(words, DEFAULTS[field]), **how)
+    text = f"weight each token by its ratio, as Megatron-LM does, bounded by {_MEGATRON_LIMIT} alone; default: no"
     _add(parser, group, _MEGATRON_SWITCH, action=argparse.BooleanOptionalAction, help=text)
-    _add(parser, group, _MEGATRON_LIMIT, type=float, help=f"truncate the weights of {_MEGATRON_SWITCH} at this")
+    text = f"upper bound on the weights of {_MEGATRON_SWITCH}, a ratio; default: no bound"
+    _add(parser, group, _MEGATRON_LIMIT, type=float, help=text)
     loss = _group(parser, "loss")
-    for name in LOSS_FLAGS.values():
-        _add(parser, loss, flag_of(name), **_LOSS_OPTIONS[name])
+    for field, name in LOSS_FLAGS.items():
+        how = dict(_LOSS_OPTIONS[name])
+        how["help"] = _with_default(how["help"], getattr(PolicyLossConfig, field))
+        _add(parser, loss, flag_of(name), **how)
     return parser
 
 
 def rollout_correction_config_from_args(
     args: argparse.Namespace, launch_file: argparse.Namespace | None = None
 ) -> RolloutCorrectionConfig:
-    """The config that the flags describe: the preset or the file, overridden by every flag that was given.
+    """The config that the flags describe: the preset or the file, overridden by every given flag.
 
-    Settings of the preset or file that a flag makes meaningless are dropped: those of the weights after
-    ``--rollout-is none``, the bounds of other criteria after ``--rollout-rs``, a lower bound beside a new pair, the
-    objective after ``--no-bypass-mode``, normalisation where no weights are applied, bounds by staleness where
-    nothing has bounds, the interpolation in bypass mode. A flag that would itself do nothing is an error. An attribute
-    that the namespace lacks was not given.
+    Settings of the preset or file that a flag makes meaningless are dropped: settings of weights with
+    ``--rollout-is none``, bounds of other criteria with ``--rollout-rs``, a lower bound with a new pair, the objective
+    with ``--no-bypass-mode``, normalisation without applied weights, bounds by staleness without bounds, interpolation
+    in bypass mode. A flag of the correction that would do nothing is an error. An attribute that the namespace lacks
+    was not given.
 
     Args:
         args: the flags.
-        launch_file: what a file of flags says, which the flags override in the same way. A preset or file of fields
-            among the flags takes the place of all that it says of the correction.
+        launch_file: the flags of a launch file, which ``args`` override in the same way. A preset or file of settings
+            in ``args`` replaces all of its correction.
 
     Raises:
-        ValueError: flags that contradict each other, a file that cannot be read, or a field that is wrong; the flag is
-            named.
+        ValueError: flags that contradict each other, a file that cannot be read, or a wrong field; the flag is named.
     """
     flags, below = _given(args), {} if launch_file is None else _given(launch_file)
     if any(flags.get(_name(option)) for option in (_PRESET, _FILE, _MEGATRON_SWITCH)):
@@ -145,10 +156,10 @@ def is_correction_flag(name: str) -> bool:
 
 
 def policy_loss_config_from_args(args: argparse.Namespace) -> PolicyLossConfig:
-    """The objective that Megatron-LM's ``--grpo-*`` flags and ours beside them describe; absent ones: the default.
+    """The objective that Megatron-LM's ``--grpo-*`` flags and this package's describe.
 
     Raises:
-        ValueError: a value that the objective cannot have; the flag is named.
+        ValueError: a value that the objective does not take; the flag is named.
     """
     given = {field: getattr(args, name, None) for field, name in LOSS_FLAGS.items()}
     return _named(
@@ -164,37 +175,40 @@ def _add(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, option
 
 
 def _group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
-    """The group of this title, a new one where there is none."""
+    """The parser's group of this title, or a new one."""
     known = (group for group in parser._action_groups if group.title == title)
     return next(known, None) or parser.add_argument_group(title)
 
 
-def _help(field: str) -> str:
-    return _HELP[field].format(criteria=", ".join(CRITERIA), objectives=", ".join(OBJECTIVES))
+def _with_default(words: str, default: object) -> str:
+    """The help text with its default; a default of None is in the words already."""
+    if default is None:
+        return words
+    return f"{words}; default: {default if not isinstance(default, bool) else 'yes' if default else 'no'}"
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given of the correction, by attribute; fields as they were typed: ``none`` is None."""
+    """The given flags of the correction, by attribute; ``none`` is None."""
     names = (*FIELDS, *(_name(option) for option in _BASES))
     found = {name: getattr(args, name, None) for name in names}
     return {name: _parsed(name, value) for name, value in found.items() if value is not None}
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """``none`` is None, and what reads as one number is one."""
+    """The value of a flag: None for ``none``, a float for the text of one number."""
     if not isinstance(value, str) or name == "metric_prefix" or name not in FIELDS:
         return value
     if value.lower() in ("none", "null"):
         return None
     try:
-        # float() would take 0.5_2 for 0.52.
+        # float() would read 0.5_2 as 0.52.
         return value if "_" in value else float(value)
     except ValueError:
         return value
 
 
 def _base(given: dict[str, Any]) -> RolloutCorrectionConfig:
-    """What the fields override: the preset, the file, Megatron-LM's options, or the defaults."""
+    """The config that the fields override: the preset, the file, Megatron-LM's options, or the defaults."""
     name, path = given.get(_name(_PRESET)), given.get(_name(_FILE))
     if name is not None and path is not None:
         raise ValueError(f"{_PRESET} {name} and {_FILE} {path} contradict: give one of them")
@@ -244,7 +258,7 @@ def _name(option: str) -> str:
 
 
 def _named(make: Callable[[], T], flag: Callable[[str], str]) -> T:
-    """The config, or its error with the flag in front that it is about."""
+    """The config; an error gets the name of its flag in front."""
     try:
         return make()
     except ValueError as error:
@@ -252,5 +266,5 @@ def _named(make: Callable[[], T], flag: Callable[[str], str]) -> T:
 
 
 def _flag_of_error(message: str) -> str:
-    """The flag of the field that a message begins with."""
+    """The flag of the field that begins a message."""
     return next((flag_of(field) for field in FIELDS if message.startswith(f"{field}=")), "rollout correction")

@@ -1,4 +1,4 @@
-"""Fields over fields: what a later one makes meaningless among the earlier ones goes."""
+"""Fields that override fields: earlier settings that a later one makes meaningless are dropped."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 from megatron_rc.loss.objectives import OBJECTIVES
 from megatron_rc.settings.fields import DEFAULTS
 
-_OF_WEIGHTS = (
-    *("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply"),
-    "rollout_is_batch_normalize",
-)
+OF_WEIGHTS = ("rollout_is_threshold", "rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_apply")
 
 
 def overridden(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with what was given; what was of use before it and is no longer goes back to its default."""
+    """The fields with the given ones; fields that these make meaningless go back to their defaults."""
     now = {**fields, **given}
     was_masked = fields["rollout_is_mode"] == "mask" or (
         fields["rollout_is_mode"] is None and "_" in str(fields["rollout_is_threshold"])
     )
     if isinstance(given.get("rollout_is_threshold"), float) and now["rollout_is"] and was_masked:
-        # IcePop with another bound stays IcePop, though only the pair before it said so.
+        # IcePop with one new bound stays IcePop; the replaced pair of bounds had implied it.
         now["rollout_is_mode"] = given.get("rollout_is_mode", "mask")
     for name in _leftovers(fields, now) - _leftovers(fields, fields) - given.keys():
         now[name] = DEFAULTS[name]
@@ -29,10 +26,10 @@ def overridden(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 
 def _leftovers(base: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Settings that mean nothing among the others of now; of the base, where no flag has asked for them."""
+    """Settings that do nothing beside the others of ``now``; thresholds if the criteria are not ``base``'s."""
     left: set[str] = set()
     if now["rollout_is"] is None:
-        left.update(_OF_WEIGHTS)
+        left.update((*OF_WEIGHTS, "rollout_is_batch_normalize"))
     if not now["rollout_is_apply"]:
         left.add("rollout_is_batch_normalize")
     if now["rollout_is_mode"] in (None, "truncate") or "_" in str(now["rollout_is_threshold"]):

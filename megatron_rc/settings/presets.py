@@ -1,28 +1,59 @@
-"""Presets: published corrections by name, each with its numbers and the paper it comes from.
+"""Presets: published corrections by name, each with its numbers and its paper.
 
-Every name of every release of verl works here: those that mean the same as another, and those that have the numbers of
-a decoupled one, are in the tables of ``preset_tables.py``. ρ = π_train / π_rollout; every bound is on ρ.
+Every name of every release of verl works. ρ = π_train / π_rollout; every bound is on ρ.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_rc.settings.bounds import one_of
-from megatron_rc.settings.preset_tables import ALIASES, IN_BYPASS_MODE
 
 NEWEST = "2026-08"
 RELEASES = (NEWEST, "2025-11")
 Bound = float | str
 C = TypeVar("C", bound="Presets")
+M = TypeVar("M")
+
+
+class _Variant(classmethod):  # type: ignore[type-arg]
+    """A constructor that gets its name, and in its docstring the name of its preset, when the class is complete."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        function: Any = self.__func__
+        function.__name__, function.__qualname__ = name, f"{owner.__qualname__}.{name}"
+        function.__doc__ = function.__doc__.format(preset=function.__wrapped__.__name__)
+
+
+def _alias(preset: M, origin: str) -> M:
+    """A preset with another name."""
+    return _variant(preset, f"Alias of ``{{preset}}``: {origin}.", {})
+
+
+def _in_bypass_mode(preset: M, loss_type: str, doc: str) -> M:
+    """A preset with the same arguments in bypass mode."""
+    return _variant(preset, doc, {"bypass_mode": True, "loss_type": loss_type})
+
+
+def _variant(preset: M, doc: str, fields: dict[str, Any]) -> M:
+    """A constructor with a preset's arguments and type, whose configs have other fields."""
+    make = cast(Any, preset).__func__  # in a class body: type checkers take class methods for bound ones there
+
+    @functools.wraps(make)
+    def variant(*args: Any, **kwargs: Any) -> Any:
+        config = make(*args, **kwargs)
+        return type(config)(**config.to_dict() | fields) if fields else config
+
+    variant.__doc__ = doc
+    return cast(M, _Variant(variant))
 
 
 class Presets:
     """The presets as constructors of the config.
 
-    ``release`` chooses between numbers where releases of verl gave one name different ones: ``"2026-08"``, the newest
-    and the default, or ``"2025-11"``. ``rs_threshold_lower`` and ``veto_threshold`` are those releases' arguments: the
+    ``release`` chooses the numbers of a name that releases of verl gave different ones: ``"2026-08"``, the newest and
+    the default, or ``"2025-11"``. ``rs_threshold_lower`` and ``veto_threshold``, arguments of these releases, are the
     fields ``rollout_rs_threshold_lower`` and ``rollout_token_veto_threshold``.
     """
 
@@ -45,8 +76,8 @@ class Presets:
     def decoupled_token_icepop(cls: type[C], threshold: Bound = "0.5_5.0", threshold_lower: float | None = None) -> C:
         """Tokens whose ratio is out of bounds get weight 0, the others ρ_t (IcePop). For mixtures of experts.
 
-        A token that gets 0 still counts in the denominators of the loss. ``threshold`` is "lo_hi", or the upper bound
-        alone: then the lower one is ``threshold_lower`` or 0.5.
+        Tokens with weight 0 count in the denominators of the loss. ``threshold`` is "lo_hi", or the upper bound alone,
+        with ``threshold_lower`` or 0.5 as the lower one.
 
         Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
         """
@@ -54,7 +85,7 @@ class Presets:
 
     @classmethod
     def decoupled_seq_is(cls: type[C], threshold: float = 2.0) -> C:
-        """Sequence-level truncated importance sampling: w = min(Π ρ_t, threshold). Unbiased but for the truncation.
+        """Sequence-level truncated importance sampling: w = min(Π ρ_t, threshold). Unbiased except for the truncation.
 
         For short responses: the variance of the product grows with the length.
 
@@ -71,7 +102,7 @@ class Presets:
     ) -> C:
         """Sequence weights, and sequences whose product of ratios is out of bounds are rejected (Seq-MIS).
 
-        For a large mismatch, where the tail of the weights is noise rather than signal.
+        For a large mismatch, at which the tail of the weights is noise.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
@@ -84,9 +115,9 @@ class Presets:
 
     @classmethod
     def seq_mis(cls: type[C], threshold: float = 2.0, *, release: str = NEWEST) -> C:
-        """Alias of ``decoupled_seq_is_rs`` with one number for the weights and for the rejection: Π ρ_t in [1/u, u].
+        """Alias of ``decoupled_seq_is_rs`` with one number u for weights and rejection: Π ρ_t in [1/u, u].
 
-        ``release="2025-11"`` has no lower bound: long sequences that the trainer finds unlikely stay in.
+        ``release="2025-11"`` has no lower bound: it keeps long sequences that are unlikely under the trainer.
         """
         lower = 1 / threshold if _is_newest(release) else 1e-300
         return cls.decoupled_seq_is_rs(threshold, f"{lower!r}_{threshold!r}")
@@ -102,8 +133,8 @@ class Presets:
     ) -> C:
         """Reject sequences whose geometric mean ratio is out of bounds; no weights. For long chains of thought.
 
-        The mean takes the length out of the test, which a product of ratios cannot. ``rs_threshold``: "0.999_1.001";
-        ``release="2025-11"``: 1.001, so [1/1.001, 1.001], with a veto at 1e-4.
+        Unlike a product of ratios, the mean does not depend on the length. ``rs_threshold`` is "0.999_1.001";
+        ``release="2025-11"``: 1.001, which means [1/1.001, 1.001], with a veto at 1e-4.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
@@ -133,7 +164,7 @@ class Presets:
         *,
         release: str = NEWEST,
     ) -> C:
-        """``decoupled_geo_rs`` and ``decoupled_seq_is`` together: filter by length-free ratio, weigh what stays.
+        """``decoupled_geo_rs`` and ``decoupled_seq_is`` together: the filter, and weights for the rest.
 
         Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
         """
@@ -154,7 +185,7 @@ class Presets:
     def decoupled_k3_rs(cls: type[C], rs_threshold: float = 0.01) -> C:
         """Reject sequences whose mean k3 = ρ - 1 - log ρ is above a bound, in nats; no weights.
 
-        Steadier than the geometric mean where the mismatch is small: ratios on both sides of 1 cannot cancel.
+        Steadier than the geometric mean for a small mismatch: ratios on both sides of 1 cannot cancel.
 
         Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
         Reinforcement Learning".
@@ -183,24 +214,23 @@ class Presets:
     def trust_region_masking(cls: type[C], mean_threshold: float = 0.01, max_threshold: float = 2.5) -> C:
         """Reject whole sequences that leave the trust region on average (mean k3) or at any token (max k2); no weights.
 
-        For long horizons, where a single token's divergence decides whether the surrogate can be trusted. The paper's
-        theory bounds the exact divergence; of single samples it takes k3 for the mean, which is unbiased, and
-        ``|log ρ|`` for the maximum, which is symmetric (k2 is half its square). Choose the bounds for your own
-        mismatch: the defaults are verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of
-        seq_max_k2.
+        For long responses, in which a single token's divergence can make the surrogate objective invalid. The paper's
+        theory bounds the exact divergence; for samples it uses k3 for the mean, which is unbiased, and ``|log ρ|`` for
+        the maximum, which is symmetric (k2 is half its square). Choose bounds for your mismatch: the defaults are
+        verl's, 0.01 from its k3 presets and 2.5 (ρ in [0.107, 9.36]) from its example of seq_max_k2.
 
         Li et al. 2025, "Trust Region Masking for Long-Horizon LLM Reinforcement Learning".
         """
         bounds = f"{mean_threshold!r},{max_threshold!r}"
         return cls(rollout_is=None, rollout_rs="seq_mean_k3,seq_max_k2", rollout_rs_threshold=bounds)
 
-    # Bypass mode with numbers of its own; the others are in the table.
+    # Bypass mode, with numbers of its own.
 
     @classmethod
     def bypass_ppo_clip(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
-        """PPO clips π_θ / π_rollout itself, which is the correction; no weights. The fastest, for a small mismatch.
+        """PPO clips π_θ / π_rollout, and this is the correction; no weights. The fastest, for a small mismatch.
 
-        ``release="2025-11"`` also measures token weights truncated at ``threshold`` (2.0), which it does not apply.
+        ``release="2025-11"`` also measures token weights truncated at ``threshold`` (2.0), without applying them.
 
         Schulman et al. 2017, "Proximal Policy Optimization Algorithms".
         """
@@ -215,56 +245,99 @@ class Presets:
 
     @classmethod
     def ppo_is_bypass(cls: type[C], threshold: float | None = None, *, release: str = NEWEST) -> C:
-        """Alias of ``bypass_ppo_clip``: its name in the first releases, which had weights to measure.
+        """Alias of ``bypass_ppo_clip``: its name in the first releases, which measured weights.
 
-        With ``threshold``, in any release, token weights truncated at it are measured and not applied.
+        With ``threshold``, in any release, token weights truncated at it are measured, not applied.
         """
         with_weights = not _is_newest(release) or threshold is not None
         return cls.bypass_ppo_clip(threshold, release=RELEASES[1] if with_weights else NEWEST)
 
     @classmethod
     def disabled(cls: type[C]) -> C:
-        """Nothing is corrected, everything is measured. The first run to make: it shows how large the mismatch is.
+        """Correct nothing, measure everything: a first run with it shows how large the mismatch is.
 
-        The weights that are measured are those of tokens, truncated at 2.
+        It measures token weights, truncated at 2.
         """
         return cls(**_weights("token", 2.0), rollout_is_apply=False)
 
-    if TYPE_CHECKING:
-        # The tables, for type checkers.
-        bypass_ppo_clip_geo_rs, bypass_ppo_clip_k3_rs = decoupled_geo_rs, decoupled_k3_rs
-        bypass_pg_is, bypass_pg_token_icepop, bypass_pg_geo_rs = (
-            decoupled_seq_is,
-            decoupled_token_icepop,
-            decoupled_geo_rs,
-        )
-        bypass_pg_geo_rs_seq_tis = decoupled_geo_rs_seq_tis
-        bypass_pg_geo_rs_token_tis = decoupled_geo_rs_token_tis
-        token_is = token_tis = decoupled_token_is
-        seq_is, seq_is_rs = decoupled_seq_is, decoupled_seq_is_rs
-        geo_rs, geo_rs_seq_tis = decoupled_geo_rs, decoupled_geo_rs_seq_tis
-        pg_is = pure_is = bypass_pg_is
-        pg_rs = pure_rs = bypass_pg_rs = bypass_pg_geo_rs
-        pg_geo_rs_seq_tis = bypass_pg_geo_rs_seq_tis
+    # Decoupled presets in bypass mode: ρ = π_θ / π_rollout, and π_old := π_rollout needs no extra forward pass.
 
+    bypass_ppo_clip_geo_rs = _in_bypass_mode(
+        decoupled_geo_rs,
+        "ppo_clip",
+        """``bypass_ppo_clip``, and sequences whose geometric mean ratio is out of bounds are rejected.
 
-def _add(name: str, other: str, doc: str, fields: dict[str, Any]) -> None:
-    """A constructor with the arguments of another, which gives its config with other fields."""
-    make = vars(Presets)[other].__func__
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    )
+    bypass_ppo_clip_k3_rs = _in_bypass_mode(
+        decoupled_k3_rs,
+        "ppo_clip",
+        """``bypass_ppo_clip``, and sequences whose mean k3 is above a bound are rejected.
 
-    @functools.wraps(make)
-    def variant(*args: Any, **kwargs: Any) -> Any:
-        config = make(*args, **kwargs)
-        return type(config)(**config.to_dict() | fields) if fields else config
+        Schulman 2020, "Approximating KL Divergence"; Li et al. 2025, "Trust Region Masking for Long-Horizon LLM
+        Reinforcement Learning".
+        """,
+    )
+    bypass_pg_is = _in_bypass_mode(
+        decoupled_seq_is,
+        "reinforce",
+        """REINFORCE with sequence weights: -min(Π ρ_t, threshold) A log π_θ, without PPO's clipping.
 
-    variant.__name__, variant.__qualname__, variant.__doc__ = name, f"{Presets.__qualname__}.{name}", doc
-    setattr(Presets, name, classmethod(variant))
+        Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; Liu
+        et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    )
+    bypass_pg_token_icepop = _in_bypass_mode(
+        decoupled_token_icepop,
+        "reinforce",
+        """REINFORCE with token weights that are 0 out of bounds (IcePop). Bounds as in ``decoupled_token_icepop``.
 
+        Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model".
+        """,
+    )
+    bypass_pg_geo_rs = _in_bypass_mode(
+        decoupled_geo_rs,
+        "reinforce",
+        """REINFORCE without weights on sequences whose geometric mean ratio is within bounds. For long responses.
 
-for _name, (_other, _fields, _doc) in IN_BYPASS_MODE.items():
-    _add(_name, _other, _doc, _fields)
-for _name, (_other, _origin) in ALIASES.items():
-    _add(_name, _other, f"Alias of ``{_other}``: {_origin}.", {})
+        Bounds and releases as in ``decoupled_geo_rs``.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    )
+    bypass_pg_geo_rs_seq_tis = _in_bypass_mode(
+        decoupled_geo_rs_seq_tis,
+        "reinforce",
+        """``bypass_pg_geo_rs`` and ``bypass_pg_is`` together: the filter and sequence weights.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    )
+    bypass_pg_geo_rs_token_tis = _in_bypass_mode(
+        decoupled_geo_rs_token_tis,
+        "reinforce",
+        """``bypass_pg_geo_rs`` with token weights: less variance than sequence weights, more bias.
+
+        Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+        """,
+    )
+
+    # Other names of presets, with the name's origin.
+
+    token_is = _alias(decoupled_token_is, "from the first release with presets")
+    token_tis = _alias(decoupled_token_is, "token-level TIS")
+    seq_is = _alias(decoupled_seq_is, "from the first release with presets")
+    seq_is_rs = _alias(decoupled_seq_is_rs, "from the first release with presets")
+    geo_rs = _alias(decoupled_geo_rs, "from the first release with presets")
+    geo_rs_seq_tis = _alias(decoupled_geo_rs_seq_tis, "verl's spelling at the end of 2025")
+    pg_is = _alias(bypass_pg_is, "its name in release 2025-11")
+    pure_is = _alias(bypass_pg_is, "its name in the first release with presets")
+    pg_rs = _alias(bypass_pg_geo_rs, "its name in release 2025-11")
+    pure_rs = _alias(bypass_pg_geo_rs, "its name before release 2025-11")
+    bypass_pg_rs = _alias(bypass_pg_geo_rs, "verl's spelling at the end of 2025")
+    pg_geo_rs_seq_tis = _alias(bypass_pg_geo_rs_seq_tis, "verl's spelling at the end of 2025")
+
 
 PRESETS = tuple(name for name, value in vars(Presets).items() if isinstance(value, classmethod))
 

@@ -1,4 +1,4 @@
-"""How fields of the correction are spelled on the command line."""
+"""Spelling of the correction's fields on the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def flag_of(field: str) -> str:
 
 
 def flags_of(config: CorrectionFields) -> str:
-    """The flags without which this would be another config, ``--rollout-is`` always among them."""
+    """The flags that make this config: ``--rollout-is``, and each field that differs from its default."""
     words: list[str] = []
     for name, value in config.to_dict().items():
         if value == DEFAULTS[name] and name != "rollout_is":

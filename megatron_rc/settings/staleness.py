@@ -1,8 +1,8 @@
-"""Bounds by staleness: how much wider or tighter they are for tokens of older weights.
+"""Bounds by staleness: wider or tighter bounds for tokens of older weights.
 
 Every bound in nats is multiplied by a factor f: a ratio's bounds [lo, hi] become [lo^f, hi^f], an upper bound u of k2
-or k3 becomes f · u. f > 1 widens, as the ratio of honest tokens spreads with every step between the two versions; f < 1
-trusts old tokens less.
+or k3 becomes f · u. f > 1 widens the bounds, as ratios of correct tokens spread with every step between the versions;
+f < 1 trusts old tokens less.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ FIELD = "rollout_staleness_scale"
 
 @dataclass(frozen=True)
 class StalenessScale:
-    """A step function of the staleness.
+    """Factors of bounds, a step function of the staleness.
 
     Attributes:
-        steps: ascending, from 1 on: where each factor begins.
-        factors: one more than steps; the first one, below the first step, is 1.
+        steps: the staleness from which each factor applies; ascending, from 1 on.
+        factors: one more than steps; the first, below the first step, is 1.
     """
 
     steps: tuple[int, ...]
     factors: tuple[float, ...]
 
     def levels(self, staleness: Tensor) -> Tensor:
-        """int64 like ``staleness``: which factor is that of each."""
+        """The index of the factor for each staleness, int64, like ``staleness``."""
         return torch.bucketize(staleness, _table(self.steps, torch.int64, staleness.device), right=True)
 
     def of(self, levels: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,12 +38,12 @@ class StalenessScale:
 
 
 def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers on the device; the host does not wait until a GPU has done what it was given before."""
+    """The numbers on the device, without waiting for a GPU's earlier work."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def parse_staleness_scale(text: object) -> StalenessScale | None:
-    """The function that ``"1:1.5,4:2"`` describes: 1.5 from a staleness of 1 on, 2 from 4 on; None of None.
+    """The factors that ``"1:1.5,4:2"`` describes: 1.5 from a staleness of 1 on, 2 from 4 on.
 
     Raises:
         ValueError: names the value and the remedy.
@@ -58,7 +58,7 @@ def parse_staleness_scale(text: object) -> StalenessScale | None:
         raise ValueError(f"{FIELD}={text!r} must name each staleness once, in ascending order")
     for step, before, factor in zip(steps, factors, factors[1:], strict=False):
         if factor == before:
-            raise ValueError(f"{FIELD}={text!r}: the factor of staleness {step} is that of the one before: drop it")
+            raise ValueError(f"{FIELD}={text!r}: staleness {step} repeats the factor before it: drop it")
     return StalenessScale(steps, factors)
 
 
@@ -70,7 +70,7 @@ def _pair(text: str, part: str) -> tuple[int, float]:
         raise ValueError(f"{FIELD}={text!r}: {part!r} is not staleness:factor, for example '1:1.5'") from None
     if found[0] < 1 or "_" in part:
         raise ValueError(
-            f"{FIELD}={text!r}: {part!r} must begin with a staleness of 1 or more; the thresholds are those of 0"
+            f"{FIELD}={text!r}: {part!r} must begin with a staleness of 1 or more; staleness 0 has the plain thresholds"
         )
     if not 0 < found[1] < math.inf:
         raise ValueError(f"{FIELD}={text!r}: the factor of {part!r} must be a finite positive number")

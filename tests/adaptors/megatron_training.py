@@ -1,6 +1,6 @@
-"""docs/adaptors.md, Megatron-LM, as it is written: the real ``pretrain`` of 0.19 in this process, on the CPU.
+"""Megatron-LM's section of docs/adaptors.md, as written: ``pretrain`` of 0.19 in this process, on the CPU.
 
-Replaced are ``initialize_megatron``, which insists on a GPU, and ``torch.cuda``. Flags come from the command line.
+``initialize_megatron``, which needs a GPU, and ``torch.cuda`` are replaced. Flags come from the command line.
 """
 
 import os
@@ -26,7 +26,7 @@ FLAGS = f"""--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length
 
 
 def initialize(**_):
-    """What ``initialize_megatron`` does for one process, without its GPU."""
+    """Initialize one process as ``initialize_megatron`` does, without its GPU."""
     from megatron.core import parallel_state, rerun_state_machine, tensor_parallel
 
     store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
@@ -37,7 +37,7 @@ def initialize(**_):
 
 
 def micro_batches():
-    """Random tokens; the mask is of integers."""
+    """Random tokens; the mask has integers."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, LENGTH)
     while True:
@@ -55,7 +55,7 @@ def micro_batches():
 
 
 def data(*_, **__):
-    """Batches to train on, and to evaluate on in between."""
+    """Batches for training, and for evaluations in between."""
     return micro_batches(), micro_batches(), None
 
 
@@ -69,7 +69,7 @@ def model_provider(pre_process=True, post_process=True, config=None, **_):
 
 
 def main():
-    """Train, and print what the correction has counted in the last step."""
+    """Train, and print the correction's counts of the last step."""
     sys.argv = [sys.argv[0], *FLAGS, *sys.argv[1:]]
     data.is_distributed = True
     training.initialize_megatron = initialize

@@ -1,4 +1,4 @@
-"""docs/adaptors.md, run as it is written."""
+"""The code blocks of docs/adaptors.md, run as written."""
 
 import re
 
@@ -13,7 +13,7 @@ def blocks(program, language="python"):
 
 
 def documented(program, **names):
-    """What the section's only block leaves behind; at most ten lines of it are for the user to write."""
+    """The names that the section's only block defines; it has at most ten lines for the user to write."""
     (block,) = blocks(program)
     assert len([line for line in block.splitlines() if line.strip()]) <= 10
     exec(compile(block, f"docs/adaptors.md, {program}", "exec"), names)

@@ -1,4 +1,4 @@
-"""NeMo-RL's call by its shapes (commit 7ea279a): the oracle's numbers, and errors by its names."""
+"""NeMo-RL's call by its shapes (commit 7ea279a): the oracle's numbers, and errors with its names."""
 
 import copy
 import enum
@@ -20,7 +20,7 @@ class LossType(enum.Enum):
 
 
 class ClippedLoss:
-    """What of ClippedPGLossFn a correction meets: its columns, its masks and what it divides by."""
+    """The parts of ClippedPGLossFn that a correction uses: its columns, masks and denominators."""
 
     input_type = "logprob"
     metric_normalizations = {"loss": "tokens", "probs_ratio": "tokens"}  # noqa: RUF012
@@ -161,8 +161,8 @@ def test_on_policy_the_current_policy_is_the_old_one():
 @pytest.mark.parametrize(
     ("made", "fields", "message"),
     [
-        (ClippedLoss(use_importance_sampling_correction=True), {}, "use_importance_sampling_correction=True: NeMo-RL"),
-        (ClippedLoss(), {"bypass_mode": True}, "bypass_mode=True: NeMo-RL makes the ratio"),
+        (ClippedLoss(use_importance_sampling_correction=True), {}, "use_importance_sampling_correction=True"),
+        (ClippedLoss(), {"bypass_mode": True}, "bypass_mode=True: NeMo-RL"),
         (ClippedLoss(), {"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True"),
         (
             ClippedLoss(),

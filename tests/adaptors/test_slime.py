@@ -1,4 +1,4 @@
-"""slime's call, by its shapes (commit 624b824): the oracle's numbers over CP ranks, and errors by its names."""
+"""slime's call by its shapes (commit 624b824): the oracle's numbers over CP ranks, and errors with its names."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ NAMES = [name for name, case in CASES.items() if can_run(case)]
 
 
 def responses(name):
-    """The rows of a batch as ragged responses; their masks have the dtypes that programs give them."""
+    """The rows of a batch as ragged responses, with masks of several dtypes."""
     batch, expected = clear_batch(name)
     lengths = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in batch.mask]
     rows = range(len(lengths))
@@ -45,7 +45,7 @@ def responses(name):
 
 
 def local_tokens(total, response, rank, size):
-    """Which tokens of a response a rank has: those predicted in its two chunks of the padded sequence."""
+    """The local tokens of a response on a rank: those that its two chunks of the padded sequence predict."""
     chunk = -(-total // (2 * size))
     held = [range(rank * chunk, (rank + 1) * chunk), range((2 * size - rank - 1) * chunk, (2 * size - rank) * chunk)]
     first = total - response - 1
@@ -54,7 +54,7 @@ def local_tokens(total, response, rank, size):
 
 
 def call(given, fields, args=ARGS):
-    """One micro-batch on this rank as slime makes it: (local loss, gradients and tokens of each response, answers)."""
+    """One micro-batch on this rank as in slime: (local loss, gradients and tokens of each response, results)."""
     cp = ParallelGroups.from_megatron().cp
     lengths, totals = given["lengths"], given["totals"]
     tokens = [local_tokens(*pair, group_rank(cp), group_size(cp)) for pair in zip(totals, lengths, strict=True)]
@@ -63,7 +63,7 @@ def call(given, fields, args=ARGS):
         return [row[mine] for row, mine in zip(rows, tokens, strict=True)]
 
     old, moved = cut(given["old"]), cut(given["steps"])
-    # slime's own ratio is finite, also where the log-probs of the correction are not.
+    # slime's own ratio is finite, even if the correction's log-probs are not.
     theta = [step.clone().requires_grad_() for step in moved]
     ratio = torch.cat(theta).exp()
     advantages = torch.cat([value.expand(len(mine)) for value, mine in zip(given["advantages"], tokens, strict=True)])
@@ -77,7 +77,7 @@ def call(given, fields, args=ARGS):
         total_lengths=totals,
         response_lengths=lengths,
     )
-    # Each response's sum over its trained tokens before rejection, as slime's reducer has it.
+    # Each response's sum over its trained tokens before rejection, as in slime's reducer.
     sizes, counts = [len(mine) for mine in tokens], [mask.sum().clamp(min=1) for mask in given["masks"]]
     parts = zip(loss.split(sizes), cut(masks), counts, strict=True)
     total = sum((part * mask).sum() / count for part, mask, count in parts)
@@ -122,7 +122,7 @@ def test_slime_gets_the_oracles_loss_gradients_and_masks(ranks, cp):
             for mask, kept, was in zip(part[3], masks, given["masks"], strict=True):
                 assert mask.dtype == was.dtype
                 assert torch.equal(mask.bool(), kept)
-        if CASES[name].bad:  # slime counts them in what it divides by
+        if CASES[name].bad:  # slime's denominators count bad tokens
             continue
         tokens = sum(int(mask.sum()) for mask in given["masks"])
         for key in parts[0][4]:
@@ -135,7 +135,7 @@ def run_all(given, fields):
 
 
 def arguments(**changes):
-    """Three responses of 2, 0 and 3 tokens on one rank."""
+    """Arguments of three responses of 2, 0 and 3 tokens on one rank."""
     given = {
         "pg_loss": torch.ones(5),
         "train_log_probs": [torch.tensor([-1.0, -0.5]), torch.empty(0), torch.tensor([-2.0, -0.1, -0.4])],
@@ -193,14 +193,17 @@ GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bypass_mode": True}, "bypass_mode=True: slime makes the ratio .*--use-rollout-logprobs is PPO"),
+        ({"bypass_mode": True}, "bypass_mode=True: slime .*--use-rollout-logprobs"),
         ({"proximal_interpolation": True}, "proximal_interpolation=True: slime"),
-        ({"rollout_is": "token", "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True: slime asks"),
-        ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime asks"),
-        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' looks at .* slime its own --use-opsm"),
+        (
+            {"rollout_is": "token", "rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize=True: slime .* global batch",
+        ),
+        ({**GEOMETRIC, "rollout_staleness_scale": "1:2"}, "rollout_staleness_scale='1:2': slime .* weight versions"),
+        ({"rollout_rs": "opsm", "rollout_rs_threshold": 0.1}, "rollout_rs='opsm' .* --use-opsm"),
         (
             {"rollout_rs": "group_mean_k1", "rollout_rs_threshold": "0.9_1.1"},
-            "rollout_rs='group_mean_k1' looks at prompts",
+            "rollout_rs='group_mean_k1' needs prompts",
         ),
         (GEOMETRIC, "set rejection_denominator='original'"),
     ],
@@ -216,7 +219,7 @@ def test_settings_that_a_micro_batch_cannot_have(fields, message):
     [
         (
             {"tis_level": "token", "tis_batch_normalize": True},
-            "^tis_batch_normalize=True: slime asks .* set tis_batch_normalize to False",
+            "^tis_batch_normalize=True: slime .* set tis_batch_normalize to False",
         ),
         ({"tis_clip": 2.0, "tis_clip_low": 0.0, "tis_levl": "token"}, "unknown setting 'tis_levl'"),
         ({"mis_level": "token", "mis_batch_normalize": True}, "unknown setting 'mis_batch_normalize'"),

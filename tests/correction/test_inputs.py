@@ -75,7 +75,7 @@ def arguments(name="token"):
         ({"layout": SequenceLayout.padded(12, 8)}, "the layout's local shape is"),
         (
             {"layout": SequenceLayout.padded(12, 16, cp_size=2)},
-            "is that of rank 0 of 2 context-parallel ranks, this is rank 0 of 1",
+            r"rank 0 of 2 .* rank 0 of 1 in groups\.cp",
         ),
         (
             {name: torch.zeros(5) for name in NAMES[:2]} | {"response_mask": torch.zeros(5).bool()},

@@ -1,4 +1,4 @@
-"""A reward, an objective and a criterion of one's own, as the launcher reads them from its flags."""
+"""A reward, an objective and a criterion of one's own, read from the launcher's flags."""
 
 from unittest import mock
 
@@ -29,13 +29,13 @@ ROWS, LENGTH = 8, 16
 
 @pytest.fixture(autouse=True)
 def _tables():
-    """As they were."""
+    """Restore the tables afterwards."""
     with mock.patch.dict(OBJECTIVES), mock.patch.dict(CRITERIA):
         yield
 
 
 def draw():
-    """(log π_old, log π_rollout, advantages, response mask) in float64; all but the advantages [ROWS, LENGTH]."""
+    """(log π_old, log π_rollout, advantages [ROWS], response mask) in float64, [ROWS, LENGTH]."""
     dice = torch.Generator().manual_seed(3)
     old = -2 * torch.rand(ROWS, LENGTH, generator=dice, dtype=torch.float64) - 1
     rollout = old - 0.2 * torch.randn(ROWS, LENGTH, generator=dice, dtype=torch.float64)
@@ -64,7 +64,7 @@ def trained(words):
 
 
 def by_hand():
-    """-w · max(A, 0) / (accepted tokens) where accepted, else 0."""
+    """-w · max(A, 0) / (accepted tokens) at accepted tokens, else 0."""
     old, rollout, advantages, mask = draw()
     ratio = (old - rollout).exp()
     smallest = torch.where(mask, ratio, 9).amin(1)

@@ -1,7 +1,7 @@
-"""The launch scripts of other programs' examples: each corrects as the original's settings do.
+"""The launch scripts of other programs' examples correct as the original's settings do.
 
-The scripts run as they are, with a stand-in for the program that they start; its flags are then checked as ranks check
-them. Dry runs of all of them are in ``tests/long/test_launch_scripts.py``.
+The scripts run unchanged, with a stand-in for the program that they start; its flags are then checked as on ranks. Dry
+runs of all scripts are in ``tests/long/test_launch_scripts.py``.
 """
 
 import functools
@@ -27,13 +27,13 @@ OCTOBER = "verl-2025-10"
 
 @dataclass(frozen=True)
 class Original:
-    """What another program's script says.
+    """The settings of another program's script.
 
     Attributes:
-        dialect: whose settings they are.
-        settings: those of the correction, as the original spells them.
-        shape: of the model, as its ``config.json`` has it.
-        layout: TP, CP and DP of ours; ``ranks`` are their product.
+        dialect: the program's dialect.
+        settings: the correction's settings, in the original's spelling.
+        shape: the model's shape, from its ``config.json``.
+        layout: our TP, CP and DP; ``ranks`` is their product.
         batch: prompts and responses to each, and sequences of an optimizer step.
     """
 
@@ -173,7 +173,7 @@ SHAPES = {
 
 
 def publish(folder: Path, shape: str) -> None:
-    """What a user has: the directory of a model, here without weights, and prompts."""
+    """Write a user's files: a model's directory, here without weights, and prompts."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
@@ -188,7 +188,7 @@ def publish(folder: Path, shape: str) -> None:
 
 
 def start(name, folder, *words, **environment):
-    """(exit code, the words that Python was started with, standard error), of a script beside a stand-in for Python."""
+    """(exit code, words of the started Python, standard error) of a script with a stand-in for Python."""
     stand_in = folder / "python"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
     stand_in.chmod(0o755)
@@ -200,7 +200,7 @@ def start(name, folder, *words, **environment):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(torchrun's part, the run) of a script by its name."""
+    """(torchrun's part, the run) of a script, by its name."""
 
     @functools.cache
     def published(shape):
@@ -251,7 +251,7 @@ def test_a_script_names_every_setting_of_the_original(name):
 
 
 def _read(text):
-    """A value as the settings have it; lists of bounds are text."""
+    """A settings' value; lists of bounds are text."""
     value = yaml.safe_load(text)
     try:
         return float(text) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The loop of one's own gives the same numbers in every layout, and those of the formula."""
+"""The example's training loop gives the same numbers in every layout, and the formula's numbers."""
 
 import ast
 import sys
@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def loop_of(layout):
-    """The example on this rank of the pool, where process groups are there already."""
+    """The example on this rank of the pool, which has process groups already."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     import next_digit
@@ -81,7 +81,7 @@ def test_every_layout_gives_the_same_numbers(ranks, alone, layout):
 
 
 def checked(*given):
-    """What the example says of these numbers; None where it runs."""
+    """The example's error for these numbers, or None."""
     _, digits, _ = loop_of(Layout())
     try:
         return digits.check(*given)

@@ -1,4 +1,4 @@
-"""A recorded batch is corrected as the formula says, and drawn."""
+"""A recorded batch is corrected by the formula, and drawn."""
 
 import dataclasses
 import runpy
@@ -15,7 +15,7 @@ PATH = str(ROOT / "examples" / "recorded_batch.py")
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """What the command prints on either stream, and what it ends with."""
+    """(output, error output, exit code) of the command."""
 
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["recorded_batch.py", *map(str, words)])
@@ -65,7 +65,7 @@ def test_files_and_rows_of_any_origin_are_one_batch(tmp_path, run, made):
 
 
 def test_bounds_of_token_weights_alone_are_drawn(tmp_path, run, made):
-    """Those of sequence weights bound products of the ratios that the picture shows."""
+    """Bounds of sequence weights are on products of the ratios in the picture."""
     presets = {"decoupled_token_icepop": 2, "decoupled_token_is": 1, "decoupled_seq_is": 0, "decoupled_geo_rs": 0}
     for preset, lines in presets.items():
         shown, _ = run(made, "--rollout-correction-preset", preset, "--out", tmp_path / "a.svg")
@@ -88,7 +88,7 @@ def test_what_cannot_be_corrected_is_one_sentence(tmp_path, run, made):
         ("--make", made): "File exists",
         (made, "--make", tmp_path): "name files of recorded rollouts, or --make DIR",
         (made, "--rollout-correction-preset", "token"): "preset='token' is unknown",
-        (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: a decoupled one is needed",
+        (made, "--rollout-correction-preset", "pg_is"): "--rollout-correction-preset pg_is: use a decoupled preset",
         (made, "--out", tmp_path / "nowhere" / "a.png"): "No such file or directory",
     }.items():
         shown, code = run(*words)

@@ -1,4 +1,4 @@
-"""``make run-smollm2`` learns from files and a function: every sum and its label, and what the rule rewards."""
+"""Files and reward of ``make run-smollm2``: every sum with its label, and the rewarded answers."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def rows(path):
 
 
 def conversation(question):
-    """What the model is shown: two sums that are worked out, and one that is not."""
+    """The model's prompt: two solved sums and an open one."""
     shown = [
         *("8 + 4 + 5 = ?", "8 + 4 = 12, 12 + 5 = 17. Answer: 17"),
         *("3 + 9 + 7 = ?", "3 + 9 = 12, 12 + 7 = 19. Answer: 19"),
@@ -67,7 +67,7 @@ def test_the_rule_wants_the_answer_at_the_end_of_the_first_line(example, respons
 
 
 def command(*words):
-    """The trainer's flags in the command that a target of the Makefile ends with."""
+    """The trainer's flags in the last command of a target of the Makefile."""
     shown = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (line,) = [line for line in shown.replace("\\\n", "").splitlines() if "-m megatron_rc.launch " in line]
     found = shlex.split(line)
@@ -82,13 +82,13 @@ def commands_of_the_page():
 
 
 def run(monkeypatch, *words):
-    """What ``python words`` does, in this process."""
+    """Run ``python words`` in this process."""
     monkeypatch.setattr(sys, "argv", list(words))
     runpy.run_path(words[0], run_name="__main__")
 
 
 def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys):
-    """What the Makefile and docs/launching.md start, from a folder with the example, the sums and a tiny model."""
+    """The command of the Makefile and docs/launching.md, in a folder with the example, the sums and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     written, of_the_page = commands_of_the_page()
@@ -100,13 +100,13 @@ def test_the_launch_file_learns_from_them(tmp_path, monkeypatch, capsys):
     tokenizer_folder(tmp_path / "smollm2")
     capsys.readouterr()
     run(monkeypatch, *written, "smollm2")
-    # The weights are random, whatever they say.
+    # Random weights give any answer.
     shown = capsys.readouterr().out.splitlines()
     assert sum("= ?  " in line for line in shown) == 16
     assert re.fullmatch(r"\d+ of 16 right", shown[-1])
     of_make = command("run-smollm2", "ENGINE=transformers", f"VENV={tmp_path}")
     for words in (of_make, of_the_page):
-        # One byte is one token here, several are one in the real tokenizer.
+        # Here one byte is one token; the real tokenizer has several in one.
         config, task = configure([*words, "--seq-length=512"], 2)
         assert config.launch.run_name == "smollm2_sums"
         assert config.rewards.reward == "python:examples.smollm2_sums:reward"

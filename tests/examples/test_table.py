@@ -1,4 +1,4 @@
-"""examples/README.md names every example with a command; what takes long is run as written by tests/long."""
+"""examples/README.md names every example with a command; tests/long runs the slow ones as written."""
 
 import re
 import shlex

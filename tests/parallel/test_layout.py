@@ -1,4 +1,4 @@
-"""Cutting sequences over context-parallel ranks, and what is summed over the pieces."""
+"""Cuts of sequences over context-parallel ranks, and sums over the pieces."""
 
 import numpy as np
 import pytest

@@ -63,7 +63,7 @@ def local(dtype, sequence_parallel, chunk_size):
 
 
 def assert_equal(results, expected, sequence_parallel, tolerance):
-    """Results on every rank, and the gradients put together, are the reference's."""
+    """Assert that results on every rank, and the joined gradients, are the reference's."""
     want, gradients = expected
     for got, _ in results:
         for value, reference in zip(got, want, strict=True):
@@ -93,7 +93,7 @@ def test_lower_precision(ranks, dtype, tolerance):
 
 
 def test_a_missing_reduction_would_be_seen(ranks):
-    """The hidden states' gradient of one rank alone, without the sum over the group."""
+    """The gradient of hidden states on one rank alone, without the sum over the group, is wrong."""
     (got, gradients), *others = ranks.run(local, Layout(tp=2), torch.float64, False, 5)
     wrong = [gradients[0] / 2, *gradients[1:]]
     with pytest.raises(AssertionError):
@@ -101,7 +101,7 @@ def test_a_missing_reduction_would_be_seen(ranks):
 
 
 def unfused_and_fused(**more):
-    """The same through logits and without them, in float32."""
+    """(results, gradients) through logits and without them, in float32."""
     hidden, weight, bias, labels, coefficients = make(torch.float32)
     found = []
     for fused in (False, True):
@@ -125,7 +125,7 @@ def test_it_is_equal_to_the_unfused_path(more):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
 def test_autocast_changes_no_bit(dtype, backward_inside):
-    """Its matmuls would be made in bfloat16, and log-probs of them differ from the engine's by percents."""
+    """Autocast would compute the matmuls in bfloat16, and log-probs would differ from the engine's by percents."""
     hidden, weight, bias, labels, coefficients = make(dtype)
     found = []
     for enabled in (False, True):
@@ -144,7 +144,7 @@ def test_autocast_changes_no_bit(dtype, backward_inside):
 
 
 def test_gradients_go_to_main_grad():
-    """As Megatron's fused accumulation has it: added to what is there, and autograd gets zeros for its hook."""
+    """Gradients are added as in Megatron's fused accumulation; autograd gets zeros for Megatron's hook."""
     hidden, weight, _, labels, _ = make(torch.bfloat16)
     found = []
     for accumulates in (False, True):

@@ -1,4 +1,4 @@
-"""The Triton kernels: their results under Triton's interpreter, which needs no GPU, and that they compile for one."""
+"""The Triton kernels: their results under Triton's interpreter, which needs no GPU, and their compilation for a GPU."""
 
 import functools
 import importlib.util
@@ -16,7 +16,7 @@ from megatron_rc.parallel.softmax import RowGradients, SoftmaxOptions
 from tests.support.paths import ROOT
 from tests.support.vocab_cases import Case, bad_logits, results, textbook
 
-SMALL = {"_FORWARD_BLOCK": 128, "_BACKWARD_BLOCK": 128}  # the interpreter is slow, and blocks must be several
+SMALL = {"_FORWARD_BLOCK": 128, "_BACKWARD_BLOCK": 128}  # several blocks of few columns: the interpreter is slow
 
 
 def require_triton():
@@ -26,7 +26,7 @@ def require_triton():
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """The results of all calls below. Triton decides at its import whether it interprets, so they have a process."""
+    """The results of all calls below, from a process of its own: Triton chooses at its import whether it interprets."""
     require_triton()
     path = str(tmp_path_factory.mktemp("triton") / "results.pt")
     done = subprocess.run(
@@ -73,7 +73,7 @@ CASES = {
 
 
 def rounding(dtype):
-    """That of a gradient from float32; the interpreter, other than a GPU, cuts bfloat16 off."""
+    """Rounding error of a gradient from float32; unlike a GPU, the interpreter truncates to bfloat16."""
     return 0 if dtype == torch.float32 else torch.finfo(dtype).eps
 
 
@@ -108,7 +108,7 @@ def test_a_bad_logit_is_not_hidden(interpreted):
 
 @pytest.mark.processes
 def test_a_row_without_any_probability_adds_nothing(interpreted):
-    """On another rank of the vocabulary there may be some."""
+    """Another rank of the vocabulary may have probabilities."""
     assert interpreted["nothing"].tolist() == [[-torch.inf] * 2, [0, 0], [0, 0], [0, 0]]
 
 
@@ -116,7 +116,7 @@ def test_a_row_without_any_probability_adds_nothing(interpreted):
 
 
 def whole(columns, entropy=True, squares=True):
-    """How rows of so many columns are read."""
+    """The options for rows of this number of columns."""
     return SoftmaxOptions(columns, 1 / 0.7, entropy, squares, None, False, holes=True)
 
 
@@ -166,11 +166,11 @@ def test_cpu_tensors_do_not_go_to_triton():
     assert not kernels.uses_triton(torch.zeros(2, 3))
 
 
-# For a GPU that is not here.
+# For a GPU that this machine lacks.
 
 
 class NoGpu:
-    """The driver of a GPU that kernels can be compiled for, and no more."""
+    """The driver of a GPU, as far as the compiler needs it."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -188,7 +188,7 @@ class NoGpu:
 
 
 class Compiled:
-    """In place of a kernel: keeps the assembly of what would have been launched."""
+    """A stand-in of a kernel that keeps the assembly instead of launching it."""
 
     def __init__(self, kernel, assembly):
         self.kernel, self.assembly = kernel, assembly
@@ -198,7 +198,7 @@ class Compiled:
 
     def launch(self, grid, *arguments, **options):
         compiled = self.kernel.warmup(*arguments, grid=grid, **options)
-        # The machine code that the assembler made of it is what a GPU takes.
+        # A GPU takes the machine code that the assembler made.
         assert compiled.asm["cubin"].startswith(b"\x7fELF")
         self.assembly.append(compiled.asm["ptx"])
 
@@ -230,7 +230,7 @@ def test_the_kernels_compile_for_a_gpu(assembly):
         triton_kernels.write_gradient(logits, logits, gradients, options)
     forward, backward, *single = assembly
     assert len(single) == 2
-    # A vocabulary that is no multiple of anything is no reason to read logits one by one.
+    # Logits are loaded as vectors, although the vocabulary is a multiple of nothing.
     assert "ld.global.v4" in forward
     assert "ld.global.v4" in backward
     assert "st.global.v4" in backward

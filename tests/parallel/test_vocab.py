@@ -15,7 +15,7 @@ from megatron_rc.parallel.groups import group_rank, group_size
 from tests.correction.test_shards import Recorder
 from tests.support.ranks import Layout
 
-PADDED, VOCABULARY = 16, 11  # of four ranks, the last holds nothing but padding
+PADDED, VOCABULARY = 16, 11  # of four ranks, the last holds only padding
 TP = [1, 2, 4]  # at module scope, so that ranks meet once for each
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = [{"chunk_size": size, "inplace_backward": inplace} for size in (None, 1, 3) for inplace in (False, True)]
@@ -26,9 +26,9 @@ GRADIENT = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2**-8, to
 
 @dataclass(frozen=True)
 class Batch:
-    """Logits of the whole padded vocabulary, and how they are read.
+    """Logits of the whole padded vocabulary, and the settings of a call.
 
-    ``coefficients`` [3, ...] make a scalar of log-probs, entropy and Σπ², whose gradient is taken.
+    ``coefficients`` [3, ...] make a scalar of log-probs, entropy and Σπ², whose gradient is tested.
     """
 
     logits: torch.Tensor
@@ -68,7 +68,7 @@ def textbook(batch):
 
 
 def scalar(results, batch):
-    """Σ coefficients · results, of as many results as there are."""
+    """Σ coefficients · results, over the results that there are."""
     return sum((factor * result).sum() for factor, result in zip(batch.coefficients, results, strict=False))
 
 
@@ -97,7 +97,7 @@ def contiguous(shard):
 
 
 def outcome(batch, options=None, function=call, view=contiguous):
-    """(results, gradient) on this rank, whose logits are a view of other memory, made from a leaf of its own."""
+    """(results, gradient) on this rank, whose logits are a view of other memory, made from its own leaf."""
     options = options or {}
     leaf = shard_of(batch).requires_grad_()
     logits = view(leaf)
@@ -128,14 +128,14 @@ def bits(tensor):
 
 
 def whole(outcomes):
-    """(results, gradient over the whole vocabulary) from those of the ranks, whose results are equal."""
+    """(results, gradient over the whole vocabulary) from the ranks' outcomes, whose results are equal."""
     results, _ = outcomes[0]
     assert all(torch.equal(bits(other), bits(results)) for other, _ in outcomes)
     return results, torch.cat([grad for _, grad in outcomes], dim=-1)
 
 
 def assert_textbook(outcomes, batch, scale=1):
-    """The results and the gradient are right; with logits larger by ``scale``, gradients are coarser by as much."""
+    """Assert the results and the gradient; for logits larger by ``scale``, gradients may be coarser by as much."""
     results, grad = whole(outcomes)
     count, dtype = len(results), batch.logits.dtype
     assert results.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -285,7 +285,7 @@ def test_the_gradient_in_place_stays_inside_the_view():
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_the_gradient_reaches_the_weights(inplace):
-    """As in a model: logits [s, b, v] of a matrix product, read as [b, s, v]."""
+    """Logits [s, b, v] of a matrix product are read as [b, s, v], as in a model."""
     batch = make()
     hidden = torch.eye(10, dtype=torch.float64).view(2, 5, 10).transpose(0, 1)
     weight = batch.logits.reshape(10, PADDED).clone().nan_to_num().requires_grad_()
@@ -304,7 +304,7 @@ def test_any_number_of_leading_dimensions(shape):
 
 
 def without(batch, nowhere, instead=-math.inf):
-    """The same with logits of -inf there; each label is at the first other logit of its row."""
+    """The batch with logits of -inf at ``nowhere``; each label is at the first other logit of its row."""
     first = (batch.logits.isfinite() & ~nowhere).int().argmax(-1)
     labels = torch.where(batch.counted, first, -100)
     return replace(batch, logits=batch.logits.masked_fill(nowhere, instead), labels=labels)
@@ -390,7 +390,7 @@ def test_a_label_out_of_range_is_nan_and_spoils_nothing_else(ranks, tp, label):
     wrong.labels[0, 2] = label
     results, grad = whole(ranks.run(outcome, Layout(tp=tp), wrong))
     assert results[0, 0, 2].isnan()
-    batch.coefficients[0, 0, 2] = 0  # the row's gradient is that of the entropy and Σπ²
+    batch.coefficients[0, 0, 2] = 0  # the row's gradient comes from the entropy and Σπ²
     want, want_grad = textbook(batch)
     want[0, 0, 2] = math.nan
     torch.testing.assert_close(results, want, rtol=1e-12, atol=1e-12, equal_nan=True)
@@ -437,7 +437,7 @@ WRONG = [
 
 
 def raises(change, message):
-    """The collectives before the error that both functions raise on this rank."""
+    """The collectives on this rank before the error that both functions raise."""
     with Recorder() as seen:
         for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
             with pytest.raises(ValueError, match=message):
@@ -451,7 +451,7 @@ def test_wrong_input_is_named_before_any_collective(ranks, change, message):
 
 
 def collectives(batch, choices, function):
-    """Those of the forward and those of the backward, for each choice of options."""
+    """The collectives of the forward and of the backward, for each choice of options."""
     return [collectives_of_one(batch, options, function) for options in choices]
 
 
@@ -501,7 +501,7 @@ def test_the_entropy_of_bfloat16_logits_is_that_of_the_rounded_logits(temperatur
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_chunks_do_the_same(monkeypatch, dtype):
-    """The graphs are those that are compiled, run without a C++ compiler."""
+    """The graphs for the compiler are run without a C++ compiler."""
     made = []
 
     def traced(function):
@@ -542,7 +542,7 @@ MISTAKES = {
 
 
 def mistaken(batch, mistake):
-    """As ``outcome``, with one deliberate mistake."""
+    """The result of ``outcome`` with one deliberate mistake."""
     name, wrong = MISTAKES[mistake]
     right = getattr(vocab, name)
     setattr(vocab, name, wrong(right))
@@ -556,7 +556,7 @@ def mistaken(batch, mistake):
 def test_a_mistake_is_noticed(ranks, mistake):
     batch = make()
     outcomes = ranks.run(mistaken, Layout(tp=2), batch, mistake)
-    for results, _ in outcomes:  # what one rank returns is wrong, not only unlike the other rank's
+    for results, _ in outcomes:  # each rank's result is wrong, not only unlike the other rank's
         with pytest.raises(AssertionError, match="not close"):
             assert_textbook([(results, grad) for _, grad in outcomes], batch)
 

@@ -13,7 +13,7 @@ COPY = 4 * TOKENS * WIDTH  # bytes of the logits in float32
 
 
 def allocated(function):
-    """(bytes allocated at once, bytes still held at the end), what the function returns being alive."""
+    """(bytes allocated at once, bytes still held at the end) while the function's result is alive."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         alive = function()

@@ -1,4 +1,4 @@
-"""The same rollouts, whatever they went through: lines of JSON, verl, NeMo-RL and slime."""
+"""The same rollouts through all formats: JSON lines, verl, NeMo-RL and slime."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def test_all_formats_tell_the_same_rollouts(tmp_path):
 
 
 def test_synchronous_runs_name_no_versions():
-    """Their weights are all of one version, 0; NeMo-RL's batches never name one."""
+    """Their weights have one version, 0; NeMo-RL's batches never have one."""
     tensors, others = verl_example()
     del others["param_version_start"]
     samples = [sample | {"weight_versions": []} for sample in slime_example()]
@@ -60,7 +60,7 @@ def test_synchronous_runs_name_no_versions():
 
 
 def test_fields_that_nobody_scored_are_no_log_probs():
-    """verl 0.9.1 copies the engine's in bypass mode, NeMo-RL writes zeros with force_on_policy_ratio."""
+    """verl 0.9.1 copies the engine's log-probs in bypass mode, NeMo-RL writes zeros with force_on_policy_ratio."""
     tensors, non_tensors = verl_example()
     copied = tensors | {"old_log_probs": tensors["rollout_log_probs"].clone()}
     assert from_verl(copied, non_tensors, sampling=HALF).old_log_probs is None

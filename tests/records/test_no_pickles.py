@@ -1,4 +1,4 @@
-"""Nothing that is read can run code: which sources read or write pickles."""
+"""Reading runs no code: the sources that read or write pickles."""
 
 import ast
 
@@ -10,7 +10,7 @@ LOADERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "mar
 
 
 def unsafe(source):
-    """What in a source reads or writes pickles."""
+    """The places of a source that read or write pickles."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -29,8 +29,8 @@ def unsafe(source):
                 yield name
 
 
-# Only what this project's own processes send each other, Megatron's format of checkpoints, which is read with an
-# unpickler that knows what belongs there, and tensors by name, which PyTorch's reads with weights_only=True.
+# Messages between this project's own processes; Megatron's checkpoints, with an unpickler that knows their contents;
+# and tensors by name, which PyTorch reads with weights_only=True.
 PICKLES = {
     "launch/rewards/pool.py",
     "launch/rewards/worker.py",

@@ -1,4 +1,4 @@
-"""The correction's settings: what is accepted, what is refused, and files of them."""
+"""The correction's settings: accepted and refused values, and files."""
 
 import copy
 import math
@@ -112,7 +112,7 @@ def test_weights_that_are_only_measured_are_warned_of(caplog):
         ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
         ({"rollout_rs_threshold": 2.0}, "does nothing without a criterion in rollout_rs"),
         ({"rollout_rs": "group_any", "rollout_rs_threshold": 2.0}, "does nothing without a criterion"),
-        ({"rollout_rs": "group_any"}, "looks at what other criteria reject: name at least one more"),
+        ({"rollout_rs": "group_any"}, "'group_any' tests the rejection by other criteria"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5"}, "must lie below the upper one"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2"}, "must be a finite positive number"),
@@ -197,7 +197,7 @@ def test_fields_that_are_no_mapping_are_refused(fields, dialect):
 
 
 def test_weights_are_on_where_only_a_criterion_is_given():
-    """As docs/presets.md says of the default."""
+    """docs/presets.md says so of the default."""
     assert RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0).rollout_is == "sequence"
 
 

@@ -1,4 +1,4 @@
-"""What a config says of itself: every fact, and flags that make it again."""
+"""The description of a config: every fact, and flags that make it again."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What docs/presets.md says in tables: every row is run as it is written."""
+"""The tables of docs/presets.md: every row is run as written."""
 
 import re
 

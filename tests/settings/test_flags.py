@@ -1,4 +1,4 @@
-"""The correction's flags, and those of the objective: alone, over presets, files and launch files."""
+"""Flags of the correction and of the objective: alone, over presets, files and launch files."""
 
 import argparse
 import dataclasses
@@ -118,7 +118,7 @@ def test_flags_are_fields(line, fields):
             "--rollout-rs token_k1 --rollout-rs-threshold 2",
             {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
         ),
-        # The same criterion keeps its bound, and another bound keeps its criterion.
+        # A bound stays with its criterion, and a criterion with a new bound.
         (
             "decoupled_k3_rs",
             "--rollout-rs seq_mean_k3",
@@ -228,7 +228,7 @@ LAUNCH_FILE = "--rollout-correction-preset decoupled_token_is --rollout-rs token
 
 
 def over_a_file(file, line):
-    """The config of flags over those of a launch file."""
+    """The config of flags over a launch file's flags."""
     parser = add_rollout_correction_args(argparse.ArgumentParser())
     return rollout_correction_config_from_args(parser.parse_args(line.split()), parser.parse_args(file.split()))
 
@@ -247,7 +247,7 @@ def test_a_preset_by_flag_replaces_what_a_launch_file_says(name, tmp_path):
     ("line", "fields"),
     [
         ("", {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1"}),
-        # A criterion of the file goes, and with it its bounds.
+        # A criterion of the file is dropped with its bounds.
         ("--rollout-rs none", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
         ("--rollout-is none", {"rollout_is": None, "rollout_rs": "token_k1"}),
         (
@@ -335,7 +335,7 @@ def test_flags_over_a_launch_file_that_cannot_work_are_named(file, line, message
             "--rollout-correction-preset geo_rs@2024",
             "--rollout-correction-preset geo_rs@2024: release='2024' is unknown",
         ),
-        # Another criterion does not inherit the bound of the preset's.
+        # Another criterion does not inherit the preset's bound.
         ("--rollout-correction-preset geo_rs --rollout-rs token_k3", "--rollout-rs: rollout_rs='token_k3' needs"),
         (
             "--rollout-correction-preset decoupled_k3_rs --rollout-is-mode mask",
@@ -481,7 +481,7 @@ def test_the_objective_from_megatrons_flags():
 
 
 def test_the_objective_has_flags_and_they_are_read():
-    """Beside Megatron-LM's own, whose defaults then hold."""
+    """Megatron-LM's own defaults stay for its flags."""
     words = "--policy-loss gspo --grpo-clamp-eps-lower 0.1 --ppo-dual-clip 3 --loss-aggregation token-sum".split()
     words += "--loss-scale-factor 9 --kl-estimator k3+ --grpo-kl-beta 0.1 --grpo-entropy-term-weight 0.2".split()
     alone = add_rollout_correction_args(argparse.ArgumentParser())

@@ -1,4 +1,4 @@
-"""docs/migrating.md: its tables have every setting that a dialect reads, and each example becomes what its row says."""
+"""docs/migrating.md: tables with every setting that a dialect reads, and examples with the results in their rows."""
 
 import re
 from dataclasses import asdict
@@ -21,7 +21,7 @@ HEAD = "setting | default | for example | here | what differs"
 
 
 def tables():
-    """The rows of each dialect's table, which stands first in a section whose text before it names the dialect."""
+    """The rows of each dialect's table, the first one in a section whose text before it names the dialect."""
     found = {}
     for section in re.split(r"^##+ ", PAGE, flags=re.MULTILINE):
         before, head, after = section.partition(f"| {HEAD} |\n")
@@ -40,13 +40,13 @@ ROWS = [(dialect, cells) for dialect, table in TABLES.items() for cells in table
 
 
 def settings(cell):
-    """What stands between backticks, as a mapping."""
+    """The text between backticks, as a mapping."""
     (text,) = quoted(cell)
     return yaml.safe_load(f"{{{text}}}")
 
 
 def read(given, dialect):
-    """Our fields; none where the settings are an error."""
+    """This package's fields; none if the settings are an error."""
     try:
         return asdict(RolloutCorrectionConfig.from_dict(given, dialect=dialect))
     except ValueError:
@@ -65,14 +65,14 @@ def test_a_row(dialect, cells):
     given, wanted = settings(cells[2]), settings(cells[3])
     got = read(given, dialect)
     assert {field: got[field] for field in wanted} == wanted
-    # It is this setting that does it, or nothing can be read without it.
+    # This setting has the effect, or the others cannot be read without it.
     del given[name]
     without = read(given, dialect)
     assert {field: without.get(field, "an error") for field in wanted} != wanted
 
 
 def test_settings_of_verl_without_a_dialect():
-    """The page's example: what it says of both readings, and who is warned."""
+    """The page's example: both readings, and the warning."""
     section = re.search(r"^\*\*Without a dialect\*\*.*?\n\n", PAGE, flags=re.MULTILINE | re.DOTALL)[0]
     example, near = (yaml.safe_load(f"{{{text}}}") for text in quoted(section) if text.startswith("rollout_rs:"))
     with pytest.warns(UserWarning, match="rollout_rs_threshold") as caught:

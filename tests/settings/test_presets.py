@@ -1,6 +1,5 @@
-"""Presets: the numbers of each name in each release, written out, and the papers they come from."""
+"""Presets: the numbers of each name in each release, and their papers."""
 
-import ast
 import inspect
 import math
 import re
@@ -9,9 +8,8 @@ import pytest
 import torch
 
 from megatron_rc import correct_rollouts
-from megatron_rc.settings import preset_tables
 from megatron_rc.settings.config import RolloutCorrectionConfig, preset
-from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES, Presets
+from megatron_rc.settings.presets import NEWEST, PRESETS, RELEASES
 from tests.golden.load import cases
 from tests.support.paths import ROOT
 
@@ -58,7 +56,7 @@ THEN = {
     **dict.fromkeys(("bypass_pg_geo_rs_seq_tis", "pg_geo_rs_seq_tis"), SEQUENCE | GEO_THEN | PG),
 }
 ALIASES = [name for name in PRESETS if "Alias of" in inspect.getdoc(getattr(RolloutCorrectionConfig, name))]
-# The constructors of each release of verl that had another set of them.
+# The constructors of each release of verl with a new set of them.
 VERL = {
     "2025-11-07": "token_is token_tis seq_is seq_is_rs seq_mis geo_rs geo_mis ppo_is_bypass pure_is disabled",
     "0.6.1": "decoupled_token_is decoupled_seq_is decoupled_seq_is_rs decoupled_geo_rs ppo_is_bypass pg_is pg_rs",
@@ -73,7 +71,6 @@ VERL = {
 def test_the_table_is_complete():
     assert set(PRESETS) == set(NOW)
     assert len(ALIASES) == 15
-    assert set(preset_tables.ALIASES) < set(ALIASES)
     assert set(PRESETS) <= set(dir(RolloutCorrectionConfig))
 
 
@@ -83,16 +80,10 @@ def test_every_name_of_every_release_of_verl_works(release):
         assert getattr(RolloutCorrectionConfig, name)() == preset(name)
 
 
-def test_type_checkers_are_told_every_alias():
-    """The names assigned under TYPE_CHECKING in the class body are those of the tables, each for its preset."""
-    (body,) = [node.body for node in ast.parse(inspect.getsource(Presets)).body if isinstance(node, ast.ClassDef)]
-    told = {}
-    for node in (inner for block in body if isinstance(block, ast.If) for inner in block.body):
-        for target in getattr(node, "targets", ()):
-            names, values = (getattr(side, "elts", [side]) for side in (target, node.value))
-            told |= {name.id: value.id for name, value in zip(names, values, strict=True)}
-    tables = preset_tables.ALIASES | preset_tables.IN_BYPASS_MODE
-    assert told == {name: other for name, (other, *_) in tables.items()}
+@pytest.mark.parametrize("name", PRESETS)
+def test_constructors_are_called_by_their_own_names(name):
+    made = getattr(RolloutCorrectionConfig, name)
+    assert (made.__name__, made.__qualname__) == (name, f"Presets.{name}")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -235,27 +226,27 @@ def test_what_cannot_work_is_refused(make, message):
 
 
 def test_the_presets_of_verl_are_ours():
-    """The recorded configs of verl's constructors, through their dialect, are the presets of the same name."""
+    """verl's recorded configs, translated by their dialect, are the presets of the same names."""
     found = set()
     for generation, dialect, release in (("gen2", "verl-2025-11", "2025-11"), ("gen3", "verl", NEWEST)):
         for case in cases("rollout_correction", generation=generation):
             name = case["preset"]
             if name in PRESETS and not case["config"]["rollout_is_batch_normalize"]:
                 theirs, ours = RolloutCorrectionConfig.from_dict(case["config"], dialect), preset(name, release)
-                # What ours only measures is not there at all in theirs.
+                # verl has no weights that are only measured.
                 level = ours.rollout_is if ours.rollout_is_apply else None
                 assert (theirs.rollout_is, theirs.is_mode, theirs.is_bounds) == (level, ours.is_mode, ours.is_bounds)
                 assert [c.name for c in theirs.criteria] == [c.name for c in ours.criteria]
                 assert theirs.rollout_token_veto_threshold == ours.rollout_token_veto_threshold
                 for their, our in zip(theirs.criteria, ours.criteria, strict=True):
-                    # The bounds 0.999_1.001 are on 1/ρ there and on ρ here.
+                    # verl's bounds 0.999_1.001 are on 1/ρ, ours on ρ.
                     assert (their.lower, their.upper) == pytest.approx((our.lower, our.upper), rel=2e-3)
                 found.add((release, name))
     assert len(found) >= 18
 
 
 def healthy_batch(k3=0.006, sequences=256):
-    """Responses of 200 to 2,000 tokens whose log-ratios scatter as this k3 makes them: by √(2·k3), around -k3."""
+    """Responses of 200 to 2,000 tokens, with log-ratios around -k3 and a standard deviation of √(2·k3)."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(2000) < torch.randint(200, 2001, (sequences, 1), generator=generator)
     rollout = -1 - torch.rand(mask.shape, generator=generator)
@@ -263,7 +254,7 @@ def healthy_batch(k3=0.006, sequences=256):
 
 
 def bounds_in_examples():
-    """The geometric bounds of the launch file and of the block for verl, as they are written."""
+    """The geometric bounds in the launch file and in verl's code block."""
     launch_file = (ROOT / "configs" / "launch" / "llama3_70b_64gpus.yaml").read_text()
     (block,) = re.findall(r"decoupled_geo_rs_token_tis\((.*?)\)", (ROOT / "docs" / "adaptors.md").read_text())
     assert "rollout-correction-preset: decoupled_geo_rs_token_tis\n" in launch_file
@@ -271,7 +262,7 @@ def bounds_in_examples():
 
 
 def rejected(bounds, batch):
-    """The share of the tokens that is rejected."""
+    """The share of rejected tokens."""
     config = RolloutCorrectionConfig.decoupled_geo_rs_token_tis(rs_threshold=bounds)
     return correct_rollouts(*batch, config).metrics()["rollout_corr/rollout_rs_masked_fraction"]
 

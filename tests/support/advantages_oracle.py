@@ -16,7 +16,7 @@ def group(
     lengths: Sequence[int],
     f_norm: float = 1.0,
 ) -> list[float]:
-    """One for each response, from the kept ones of its prompt."""
+    """The advantage of each response, from the kept responses to its prompt."""
     found = []
     counted = [reward for reward, one in zip(rewards, kept, strict=True) if one]
     factor = len(counted) / max(sum(reward != 0 for reward in counted), 1) / f_norm
@@ -58,7 +58,7 @@ def group(
 def gae(
     rewards: Rows, values: Rows, mask: Rows, gamma: float, lam: float
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """(advantages, returns), 0 where nothing counts."""
+    """(advantages, returns), 0 at tokens that do not count."""
     advantages, returns = [], []
     for reward, value, counts in zip(rewards, values, mask, strict=True):
         row, after, advantage = [0.0] * len(reward), 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What PyTorch allocates in a process while a rank builds its trainer and makes an optimizer step."""
+"""Memory that PyTorch allocates in a process in which a rank builds its trainer and makes an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.recorded_training import run_config
 
 
 def random_rollouts(config: RunConfig) -> RolloutBatch:
-    """This replica's share of a rollout batch, every sequence of full length."""
+    """This replica's share of a rollout batch, with every sequence of full length."""
     rows, length = config.rollouts.sequences // config.data_parallel_size, config.training.seq_length
     position = torch.arange(length).expand(rows, length)
     mask = position >= length - config.rollouts.max_response_length
@@ -38,13 +38,13 @@ def random_rollouts(config: RunConfig) -> RolloutBatch:
 
 
 class GlooAside(TorchDispatchMode):
-    """Gloo works on copies, which are made and dropped on a thread that the profiler does not look at.
+    """Runs gloo's collectives on copies, in another thread than the profiler's.
 
-    The profiler sees one thread's allocations. A tensor that one of gloo's own threads drops last would count for ever.
+    The profiler counts one thread's allocations. It would count a tensor for ever that a thread of gloo drops last.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # What is sent to one rank stays on this thread.
+        # Messages to one rank stay on this thread.
         if func.namespace != "c10d" or func._opname.startswith(("send", "recv")):
             return func(*args, **(kwargs or {}))
         works: list[Any] = []
@@ -67,8 +67,8 @@ class GlooAside(TorchDispatchMode):
 
 
 def peak_bytes(words: list[str]) -> int:
-    """The most bytes that were allocated at once, from the model's first parameter to the end of a step."""
-    # What is older would be missed when it goes.
+    """The largest number of bytes allocated at once, from the model's first parameter to the end of a step."""
+    # Memory that is older than the profile would be subtracted when it is freed.
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, GlooAside():
         config = run_config(words, torch.distributed.get_world_size(), engine=False)
@@ -79,7 +79,7 @@ def peak_bytes(words: list[str]) -> int:
 
 
 def most_at_once(profiler: profile) -> int:
-    """The most bytes that were allocated at once, by a profiler's events."""
+    """The largest number of bytes allocated at once, from a profiler's events."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -1,10 +1,10 @@
-"""A model chunk as far as the end of a step looks at it."""
+"""A model chunk with the parts that the end of a step uses."""
 
 import torch
 
 
 class Chunk(torch.nn.Linear):
-    """Remembers what its gradients were multiplied by."""
+    """A model chunk that records the factors of its gradients."""
 
     def __init__(self):
         super().__init__(1, 1)

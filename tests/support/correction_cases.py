@@ -15,7 +15,7 @@ LN = math.log
 NONE = -math.inf
 LENGTHS = (9, 16, 0, 1, 12, 16, 3, 7, 2, 16, 5, 14)
 ROWS, WIDTH = len(LENGTHS), 16
-NEAREST = 1e-3  # how far every statistic stays from every bound
+NEAREST = 1e-3  # the least distance of every statistic from every bound
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Case:
     """One configuration.
 
     Attributes:
-        fields: of RolloutCorrectionConfig.
-        settings: of the oracle.
-        sides: which side inputs it is given: advantages, token_advantages, groups, versions, token_versions.
+        fields: fields of RolloutCorrectionConfig.
+        settings: the oracle's settings.
+        sides: names of the side inputs: advantages, token_advantages, groups, versions, token_versions.
         spread: standard deviation of log ρ.
-        bad: tokens with unusable log-probs are in the batch.
-        rejects: names of what must reject between 10 % and 90 % of the tokens.
+        bad: True: the batch has tokens with unusable log-probs.
+        rejects: names of criteria that must reject between 10 % and 90 % of the tokens.
     """
 
     fields: dict[str, Any]
@@ -287,12 +287,12 @@ class Batch:
     sides: dict[str, torch.Tensor]
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Some of the sequences."""
+        """A part of the sequences."""
         sides = {name: value[index] for name, value in self.sides.items()}
         return Batch(self.train[index], self.rollout[index], self.mask[index], sides)
 
 
-# What every rank must know alike.
+# Numbers that must be equal on all ranks.
 SIZES = {"num_mini_batches": 3}
 MORE_SIZES = {
     "group_ids": {"num_groups": 5},
@@ -301,7 +301,7 @@ MORE_SIZES = {
 
 
 def make_batch(case: Case, seed: int, filler: float = math.nan) -> Batch:
-    """Ragged, with holes, an empty sequence and one of a single token; fillers stand where the mask is off."""
+    """A ragged batch with holes, an empty sequence and one of a single token; fillers outside the mask."""
     generator = torch.Generator().manual_seed(seed)
     rollout = -2 * torch.rand(ROWS, WIDTH, generator=generator) - 1.0
     train = rollout + case.spread * torch.randn(ROWS, WIDTH, generator=generator).clamp(-1.8, 1.8)
@@ -338,7 +338,7 @@ _SIDE = {
 
 
 def sizes(batch: Batch) -> dict[str, int]:
-    """The counts that go with the side inputs."""
+    """The counts that belong to the side inputs."""
     found = dict(SIZES)
     for name, more in MORE_SIZES.items():
         found |= more if name in batch.sides else {}
@@ -346,7 +346,7 @@ def sizes(batch: Batch) -> dict[str, int]:
 
 
 def ask_oracle(case: Case, batch: Batch) -> oracle.Result:
-    """What the oracle says of the whole batch."""
+    """The oracle's result for the whole batch."""
     given, known = {name: value.tolist() for name, value in batch.sides.items()}, sizes(batch)
     return oracle.correct(
         *(tensor.tolist() for tensor in (batch.train, batch.rollout, batch.mask)),
@@ -364,7 +364,7 @@ def ask_oracle(case: Case, batch: Batch) -> oracle.Result:
 
 @functools.cache
 def clear_batch(name: str) -> tuple[Batch, oracle.Result]:
-    """A batch that decides clearly and not vacuously under a case, and what the oracle says of it."""
+    """A batch that decides clearly and not vacuously under a case, and the oracle's result."""
     case = CASES[name]
     for seed in range(500):
         batch = make_batch(case, seed)

@@ -1,4 +1,4 @@
-"""The library asked what the correction oracle is asked, and the answers compared."""
+"""The library on the cases of the correction oracle, and the comparison of both results."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ def correct(name, batch, **more):
 
 
 def numbers(result):
-    """All numbers of the whole batch, as one vector."""
+    """All numbers of the whole batch, in one vector."""
     return torch.cat(pack_record(result.header))
 
 
@@ -37,7 +37,7 @@ def use_blocks(monkeypatch, num_tokens):
 
 
 def pack(batch):
-    """The rows cut to where their responses end, one after the other: (batch, layout, their lengths)."""
+    """The rows cut at the ends of their responses and concatenated: (batch, layout, ends)."""
     ends = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in batch.mask]
 
     def join(tensor):
@@ -51,12 +51,12 @@ def pack(batch):
 
 
 def is_quantile(name):
-    """From a histogram, and as exact as its bins: compared in test_histogram."""
+    """Whether a metric comes from a histogram, which test_histogram compares to the accuracy of its bins."""
     return re.search(r"(log_ratio|rollout_is|rollout_is_seq)_p\d\d$", name) is not None
 
 
 def expected_metrics(found):
-    """All that the oracle has, under the names of the library."""
+    """All metrics of the oracle, under the library's names."""
     metrics = {name: value for name, value in found.metrics.items() if not name.startswith("log_ratio_p")}
     for bucket, row in found.breakdowns["length"].items():
         metrics[f"rollout_rs_masked_fraction_length_{2**bucket}_{2 ** (bucket + 1) - 1}"] = row["masked_fraction"]
@@ -83,7 +83,7 @@ def assert_metrics(got, found, rel):
 
 
 def assert_same(result, found, rows=slice(None), columns=slice(None), rel=1e-9):
-    """The local part of a result is the oracle's."""
+    """Assert that the local part of a result is the oracle's."""
     if found.weights is None:
         assert result.weights is None
     else:

@@ -1,13 +1,13 @@
 """The correction in float64 loops: one process, whole sequences, plain lists. Imports nothing of the library.
 
-What the words mean here:
+Definitions:
 
-- m is the response mask; under ``bad="reject_token"`` without the bad tokens, else with them.
+- m is the response mask, under ``bad="reject_token"`` without the bad tokens.
 - A bad token (log-prob NaN, infinite or above 1e-4 in either policy) is in no statistic: every metric, weight and
-  criterion looks at the *good* tokens of m alone, and "valid" in the name of a metric means good. Denominators count m.
+  criterion uses the *good* tokens of m alone, and "valid" in the name of a metric means good. Denominators count m.
 - Bounds of k1 criteria and of ``opsm`` are on log ρ, ρ = π_train / π_rollout. Metrics named after a k1 criterion
-  describe -log ρ, whose bounds are the negative ones; ``..._rho_fraction_above/_below`` say it in ρ.
-- Without a single value a mean, an extreme or a share is 0.
+  describe -log ρ, with negated bounds; ``..._rho_fraction_above/_below`` describe ρ.
+- The mean, extreme or share of no values is 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AGGREGATIONS = ("token", "seq_sum", "seq_mean", "seq_max", "group_mean")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to compute, already parsed: ``lower`` None means 1/upper; ``criteria`` bounds are in nats (k1: of log ρ)."""
+    """Parsed settings: ``lower`` None means 1/upper; bounds of ``criteria`` are in nats (of log ρ for k1)."""
 
     level: str | None = None
     mode: str = "truncate"
@@ -40,7 +40,7 @@ class Settings:
     veto: float | None = None
     denominator: str = "accepted"
     bad: str = "error"
-    staleness: tuple[tuple[int, float], ...] = ()  # (from this staleness on, bounds in nats times this), ascending
+    staleness: tuple[tuple[int, float], ...] = ()  # (least staleness, factor of bounds in nats), ascending
 
     @property
     def low(self) -> float:
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """All of it as nested lists and floats; ``weights`` are None without a level, or where they are not applied."""
+    """The results as nested lists and floats; ``weights`` is None without a level, or if they are not applied."""
 
     weights: list[list[float]] | None
     weights_unnormalized: list[list[float]] | None
@@ -59,13 +59,13 @@ class Result:
     sequence_lengths: list[int]
     metrics: dict[str, float]
     breakdowns: dict[str, dict[Any, dict[str, float]]]
-    bad: dict[str, int]  # bad tokens of "train", of "rollout" and of "either"
-    first_bad: dict[str, tuple[int, int] | None]  # (sequence, position) of the first one of each policy
+    bad: dict[str, int]  # number of bad tokens of "train", of "rollout" and of "either"
+    first_bad: dict[str, tuple[int, int] | None]  # (sequence, position) of each policy's first bad token
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs without what is masked: positions of m and of its good tokens, and their log-probs."""
+    """The inputs at unmasked tokens: positions of m and of its good tokens, and their log-probs."""
 
     length: int
     given: list[list[int]]  # of the response mask
@@ -77,11 +77,11 @@ class Batch:
     bad: dict[str, list[tuple[int, int]]]
     groups: list[int]
     advantages: Sequence[Any] | None
-    scale: Rows  # of the bounds in nats, by the staleness of each good token
-    oldest: list[float]  # the same by that of the oldest good token of each sequence
+    scale: Rows  # factor of the bounds in nats, by the staleness of each good token
+    oldest: list[float]  # the same factor by the staleness of the oldest good token of each sequence
 
     def widened(self, i: int, t: int, aggregation: str) -> float:
-        """The scale at a token: its own for criteria and weights of tokens, else that of the oldest good token."""
+        """The factor at a token: by its own staleness for token criteria and weights, else by the oldest good token."""
         return self.scale[i][t] if aggregation == "token" else self.oldest[i]
 
     @property
@@ -165,14 +165,14 @@ def deviation(values: Iterable[float], lost: int = 0) -> float:
 
 
 def divergence(kind: str, x: float) -> float:
-    """k1 is log ρ here."""
+    """x of log ρ; k1 is log ρ here."""
     if kind == "error":
         return math.expm1(min(abs(x), EXP_LIMIT))
     return {"k1": x, "k2": x * x / 2, "k3": math.expm1(min(x, EXP_LIMIT)) - min(x, EXP_LIMIT)}[kind]
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Linear between the two nearest of the sorted values."""
+    """The quantile, interpolated linearly between the two nearest values."""
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -244,7 +244,7 @@ def read(
 
 
 def widening(age: int, settings: Settings) -> float:
-    """What the bounds are multiplied by at a staleness."""
+    """The factor of the bounds at a staleness."""
     return next((factor for step, factor in reversed(settings.staleness) if age >= step), 1.0)
 
 
@@ -253,7 +253,7 @@ def is_log_prob(value: float) -> bool:
 
 
 def at(values: Sequence[Any], i: int, t: int) -> float:
-    """Of token t in sequence i, where there is one value a token or one a sequence."""
+    """The value of token t in sequence i, from one value for each token or for each sequence."""
     return values[i][t] if isinstance(values[i], Sequence) else values[i]
 
 
@@ -261,7 +261,7 @@ def at(values: Sequence[Any], i: int, t: int) -> float:
 
 
 def statistic(name: str, batch: Batch) -> Rows:
-    """What a criterion tests, at every good token: that of a sequence or a prompt is repeated. k1: log ρ."""
+    """A criterion's statistic at every good token, repeated for a sequence or a prompt. k1: log ρ."""
     if name == "opsm":
         return statistic("seq_mean_k1", batch)
     aggregation, _, kind = name.rpartition("_")
@@ -282,7 +282,7 @@ def of_group(rows: Rows, batch: Batch, group: int) -> Rows:
 
 
 def tested(name: str, batch: Batch) -> Rows:
-    """The statistic at the tokens that the criterion looks at: for ``opsm`` those with A < 0."""
+    """The statistic at the tokens that the criterion tests: those with A < 0 for ``opsm``."""
     rows = statistic(name, batch)
     if name != "opsm":
         return rows
@@ -292,7 +292,7 @@ def tested(name: str, batch: Batch) -> Rows:
 
 
 def reject(batch: Batch, settings: Settings) -> dict[str, list[set[int]]]:
-    """For each criterion, ``veto`` and ``bad`` the good tokens that it rejects, a set for each sequence."""
+    """The rejected good tokens of each criterion, ``veto`` and ``bad``, a set for each sequence."""
     rejected = {
         name: [
             {t for t, x in row.items() if outside(x, lower, upper, batch.widened(i, t, name.split("_")[0]))}
@@ -318,7 +318,7 @@ def outside(x: float, lower: float, upper: float, scale: float) -> bool:
 
 
 def is_lost(i: int, batch: Batch, rejected: Mapping[str, list[set[int]]]) -> bool:
-    """True where no token of the sequence is left: every one is bad or rejected."""
+    """Whether no token of the sequence is left: every one is bad or rejected."""
     return all(any(t in rows[i] for rows in rejected.values()) for t in batch.good[i])
 
 
@@ -330,13 +330,13 @@ def whole_sequences(batch: Batch, chosen: Sequence[bool]) -> list[set[int]]:
 
 
 def weight_log(batch: Batch, settings: Settings) -> Rows:
-    """log w at every good token, before any clamp."""
+    """Log w at every good token, before any clamp."""
     names = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
     return statistic(names[settings.level], batch) if settings.level else [{} for _ in all_of(batch)]
 
 
 def weigh(batch: Batch, accepted: list[list[int]], settings: Settings) -> tuple[Rows, Rows, Rows, float]:
-    """(before the bounds, after them, after normalisation, the factor divided by)."""
+    """(weights before the bounds, after the bounds, after normalisation, divisor of the normalisation)."""
     logs = weight_log(batch, settings)
     raw = [{t: math.exp(clamp(x)) for t, x in row.items()} for row in logs]
     level = settings.level or ""
@@ -360,7 +360,7 @@ def bound(weight: float, x: float, settings: Settings, scale: float) -> float:
 
 
 def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> float:
-    """Over tokens, or over sequences with a token in the scope, one weight each."""
+    """Mean weight over tokens, or over sequences with a token in the scope, one weight each."""
     if settings.level is None:
         return 0.0
     if settings.level == "token":
@@ -372,7 +372,7 @@ def mean_weight(bounded: Rows, scope: list[list[int]], settings: Settings) -> fl
 
 
 def count(batch: Batch, accepted: list[list[int]], ids: Sequence[int] | None, number: int) -> list[list[float]]:
-    """For each mini-batch: tokens and sequences with one under m, then under m'."""
+    """For each mini-batch the tokens and the sequences with a token, under m and under m'."""
     counts = [[0.0] * 4 for _ in range(number)]
     for i in all_of(batch):
         row = counts[ids[i] if ids is not None else 0]
@@ -454,7 +454,7 @@ def weight_metrics(batch: Batch, raw: Rows, bounded: Rows, applied: Rows, settin
 
 
 def sequence_weight_metrics(batch: Batch, raw: Rows, bounded: Rows, settings: Settings) -> dict[str, float]:
-    """Of the mean weight of each sequence."""
+    """Metrics of each sequence's mean weight."""
     before, after = ([mean(rows[i].values()) for i in batch.sequences] for rows in (raw, bounded))
     scales = [batch.oldest[i] for i in batch.sequences]
     return {
@@ -498,7 +498,7 @@ def shares(prefix: str, batch: Batch, rejected: list[set[int]]) -> dict[str, flo
 
 
 def rho_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
-    """Shares of tokens, or of sequences, whose ρ is outside its bounds, by side."""
+    """Shares of tokens, or of sequences, with ρ above and below the bounds."""
     rows = relative_to_scale(statistic(name, batch), name, batch)
     values = flat(rows) if name == "token_k1" else [rows[i][batch.good[i][0]] for i in batch.sequences]
     return {
@@ -508,13 +508,13 @@ def rho_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str
 
 
 def relative_to_scale(rows: Rows, name: str, batch: Batch) -> Rows:
-    """What is compared with the bounds as they are written."""
+    """The values that are compared with the unscaled bounds."""
     aggregation = name.split("_")[0]
     return [{t: x / batch.widened(i, t, aggregation) for t, x in row.items()} for i, row in enumerate(rows)]
 
 
 def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> dict[str, float]:
-    """Of the statistic itself, k1 as -log ρ: over tokens, and over sequences (their token mean for ``token_*``)."""
+    """Metrics of a statistic, k1 as -log ρ: over tokens, and over sequences (their token mean for ``token_*``)."""
     is_k1, rows = name.endswith("k1"), statistic(name, batch)
     if is_k1:
         rows = [{t: -value for t, value in row.items()} for row in rows]
@@ -547,7 +547,7 @@ def statistic_metrics(name: str, batch: Batch, lower: float, upper: float) -> di
     return {f"rollout_rs_{name}_{key}": value for key, value in metrics.items()}
 
 
-# Breakdowns: breakdowns[what][bucket][quantity]; only buckets with a good token
+# Breakdowns: breakdowns[kind][bucket][quantity]; only buckets with a good token
 
 
 def break_down(
@@ -558,7 +558,7 @@ def break_down(
     current: int | None,
     most: int,
 ) -> dict[str, dict[Any, dict[str, float]]]:
-    """By ``length`` floor(log2(good tokens)), by sign of the ``reward``, by ``staleness``, the last one open."""
+    """Breakdowns by ``length`` floor(log2(good tokens)), sign of the ``reward``, and ``staleness`` (last one open)."""
 
     def sign(i: int, t: int) -> str:
         return "positive" if rewards[i] > 0 else "negative" if rewards[i] < 0 else "zero"
@@ -607,7 +607,7 @@ def distances(
     group_ids: Sequence[int] | None = None,
     **sides: Any,
 ) -> dict[str, float]:
-    """For each test, those of metrics included, how near its statistic comes to one of its bounds, in its own unit."""
+    """For each test, also of metrics, the least distance of its statistic from one of its bounds, in its own unit."""
     settings = as_settings(settings)
     batch = read(train, rollout, mask, settings, advantages=advantages, group_ids=group_ids, **sides)
     found = {}

@@ -1,4 +1,4 @@
-"""The critic's runs on the ranks of the pool, and what they are compared with."""
+"""Runs of the critic on the ranks of the pool, and the reference's results for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import Layout
 from tests.support.recorded_training import LLAMA, flags, run_config
 from tests.support.training_cases import LAYOUTS, MINI_BATCHES, PER_MINI_BATCH, SEQUENCES
 
-# The flags of each objective, and the same said again for the reference.
+# The flags of each objective, and the same objective for the reference.
 OBJECTIVES = (
     (("--value-clip=0.05",), Objective(clip=0.05)),
     (
@@ -40,7 +40,7 @@ OBJECTIVES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a layout, what the critic's loss is, and how the work is cut."""
+    """One run: a layout, the critic's loss, and the cut of the work."""
 
     layout: Layout
     variant: int
@@ -65,7 +65,7 @@ class Case:
 
 
 def make_cases() -> list[Case]:
-    """Every layout; the rest is dealt out."""
+    """A case for every layout; the other values are spread over them."""
     return [
         Case(layout, index % len(OBJECTIVES), index % 3 != 1, index // 2 % 2 == 1, (4, 8)[index // 4 % 2])
         for index, layout in enumerate(LAYOUTS)
@@ -74,14 +74,14 @@ def make_cases() -> list[Case]:
 
 @functools.cache
 def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.Weights]:
-    """Those before the rollout batch, and those that train."""
+    """The weights before the rollout batch, and the weights that train."""
     old = critic_oracle.make_weights(3, experts=experts)
     return old, training_oracle.moved(old, 4, 0.03)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the critic is given, [n, s] at the positions of labels."""
+    """The critic's inputs, [n, s] at the positions of labels."""
 
     accepted: torch.Tensor
     weights: torch.Tensor
@@ -90,7 +90,7 @@ class Targets:
 
 @functools.cache
 def targets(experts: int = 0) -> Targets:
-    """A fifth of the tokens rejected, four sequences as a whole; returns near the values, so that some are clipped."""
+    """A fifth of the tokens rejected, and four sequences; returns near the values, so that some are clipped."""
     data, generator = training_cases.make_data(), torch.Generator().manual_seed(5)
     shape = data.mask.shape
     accepted = data.mask & (torch.rand(shape, generator=generator) > 0.2)
@@ -123,16 +123,16 @@ def expected(variant: int, experts: int = 0) -> critic_oracle.Expected:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank brings back; lists by mini-batch.
+    """The results of one rank; lists by mini-batch.
 
     Attributes:
         where: (tp, cp, dp, pp) ranks.
         places: [k, 2] row and position of each local token, on the last stage.
-        values: [k], of the old weights.
-        metrics: of the loss.
+        values: [k], by the old weights.
+        metrics: metrics of the loss.
         gradients: this rank's part, under the names of the whole model.
         sharded: dimension of each gradient that TP splits.
-        calls: our collectives of a mini-batch.
+        calls: the library's collectives of a mini-batch.
     """
 
     where: tuple[int, int, int, int]
@@ -145,7 +145,7 @@ class Found:
 
 
 def run_case(words: list[str], given: Targets, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
-    """Values of the old weights, then the gradients of each mini-batch at the new ones."""
+    """Compute values at the old weights, then the gradients of each mini-batch at the new ones."""
     from megatron_rc.launch.training.critic import Critic
     from megatron_rc.launch.training.micro_batches import cut_batch
     from megatron_rc.launch.training.passes import ModelPasses

@@ -1,6 +1,6 @@
 """The critic's update in float64 on one process, in loops. Imports nothing of the library.
 
-The model is that of ``training_oracle.py`` with one row, ``output_layer.weight``, in the place of the output layer.
+The model is ``training_oracle.py``'s with one row, ``output_layer.weight``, instead of the output layer.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ HEAD = "output_layer.weight"
 
 
 def make_weights(seed: int, experts: int = 0) -> Weights:
-    """Float32 weights under Megatron's names; values are of the size of 1."""
+    """Float32 weights under Megatron's names; values are about 1 in size."""
     generator = torch.Generator().manual_seed(seed)
     body = training_oracle.make_weights(seed, experts=experts)
     return body | {HEAD: torch.randn(1, HIDDEN, generator=generator) * 0.2}
 
 
 def values(weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
-    """[n, s]: the value behind each token."""
+    """[n, s]: the value after each token."""
     rows = [training_oracle.last_hidden(weights, row) @ weights[HEAD].T for row in tokens]
     return torch.stack(rows).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What the critic's loss is: its clip, what divides, and which of the correction it has."""
+    """The critic's loss: its clip, aggregation and denominator, and the correction that it uses."""
 
     clip: float | None = None
     aggregation: str = "token-mean"
@@ -41,7 +41,7 @@ class Objective:
 
 @dataclass
 class Expected:
-    """By mini-batch: loss, Σ|terms|/G, what is measured, gradients; and whether there is anything to learn."""
+    """Results by mini-batch: loss, Σ|terms|/G, metrics, gradients."""
 
     loss: list[float] = field(default_factory=list)
     size: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ def update(
     old: Weights,
     new: Weights,
 ) -> Expected:
-    """Losses and gradients of every mini-batch at the weights ``new``; the old values are those of ``old``."""
+    """Losses and gradients of every mini-batch at the weights ``new``; ``old`` gives the old values."""
     parameters = {name: weight.double().requires_grad_() for name, weight in new.items()}
     now = values(parameters, tokens)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def update(
 def token_loss(
     objective: Objective, value: torch.Tensor, before: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, bool]:
-    """Half the squared error, and whether the clipped value's counted."""
+    """Half the squared error, and whether it is the clipped value's."""
     free = (value - target) ** 2
     if objective.clip is None:
         return free / 2, False

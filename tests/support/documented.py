@@ -1,4 +1,4 @@
-"""The names of docs/metrics.md, below its section on the policy and the run."""
+"""The names in docs/metrics.md, below its section on the policy and the run."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ _SECTION = "\n## The policy and the run\n"
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Those of a run's names, without the correction's, that no row of the table has in its first cell."""
+    """A run's metrics, except the correction's, that are in the first cell of no row of the table."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition(_SECTION)[2]
     cells = re.findall(r"^\| (`.+?) \|", text, flags=re.MULTILINE)
     patterns = [re.sub(r"<\w+>", r".+", name) for cell in cells for name in _whole(re.findall(r"`([^`]+)`", cell))]
@@ -23,7 +23,7 @@ def undocumented(names: Iterable[str]) -> list[str]:
 
 
 def _whole(names: list[str]) -> Iterable[str]:
-    """Names of one cell: ``_min`` takes the place of the last word of the one before, ``std`` that of its name."""
+    """The names of one cell: ``_min`` replaces the last word of the name before, ``std`` its part after the slash."""
     before = ""
     for name in names:
         if name.startswith("_"):

@@ -1,8 +1,8 @@
 """A policy small enough to list all of its responses, so that every expectation is a finite sum in float64.
 
 Responses have ``length`` tokens of ``VOCABULARY``; the logits of a token depend on all tokens before it. The engine's
-conditional probabilities are multiples of 1/4, and every response stands in the batch as often as its probability says:
-4^length rows, over which a mean is exactly an expectation under the engine. Imports nothing of the library.
+conditional probabilities are multiples of 1/4, and the batch has each response in proportion to its probability. A
+mean over its 4^length rows is exactly an expectation under the engine. Imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Enumerated:
     """All responses under the engine μ and the trainer π; [n, T] with n = 4^T rows, float64.
 
     Attributes:
-        logits: [prefixes, 3], what the trainer's probabilities come from; a leaf with gradient.
+        logits: [prefixes, 3], logits of the trainer's probabilities; a leaf with gradient.
         engine: [prefixes, 3], the engine's probabilities.
         tokens: [n, T], int64.
         first: [3^T], one row for each different response.
@@ -46,7 +46,7 @@ class Enumerated:
 
     @property
     def log_ratio(self) -> Tensor:
-        """log ρ of each token, detached."""
+        """Log ρ of each token, detached."""
         return (self.train - self.rollout).detach()
 
     @property
@@ -55,7 +55,7 @@ class Enumerated:
         return self.log_ratio.sum(1).exp()
 
     def gradient(self, loss: Tensor) -> Tensor:
-        """Of a number, by the logits."""
+        """The gradient of a number with respect to the logits."""
         (found,) = torch.autograd.grad(loss, self.logits, retain_graph=True)
         return found
 
@@ -70,13 +70,13 @@ class Enumerated:
 
 
 def enumerated(length: int = 3, *, distance: float = 1.0, seed: int = 0, by_prefix: bool = True) -> Enumerated:
-    """The toy; ``distance`` scales log π - log μ before it is normalised, 0: the two policies are equal.
+    """The toy policies.
 
     Args:
         length: tokens of each response.
-        distance: see above.
-        seed: of the trainer's logits and of the rewards.
-        by_prefix: the engine's and the trainer's probabilities depend on the tokens before; False: on nothing.
+        distance: factor of log π - log μ before it is normalised; 0: equal policies.
+        seed: seed of the trainer's logits and of the rewards.
+        by_prefix: the probabilities depend on the tokens before; False: on nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     index: dict[tuple[int, ...], int] = {}
@@ -84,7 +84,7 @@ def enumerated(length: int = 3, *, distance: float = 1.0, seed: int = 0, by_pref
         for prefix in itertools.product(range(VOCABULARY), repeat=size):
             index[prefix] = len(index)
     engine = torch.tensor([QUARTERS[sum(prefix) % 3 if by_prefix else 0] for prefix in index], dtype=torch.float64) / 4
-    # More rows than are needed: how many are drawn at once changes what is drawn.
+    # More rows than needed: the values depend on the number of rows that are drawn at once.
     noise = torch.randn(100, VOCABULARY, generator=generator, dtype=torch.float64)[: len(index)]
     logits = (engine.log() + distance * (noise if by_prefix else noise[:1])).requires_grad_()
     responses = list(itertools.product(range(VOCABULARY), repeat=length))

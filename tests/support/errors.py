@@ -1,14 +1,14 @@
-"""The largest of some errors, for an assertion that it is small."""
+"""The largest of several errors, for an assertion that it is small."""
 
 import math
 from collections.abc import Iterable
 
 
 def largest_error(errors: Iterable[float]) -> float:
-    """NaN where any of them is NaN, which Python's ``max`` may drop.
+    """The largest error; NaN if any error is NaN, which Python's ``max`` may drop.
 
     Raises:
-        ValueError: there is none, so that nothing was compared.
+        ValueError: no errors, so that nothing was compared.
     """
     found = [float(error) for error in errors]
     if not found:

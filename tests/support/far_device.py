@@ -1,8 +1,8 @@
-"""A device that is not the CPU, on a machine that has only a CPU: tensors whose memory the CPU may not simply use.
+"""A device other than the CPU, on a machine with only a CPU: tensors whose memory the CPU may not simply use.
 
-What a GPU refuses is refused here: an operation on tensors of two devices. What makes the host wait for a GPU is
-counted: a number or a tensor that comes back, shapes that depend on data, and tensors that are sent there from ordinary
-memory. The numbers are the CPU's.
+Like a GPU it refuses operations on tensors of two devices. It counts the operations for which a host would wait for a
+GPU: a number or a tensor that comes back, shapes that depend on data, and tensors sent from ordinary memory. The
+numbers are the CPU's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 NAME = "far"
 aten = torch.ops.aten
-# Their results have a shape that only the data say.
+# Operations with a result whose shape depends on data.
 _DATA_SHAPES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten.bincount.default)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
 
@@ -50,7 +50,7 @@ class FarTensor(torch.Tensor):
         return f"FarTensor({self.near!r})"
 
     def tolist(self) -> Any:
-        """As of any tensor: the host waits for it."""
+        """The numbers as nested lists; the host waits for them."""
         return self.to("cpu").tolist()
 
     @classmethod
@@ -59,11 +59,11 @@ class FarTensor(torch.Tensor):
 
 
 class FarDevice(TorchDispatchMode):
-    """Computes what is asked of the far device.
+    """The mode that computes on the far device.
 
     Attributes:
-        waits: what made the host wait, and where in the library.
-        kernels: how many operations it was given; views and empty tensors not counted.
+        waits: the operations for which the host waited, and their lines in the library.
+        kernels: number of operations, without views and empty tensors.
     """
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ class FarDevice(TorchDispatchMode):
         return self._result(found, far, goes_far)
 
     def _check(self, func: Any, given: list[Tensor], far: list[Tensor]) -> None:
-        """A GPU takes single numbers from the CPU, and indices for a tensor of its own; else all must be there."""
+        """Refuse CPU tensors beside far ones, except single numbers, and indices of a far tensor."""
         mixed = [value for value in given if not isinstance(value, FarTensor) and value.dim()]
         if far and mixed and func not in (aten.copy_.default, *_INDEXING):
             raise RuntimeError(f"{func}: expected all tensors to be on one device, found {NAME} and cpu")
 
     def _count(self, func: Any, args: Any, kwargs: Any, from_cpu: bool, goes_far: bool) -> None:
         leaves = from_cpu or not goes_far
-        # What the host makes and sends, it need not wait for if it asks so.
+        # The host need not wait for tensors that it sends with non_blocking.
         asynchronous = goes_far and (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
         sent = func in (aten._to_copy.default, aten.copy_.default, *_INDEXING) and leaves and not asynchronous
         flags = func in _INDEXING and any(_is_flags(index) for index in args[1])
@@ -107,7 +107,7 @@ class FarDevice(TorchDispatchMode):
             self.kernels += 1
 
     def _result(self, found: Any, far: list[Tensor], goes_far: bool) -> Any:
-        """What was written to in place is the tensor that was given."""
+        """The result; of an in-place operation the tensor that was passed."""
         known = {id(value.near): value for value in far if isinstance(value, FarTensor)}
 
         def wrap(value: Any) -> Any:
@@ -119,7 +119,7 @@ class FarDevice(TorchDispatchMode):
 
 
 class _SentThere(TorchFunctionMode):
-    """``torch.tensor`` makes its numbers on the CPU and sends them, where no dispatch mode sees it."""
+    """``torch.tensor`` makes its numbers on the CPU and sends them, which no dispatch mode sees."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -138,7 +138,7 @@ def _is_flags(index: Any) -> bool:
 
 
 def _place() -> str:
-    """The line of the library that asks."""
+    """The line of the library that called the operation."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if "megatron_rc" in path.parts and "tests" not in path.parts:
@@ -148,7 +148,7 @@ def _place() -> str:
 
 @contextmanager
 def far_device() -> Iterator[FarDevice]:
-    """The device ``"far"`` exists inside this block."""
+    """Make the device ``"far"`` exist inside this block."""
     _register()
     with _SentThere(), FarDevice() as device:
         yield device

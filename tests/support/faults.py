@@ -1,4 +1,4 @@
-"""The trainer, with a signal in the midst of a phase; torchrun starts it.
+"""The trainer with a signal in the middle of a phase; torchrun starts it.
 
 ``MEGATRON_RC_FAULTS`` holds a JSON list of :class:`Fault`, one for each start of the ranks.
 """
@@ -21,13 +21,13 @@ class Fault:
     """A signal.
 
     Attributes:
-        phase: the first of this name, after one with the name ``after``.
-        rank: that it comes from.
-        number: of the signal.
-        log: a file that gets the phase that was hit.
-        to: "rank", itself, or "parent", the process that started it.
-        delay: seconds from the beginning of the phase; 0: in its first moment.
-        longer: seconds that an engine takes for its answers then.
+        phase: name of the phase; the first one after a phase ``after``.
+        rank: rank that sends the signal.
+        number: number of the signal.
+        log: file that gets the name of the phase.
+        to: "rank", the rank itself, or "parent", the process that started it.
+        delay: seconds after the beginning of the phase; 0: at its beginning.
+        longer: seconds that an engine's answers then take.
     """
 
     phase: str
@@ -40,7 +40,7 @@ class Fault:
     longer: float = 0.0
 
 
-# Starts of this module: what stands before torchrun's flags, and between them and the run's.
+# Starts of this module: words before torchrun's flags, and words between them and the run's.
 STARTS = {
     "torchrun": (["-m", "torch.distributed.run", "--standalone"], ["--module", __name__]),
     "launcher": (["-c", f"from megatron_rc.launch.__main__ import main; main(module='{__name__}')"], []),

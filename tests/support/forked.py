@@ -1,7 +1,7 @@
 """The launcher in a process forked from the server of the ranks' pool, and its ranks forked from it.
 
-torchrun's agent, its store, the ranks' processes and their ends are the real ones. What is spared are interpreters that
-import torch, Megatron and transformers for each of them: most of the seconds of a small run.
+torchrun's agent, its store, the ranks' processes and their ends are real. The forks only spare the import of torch,
+Megatron and transformers in each process, which takes most of a small run's seconds.
 """
 
 import logging
@@ -21,9 +21,9 @@ from tests.support.ranks import server_context
 
 
 class ForkedCall:
-    """A call in a process and a session of its own, with what tests use of :class:`subprocess.Popen`.
+    """A call in a process and a session of its own, with the parts of :class:`subprocess.Popen` that tests use.
 
-    What it writes lies in ``folder``. It ends with what the function returns, or gives to ``sys.exit``.
+    Its output is in ``folder``. Its exit code is the function's result, or its argument of ``sys.exit``.
     """
 
     def __init__(self, folder, function, *args):
@@ -60,7 +60,7 @@ def _call(written, environment, function, args):
 
 
 def launch_forked(folder, words, module=TRAINER):
-    """``python -m megatron_rc.launch`` with these words, under way."""
+    """``python -m megatron_rc.launch`` with these words, running."""
     return ForkedCall(folder, main, words, module)
 
 
@@ -74,7 +74,7 @@ class Forked(subprocess.Popen):
             code = 1
             try:
                 code = _run(args[args.index("-m") + 1 :], env)
-            finally:  # whatever happens, the fork never goes on as a second agent
+            finally:  # the fork must never go on as a second agent
                 os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""What the golden cases' configurations mean, in the oracle's settings."""
+"""The golden cases' configurations as the oracle's settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LEVEL_CRITERIA = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "s
 def golden_settings(generation: str, config: Mapping[str, Any]) -> Settings:
     """The settings of a golden case: ``gen1``, ``gen2``, ``gen3`` or ``slime``.
 
-    The two sources that zero the weights of rejected tokens, or leave out-of-bounds weights alone there, are told apart
-    by who compares: gen1's veto is a rejection here, slime's ``mask`` mode a criterion beside unbounded weights.
+    Two sources differ: gen1 sets the weights of rejected tokens to 0, and slime's ``mask`` mode keeps weights out of
+    bounds. Here gen1's veto is a rejection, and slime's mode a criterion beside unbounded weights.
     """
     return {"gen1": _gen1, "gen2": _gen2, "gen3": _gen3, "slime": _slime}[generation](config)
 
@@ -65,7 +65,7 @@ def _gen3(config: Mapping[str, Any]) -> Settings:
 
 
 def _gen3_criterion(name: str, text: str) -> Criterion:
-    """The written k1 bounds are on -log ρ: ρ lies between the inverse ones."""
+    """A criterion; written k1 bounds are on -log ρ, so that ρ is between the inverse ones."""
     lower, _, upper = text.rpartition("_")
     if not name.endswith("k1"):
         return name, -math.inf, float(upper)

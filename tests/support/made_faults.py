@@ -1,7 +1,7 @@
-"""Rollouts that are made to have one fault: tokens sampled from a softmax over real logits, and scored by two policies.
+"""Rollouts with one fault, made of tokens that are sampled from a softmax over real logits and scored by two policies.
 
-Both policies are one output layer over the same hidden states; a fault changes what the engine's computes, samples from
-or reports. Nothing of the library is imported.
+Both policies are an output layer over the same hidden states. A fault changes the engine's weights, its samples or its
+report. Imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HIDDEN = 48
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a batch; ``noise`` is how the healthy engine rounds."""
+    """Sizes of a batch; ``noise`` is the rounding of the healthy engine."""
 
     sequences: int = 64
     length: int = 48
@@ -30,7 +30,7 @@ class Setting:
 
 
 def round_weight(weight: Tensor, kind: str) -> Tensor:
-    """Rounded to nearest as engines hold weights: bf16, fp8 (e4m3, one scale), int8 a row, int4 in groups of 16."""
+    """A weight rounded to nearest as in engines: bf16, fp8 (e4m3, one scale), int8 by row, int4 in groups of 16."""
     if kind == "bf16":
         return weight.bfloat16().float()
     if kind == "fp8":
@@ -47,7 +47,7 @@ def round_weight(weight: Tensor, kind: str) -> Tensor:
 
 
 class Maker:
-    """One batch in the making: hidden states, the trainer's output layer, and how long each response is."""
+    """A batch in the making: hidden states, the trainer's output layer, and the responses' lengths."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self.setting, self.generator = setting, torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ class Maker:
         return torch.randn(*shape, generator=self.generator)
 
     def log_probs(self, weight: Tensor, temperature: float = 1.0, noise: bool = False) -> Tensor:
-        """[n, s, v]: of a policy; ``noise`` is that of computing in bfloat16."""
+        """[n, s, v]: log-probs of a policy; ``noise``: computed in bfloat16."""
         hidden = self.hidden.bfloat16().float() if noise else self.hidden
         return (hidden @ weight.T / temperature).log_softmax(-1)
 
@@ -74,7 +74,7 @@ class Maker:
         return (log_probs - clocks.log_()).argmax(-1)
 
     def drifted(self, steps: float) -> Tensor:
-        """The engine's weights, that many optimizer steps away: an update of low rank each."""
+        """The engine's weights at a distance of this many optimizer steps, each an update of low rank."""
         change = self.normal(self.setting.vocab, 4) @ self.normal(4, HIDDEN) / math.sqrt(4 * HIDDEN)
         return self.weight + 0.012 * steps * change
 
@@ -93,7 +93,7 @@ def result(maker: Maker, rollout: Tensor, old: Tensor, **more: Any) -> dict[str,
 
 
 def healthy(maker: Maker) -> dict[str, Any]:
-    """The engine rounds as the setting says, and computes in bfloat16."""
+    """The engine rounds by the setting and computes in bfloat16."""
     engine = maker.log_probs(round_weight(maker.weight, maker.setting.noise), noise=True)
     tokens = maker.sample(engine)
     return result(maker, pick(engine, tokens), pick(maker.log_probs(maker.weight), tokens))
@@ -109,7 +109,7 @@ def rounded(kind: str) -> Callable[[Maker], dict[str, Any]]:
 
 
 def temperature(engine_at: float) -> Callable[[Maker], dict[str, Any]]:
-    """The engine samples at another temperature than the trainer scores at, and reports what it sampled from."""
+    """The engine samples at another temperature than the trainer's, and reports its own log-probs."""
 
     def make(maker: Maker) -> dict[str, Any]:
         engine = maker.log_probs(round_weight(maker.weight, "bf16"), engine_at, noise=True)
@@ -120,7 +120,7 @@ def temperature(engine_at: float) -> Callable[[Maker], dict[str, Any]]:
 
 
 def raw_mode(at: float) -> Callable[[Maker], dict[str, Any]]:
-    """Both sample and score at a temperature, and the engine reports log-probs before it."""
+    """Engine and trainer use the same temperature, and the engine reports log-probs before it."""
 
     def make(maker: Maker) -> dict[str, Any]:
         weight = round_weight(maker.weight, "bf16")
@@ -132,7 +132,7 @@ def raw_mode(at: float) -> Callable[[Maker], dict[str, Any]]:
 
 
 def shifted(maker: Maker) -> dict[str, Any]:
-    """The engine's log-probs stand one position late."""
+    """The engine's log-probs are one position late."""
     made = healthy(maker)
     late = made["rollout_log_probs"].roll(1, dims=1)
     late[:, 0] = -1.0
@@ -155,7 +155,7 @@ def truncated(top_p: float) -> Callable[[Maker], dict[str, Any]]:
 
 
 def stale(maker: Maker, oldest: int = 6) -> dict[str, Any]:
-    """Each sequence comes from weights of some version, the trainer is the newest."""
+    """Each sequence comes from weights of some version; the trainer has the newest."""
     versions = torch.randint(0, oldest + 1, (maker.setting.sequences,), generator=maker.generator)
     newest = oldest
     full = maker.drifted(float(oldest)) - maker.weight
@@ -171,7 +171,7 @@ def stale(maker: Maker, oldest: int = 6) -> dict[str, Any]:
 
 
 def stale_cache(maker: Maker) -> dict[str, Any]:
-    """A third of the prompts is answered from what much older weights made of them."""
+    """A third of the prompts is answered with a cache of much older weights."""
     fresh = maker.log_probs(round_weight(maker.weight, "bf16"), noise=True)
     older = maker.log_probs(maker.drifted(30.0), noise=True)
     cached = (torch.arange(len(maker.mask)) // 4 % 3 == 0).view(-1, 1, 1)
@@ -181,7 +181,7 @@ def stale_cache(maker: Maker) -> dict[str, Any]:
 
 
 def tails(maker: Maker) -> dict[str, Any]:
-    """All is well but at a few improbable tokens, which the trainer finds impossible."""
+    """Healthy, except for a few improbable tokens that are impossible under the trainer."""
     made = healthy(maker)
     rollout, old = made["rollout_log_probs"], made["old_log_probs"].clone()
     improbable = maker.mask & (rollout < -3.5)
@@ -213,5 +213,5 @@ def _made(fault: str | None, seed: int, setting: Setting) -> dict[str, Any]:
 
 
 def made(fault: str | None, seed: int, setting: Setting = Setting()) -> dict[str, Any]:
-    """A batch with a fault of ``FAULTS``, or without."""
+    """A batch with a fault of ``FAULTS``, or without one."""
     return {name: value.clone() for name, value in _made(fault, seed, setting).items()}

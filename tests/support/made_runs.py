@@ -1,14 +1,14 @@
-"""Metrics of runs that are made: healthy ones, whose numbers wander, ones that drift apart, and those of the study."""
+"""Made metrics of runs: healthy ones, whose numbers wander, and drifting ones; and metrics of the study's runs."""
 
 import math
 import random
 
 
 def healthy_run(seed):
-    """Rows of 40 to 600 steps: levels, trends and noise as sound runs have them, drawn at random.
+    """Rows of 40 to 600 steps, with random levels, trends and noise like sound runs'.
 
-    k3 wanders within a factor of some 4, as the policy grows surer or less sure of its tokens; the gradient norm falls
-    or rises up to 2-fold, lengths up to 4-fold, and the reward rises, stays, or loses a little at the end.
+    k3 wanders within a factor of about 4, as the policy grows more or less certain. The gradient norm changes up to
+    2-fold, lengths up to 4-fold, and the reward rises, stays, or falls a little at the end.
     """
     dice = random.Random(seed)
     steps, walk = dice.choice([40, 100, 300, 600]), 0.0
@@ -32,7 +32,7 @@ def healthy_run(seed):
 
 
 def drifting_run(seed, growth=150.0):
-    """A healthy run in which, from a step on, k3 grows by this factor and the reward falls; and that step."""
+    """(a healthy run in which k3 grows by this factor and the reward falls from a step on, that step)."""
     dice, rows = random.Random(seed), list(healthy_run(seed))
     begin = int(len(rows) * dice.uniform(0.3, 0.7))
     for index, row in enumerate(rows[begin:]):
@@ -53,7 +53,7 @@ _MEASURES = {
 
 
 def study_rows(run):
-    """A run of the study, whose curves are means of ten steps: ten rows for each."""
+    """The rows of a study's run: ten for each point of its curves, which are means of ten steps."""
     for step in range(1, 10 * len(run.curves["kl"]) + 1):
         values = {name: run.curves[measure][(step - 1) // 10] for measure, name in _MEASURES.items()}
         yield {"step": step, **{name: value for name, value in values.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""Two machines that meet, each with a rank that writes down whom it met.
+"""Two machines that meet, each with a rank that records the ranks that it met.
 
 Both are launchers with torchrun's agent, in processes of their own. ``tests.support.forked`` runs them.
 """
@@ -15,7 +15,7 @@ from megatron_rc.launch.ranks import run_ranks
 
 
 def rank(folder):
-    """Write down the sum of all ranks' numbers, from 1."""
+    """Write down the sum of all ranks' numbers, counted from 1."""
     torch.distributed.init_process_group("gloo")
     number = torch.tensor(torch.distributed.get_rank() + 1)
     torch.distributed.all_reduce(number)
@@ -25,7 +25,7 @@ def rank(folder):
 
 
 def machine(number, port, folder):
-    """What the launcher does with these flags, with such a rank in the place of trainers."""
+    """The launcher's work on one machine, with such a rank instead of trainers."""
     words = ["--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", f"--node-rank={number}"]
     mine = torchrun_parser().parse_args(words)
     outcome = run_ranks([*words_for_torchrun(mine, machines_of(mine)), "--module", "tests.support.meets", folder])
@@ -35,7 +35,7 @@ def machine(number, port, folder):
 
 
 def meet(port, folder):
-    """Both machines; the sum of their exit codes."""
+    """Run both machines; returns the sum of their exit codes."""
     started = []
     for number in range(2):
         child = os.fork()

@@ -1,4 +1,4 @@
-"""What the server of the ranks has loaded before it forks them: what a rank of a run on the CPU loads."""
+"""The modules that the ranks' server loads before it forks ranks: all that a run's rank on the CPU loads."""
 
 import importlib
 
@@ -12,7 +12,7 @@ with without_compiler():
         "transformers.models.gpt2.modeling_gpt2",
         "matplotlib.pyplot",
         "reasoning_gym",
-        # What the functions that ranks run stand beside.
+        # Modules beside the functions that ranks run.
         "pytest",
     ):
         importlib.import_module(name)

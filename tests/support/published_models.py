@@ -1,4 +1,4 @@
-"""A tiny model of every architecture, with what is special to it as it was published."""
+"""A tiny model of every architecture, with the special settings of published models."""
 
 import json
 
@@ -28,7 +28,7 @@ DEEPSEEK = GATED | {
     **{"moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
     **{"rope_parameters": YARN, "num_nextn_predict_layers": 0},
 }
-# As Moonlight: queries that come directly, frequencies that are not stretched, experts from all groups.
+# As Moonlight: queries without compression, frequencies without scaling, experts from all groups.
 MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": GATED["rope_parameters"]}
 GLM = GATED | {
     **{"head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 3},
@@ -37,7 +37,7 @@ GLM = GATED | {
 }
 # As GLM-4.5-Air: queries and keys without norms.
 AIR = {"use_qk_norm": False, "routed_scaling_factor": 1.0}
-# GLM-4.7-Flash's file has both forms of what is said of the first layers.
+# GLM-4.7-Flash's file has both forms of the entry about the first layers.
 FLASH = DEEPSEEK | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "rope_parameters": GATED["rope_parameters"]}
 FLASH |= {"mlp_layer_types": ["dense", *["sparse"] * 3]}
 MODELS = {
@@ -80,7 +80,7 @@ def words_of(folder, layout, *more):
 
 
 def changed(folder, target, change):
-    """A directory with another ``config.json``; what is ``...`` there is left out."""
+    """A directory with a changed ``config.json``, from which entries that are ``...`` are removed."""
     config = json.loads((folder / "config.json").read_text()) | change
     kept = {key: value for key, value in config.items() if value is not ...}
     (target / "config.json").write_text(json.dumps(kept))

@@ -1,4 +1,4 @@
-"""A rank that ends as its argument says; torchrun starts it in the place of the trainer."""
+"""A rank that ends in the way that its argument names; torchrun starts it instead of the trainer."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def fail_as_a_victim(*_: object) -> None:
 
 
 def meet() -> None:
-    """Wait until the other rank is here too."""
+    """Wait until the other rank has started too."""
     folder = Path(os.environ[FOLDER])
     (folder / f"here-{restart}-{rank}").touch()
     while len(list(folder.glob(f"here-{restart}-*"))) < int(os.environ["WORLD_SIZE"]):
@@ -44,7 +44,7 @@ if how == "restarts-stopped":
 if not mine:
     signal.signal(signal.SIGTERM, fail_as_a_victim)
 tell_start()
-if how == "agrees":  # before the other rank can end, which would end this one
+if how == "agrees":  # before the other rank ends, which would end this one
     sys.stderr.write("what a rank says is above the last line\n")
 meet()
 if how in ("saves", "saves-late", "stops", "interrupts") and rank == 0:

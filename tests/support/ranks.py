@@ -1,8 +1,8 @@
 """A pool of processes that stays up for the whole run and forms one process group after the other.
 
-Importing torch and Megatron costs seconds a process, so ranks are forked once from a server that has them loaded. They
-meet under a fresh name in one store. Groups of earlier layouts are kept until the ranks begin anew: closing one of
-gloo's connections waits for a thread that looks up every ten milliseconds, and a layout has dozens of them.
+Importing torch and Megatron takes seconds a process, so ranks are forked once from a server that has loaded them. They
+meet under a fresh name in one store. Groups of earlier layouts are kept until the ranks are renewed: closing one of
+gloo's connections waits for a thread that wakes every ten milliseconds, and a layout has dozens of connections.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_rc.launch.training import picture
 
 COLLECTIVE_SECONDS = 180
 VICTIM_SECONDS = 3
-# Groups of earlier layouts hold descriptors, about forty a layout of eight ranks: now and then the ranks begin anew.
+# Layouts after which the ranks are renewed: groups of earlier layouts hold about forty descriptors each on eight ranks.
 RENEWED = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks split each dimension; the experts are split over ``ep`` of the data and context ranks.
+    """Number of ranks that split each dimension; experts are split over ``ep`` of the data and context ranks.
 
-    ``etp``: ranks that share one expert's matrices; 0: those that share the others'.
+    ``etp``: ranks that share one expert's matrices; 0: as many as share the others'.
     """
 
     tp: int = 1
@@ -69,7 +69,7 @@ class RankFailure(AssertionError):
 
 
 def server_context() -> Any:
-    """What makes processes that are forked with all that a rank loads already there."""
+    """The context whose processes are forked with a rank's modules already loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     return context
@@ -80,16 +80,16 @@ class RankPool:
 
     def __init__(self) -> None:
         self.context = server_context()
-        # Port 0: whichever is free.
+        # Port 0: any free port.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.workers: list[tuple[Any, Connection]] = []
         self.meetings = 0
         self.layout: Layout | None = None
 
     def run(self, function: Callable[..., Any], layout: Layout, *args: Any, timeout: float = 400) -> list[Any]:
-        """What ``function(*args)`` returns on each rank of the layout; a list of tuples as ``args`` differs by rank.
+        """The results of ``function(*args)`` on the layout's ranks; a list of tuples as ``args`` differs by rank.
 
-        The function is found by its module and name. Megatron's groups are those of the layout.
+        The function is found by its module and name. Megatron's groups are the layout's.
         """
         if layout != self.layout:
             self.meetings += 1
@@ -105,7 +105,7 @@ class RankPool:
         return self._collect(connections, timeout)
 
     def close(self, seconds: float = 5) -> None:
-        """End the workers; those that do not leave by themselves are killed."""
+        """End the workers; workers that do not leave in time are killed."""
         for _, connection in self.workers:
             connection.close()
         for process, _ in self.workers:
@@ -141,7 +141,7 @@ class RankPool:
                     results[rank] = value
                 else:
                     failures.append((when, rank, value))
-                    # Ranks that wait for this one cannot go on.
+                    # Ranks that wait for the failed one cannot go on.
                     deadline = min(deadline, time.monotonic() + VICTIM_SECONDS)
         if len(results) == len(connections):
             return [results[rank] for rank in range(len(connections))]
@@ -167,16 +167,16 @@ def _serve(connection: Connection) -> None:
 
     from megatron_rc.launch.training.cpu import cpu_backend
 
-    # There already, unless the server was started where it could not find it.
+    # Loaded already, unless the server was started in a folder from which it could not find the module.
     importlib.import_module("tests.support.preloaded")
-    # What the server had loaded is never garbage, and is not looked through again.
+    # Never collect the server's objects.
     gc.freeze()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     joined = None
     _share_device()
-    # Half the time of a run of a few steps; see `drawing`.
+    # Drawing takes half the time of a run of a few steps; see `drawing`.
     without = mock.patch.object(picture, "draw_run", return_value=None)
     with cpu_backend(), without, contextlib.suppress(EOFError):
         while True:
@@ -188,19 +188,19 @@ def _serve(connection: Connection) -> None:
                 connection.send((True, function(*args), time.time()))
             except BaseException:
                 connection.send((False, traceback.format_exc(), time.time()))
-    os._exit(0)  # at once: nothing is worth closing its connections for
+    os._exit(0)  # at once, without closing connections
 
 
 _DRAW = picture.draw_run
 
 
 def drawing() -> contextlib.AbstractContextManager[Any]:
-    """Inside, on a rank of the pool, a run draws its picture at its end, as it does everywhere else."""
+    """Let a run on the pool draw its picture at its end, as outside of tests."""
     return mock.patch.object(picture, "draw_run", _DRAW)
 
 
 def _share_device() -> None:
-    """Let all groups of gloo share one device, and so the one thread that polls; torch would make one for each."""
+    """Let all gloo groups share one device with one polling thread; torch would make one for each."""
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
     device = ProcessGroupGloo.create_default_device()
@@ -219,7 +219,7 @@ _KEPT: list[Any] = []
 
 @functools.cache
 def _store(port: int) -> TCPStore:
-    """One connection to it for all meetings: of those made anew, every seventh waited five seconds for an answer."""
+    """One connection to the store for all meetings: every seventh new connection waited five seconds for an answer."""
     return TCPStore("127.0.0.1", port)
 
 
@@ -233,7 +233,7 @@ def _join(layout: Layout, rank: int, meeting: tuple[int, str]) -> None:
         _KEPT.extend(dist.distributed_c10d._world.pg_map)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        # Models and trainers are cycles, which hold memory.
+        # Models and trainers are reference cycles, which hold memory.
         gc.collect()
     port, name = meeting
     store = dist.PrefixStore(name, _store(port))

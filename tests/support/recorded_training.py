@@ -1,4 +1,4 @@
-"""A tiny model, recorded rollouts, and what the ranks of the pool do with them."""
+"""A tiny model, recorded rollouts, and their training on the ranks of the pool."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ CLIP = ("--grpo-clamp-eps-lower=0.02", "--grpo-clamp-eps-upper=0.03")
 
 
 def flags(folder: Path, *more: str, model: list[str] = LLAMA) -> list[str]:
-    """Flags of the tiny run; what comes later wins."""
+    """Flags of the tiny run; later flags override earlier ones."""
     clip = () if any(word.endswith("=reinforce") or "=bypass_pg_" in word for word in more) else CLIP
     return [*model, *COMMON, *clip, f"--runs-dir={folder}", *more]
 
 
 def run_config(words: list[str], world_size: int = 1, *, engine: bool = True) -> RunConfig:
-    """The checked settings that these flags describe."""
+    """The checked settings of these flags."""
     return configure(words, world_size, engine=engine)[0]
 
 
 def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBatch:
-    """The share of one data-parallel rank of a rollout batch: ragged lengths, holes, a share of rejected tokens."""
+    """One data-parallel rank's share of a rollout batch: ragged lengths, holes, some rejected tokens."""
     generator = torch.Generator().manual_seed(100 + index)
     shape = (SEQUENCES, LENGTH)
     prompt = torch.randint(1, 5, (SEQUENCES, 1), generator=generator)
@@ -64,7 +64,7 @@ def recorded_batch(index: int, replica: int = 0, replicas: int = 1) -> RolloutBa
 
 
 def make_trainer(words: list[str]):
-    """A trainer on this rank of the pool; its rollouts are recorded."""
+    """A trainer on this rank of the pool, for recorded rollouts."""
     from megatron_rc.launch.training.trainer import Trainer
 
     config = run_config(words, torch.distributed.get_world_size(), engine=False)
@@ -77,7 +77,7 @@ def save_initial(words: list[str]) -> None:
 
 
 def train_recorded(words: list[str], batches: int) -> list[dict[str, float]]:
-    """Two optimizer steps on each recorded batch; the metrics of every step, and the local size of the loss."""
+    """Make two optimizer steps on each recorded batch; returns every step's metrics and the local size of the loss."""
     trainer = make_trainer(words)
     dp = trainer.groups.dp
     steps = []

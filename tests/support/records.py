@@ -1,4 +1,4 @@
-"""Records of rollouts: an example by hand, any that are valid, and how two compare."""
+"""Records of rollouts: an example by hand, random valid ones, and their comparison."""
 
 import dataclasses
 import math
@@ -17,10 +17,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
 
 
 def example(experts=True):
-    """Two responses to one prompt and one to another, the first with a hole where a tool answered.
+    """Two responses to one prompt and one to another, the first with a hole for a tool's answer.
 
-    Every number is another one, so that whatever is shifted or swapped is seen: sampled token t of sequence i has
-    log-prob -(i + t/16), exact in float32.
+    All numbers differ, so that a shift or swap shows: sampled token t of sequence i has log-prob -(i + t/16), exact in
+    float32.
     """
     tokens = torch.tensor(
         [[11, 12, 13, 14, 15, 16, 0, 0], [11, 12, 24, 25, 0, 0, 0, 0], [31, 32, 33, 34, 35, 36, 37, 38]]
@@ -49,7 +49,7 @@ def changed(batch, name, value, at=...):
 
 
 def known(batch):
-    """What every format keeps of the tensors: nothing behind the last sampled token or where none was sampled."""
+    """The tensors that every format keeps, with fillers after the last sampled token and at unsampled tokens."""
     position = torch.arange(batch.tokens.shape[1])
     used = (position < (batch.response_mask * (position + 1)).amax(dim=1, keepdim=True)) | ~batch.response_mask.any(
         dim=1, keepdim=True
@@ -71,7 +71,7 @@ def known(batch):
 
 
 def cut(batch):
-    """Without columns that are padding in every sequence."""
+    """The record without columns that are padding in every sequence."""
     used = batch.response_mask.any(dim=0).nonzero()
     width = int(used[-1]) + 1 if batch.response_mask.any(dim=1).all() and len(used) else batch.tokens.shape[1]
     return dataclasses.replace(
@@ -81,7 +81,7 @@ def cut(batch):
 
 @st.composite
 def batches(draw, ordinary=False):
-    """Any record that is valid; ``ordinary`` ones sample at least one token of each sequence, and not the first."""
+    """A random valid record; ``ordinary`` ones sample a token of each sequence, and not its first token."""
     rows, length = draw(st.integers(1, 4)), draw(st.integers(2, 7))
     integers = st.integers(0, 2**40)
 
@@ -98,7 +98,7 @@ def batches(draw, ordinary=False):
     experts = draw(st.booleans())
     scored = {name: log_probs / 2 for name in TRAINER_LOG_PROBS if draw(st.booleans())}
     if ordinary:
-        scored.pop("log_probs", None)  # which no other program has
+        scored.pop("log_probs", None)  # no other program has these
     elif "old_log_probs" in scored and draw(st.booleans()):
         scored["old_log_probs"] = torch.where(mask & (log_probs < -1), torch.nan, scored["old_log_probs"])
     return RolloutBatch(
@@ -117,7 +117,7 @@ def batches(draw, ordinary=False):
 
 
 def identical(one, other):
-    """Whether all fields have the same dtypes, shapes and bits, NaN included; where they lie does not matter."""
+    """Whether all fields have the same dtypes, shapes and bits, NaN included; devices may differ."""
     mine, theirs = one.tensors(), other.tensors()
     return (
         one.sampling == other.sampling

@@ -1,4 +1,4 @@
-"""Rollout servers that threads play, and engines of them."""
+"""Rollout servers that run in threads, and engines that use them."""
 
 import functools
 import json
@@ -36,17 +36,17 @@ GENERATE = {VllmServerEngine: "/v1/completions", SglangServerEngine: "/generate"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as vLLM 0.32 and SGLang 0.5 document it; tokens and log-probs follow from prompt and seed.
+    """Answers as vLLM 0.32 and SGLang 0.5 document; tokens and log-probs depend on prompt and seed.
 
     Attributes:
         seen: (path, body) of all requests.
         faults: by path, one for each coming request: (status, body), a function that changes the answer, or seconds.
-        always: a function that changes every answer of a path.
-        most: requests that were under way at once.
-        connections: that were made.
+        always: by path, a function that changes every answer.
+        most: largest number of requests at the same time.
+        connections: number of connections.
         hold: seconds that a response takes.
-        together: a barrier that responses wait at before, if any.
-        breaks: connections end without an answer.
+        together: a barrier that every response waits for, or None.
+        breaks: True: connections end without an answer.
     """
 
     daemon_threads = True
@@ -64,10 +64,10 @@ class Server(ThreadingHTTPServer):
         return [path for path, _ in self.seen]
 
     def handle_error(self, request, address):
-        """A client that gave up is no error."""
+        """Ignore the error of a client that gave up."""
 
     def respond(self, path, body):
-        """(status, answer) for one request."""
+        """(status, answer) of one request."""
         if self.breaks:
             raise ConnectionResetError
         with self.lock:
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def draw(prompt, seed, count):
-    """Tokens that are no end of text, and log-probs."""
+    """(tokens without an end of text, log-probs)."""
     tokens = [2 + (prompt[-1] + seed + step) % 11 for step in range(count)]
     return tokens, [-0.25 - 0.001 * token for token in tokens]
 

@@ -1,10 +1,10 @@
-"""Results of the same sums in another order, or over another shape: processors round those differently."""
+"""Comparison of results of the same sums in another order or shape, which processors round differently."""
 
 import pytest
 
 
 def assert_equal_but_rounding(got, want, rel):
-    """Nested lists and dictionaries are equal; floats within ``rel``, which is also the absolute tolerance."""
+    """Assert that nested lists and dictionaries are equal, and floats within ``rel``, relative or absolute."""
     assert type(got) is type(want)
     if isinstance(want, dict):
         assert got.keys() == want.keys()

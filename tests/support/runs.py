@@ -1,4 +1,4 @@
-"""The launcher's commands as processes: how tests start, watch and end them, and read what they leave."""
+"""The launcher's commands as processes: starting, watching and ending them, and reading their files."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ SMALL = """--config count_up --grpo-prompts-per-step 4 --grpo-group-size 4 --glo
 --grpo-iterations 1 --lr-decay-iters 6""".split()
 TWO = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=1"]
 
-# The state of a socket in /proc/net/tcp, and 127.0.0.1 there.
+# Listening sockets' state in /proc/net/tcp, and 127.0.0.1 in that file.
 _LISTEN, LOOPBACK = "0A", "0100007F"
 
 
@@ -54,12 +54,12 @@ def read(folder):
 
 
 def steps(folder):
-    """The rows without what differs from run to run: times."""
+    """The rows without times, which differ from run to run."""
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in read(folder)]
 
 
 def rows_of(folder):
-    """How many rows there are by now."""
+    """The number of rows that a run has written."""
     metrics = folder / "metrics.jsonl"
     return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
 
@@ -77,11 +77,11 @@ def children(pid):
 
 
 def listening(pid):
-    """Addresses that a process and those below it accept connections on, without ports."""
+    """Addresses, without ports, on which a process and its descendants accept connections."""
     inodes = set()
     for process in (pid, *children(pid)):
         for opened in Path(f"/proc/{process}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
                 inodes.add(os.readlink(opened))
     found = set()
     for family in ("tcp", "tcp6"):

@@ -1,7 +1,7 @@
-"""A real engine behind vLLM's HTTP interface, in a process that tests can kill: transformers samples.
+"""A real transformers engine behind vLLM's HTTP interface, in a process that tests can kill.
 
-``python -m tests.support.served_engine PORT DIRECTORY``. It serves the model of the directory with random weights until
-it is given others, and knows of no version then, like a server that was started again.
+``python -m tests.support.served_engine PORT DIRECTORY`` serves the directory's model with random weights until it gets
+others. Like a server that was started again, it has no weight version before.
 """
 
 import sys
@@ -18,7 +18,7 @@ from tests.support.rollout_servers import Server
 
 
 class EngineServer(Server):
-    """Answers as the server that plays vLLM does, with what a model says."""
+    """The server that plays vLLM, with a model's answers."""
 
     def __init__(self, port, directory):
         config = AutoConfig.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""The trainer whose rank 1 never ends its first rollout; a file in the run's folder says that it has begun."""
+"""The trainer with a first rollout that never ends on rank 1; a file in the run's folder tells that it has begun."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Optimizer steps of the correction on a model of one number a token, with the gradient that they should have."""
+"""Optimizer steps of the correction on a model of one number a token, with the expected gradient."""
 
 import torch
 
@@ -27,7 +27,7 @@ MODES = {"decoupled": {}, "bypass": {"bypass_mode": True, "loss_type": "reinforc
 
 
 class Model(torch.nn.Module):
-    """One number a token; its chunk of gradients is scaled and zeroed like that of Megatron's DDP."""
+    """One number a token; its chunk of gradients is scaled and zeroed as in Megatron's DDP."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """A model, its rollouts, and a schedule as Megatron's runs the loss function."""
+    """A model, its rollouts, and a schedule that runs the loss function as Megatron's does."""
 
     def __init__(self, mode, fields=CONFIG, groups=None, **loss):
         algorithm = {"algorithm": "reinforce"} if mode == "decoupled" else {}
@@ -98,7 +98,7 @@ class Training:
         return plan.loss_scale(mini_batch, num_microbatches=number)
 
     def schedule(self, plan, mini_batch, scale=None, *, forward_only=False, fails_at=None, finalize=True):
-        """Forward and backward of every micro-batch, in place where Megatron works in place; then the end."""
+        """Run forward and backward of every micro-batch, in place as Megatron does, then the end of the step."""
         scale = scale or self.scale(plan, mini_batch)
         rows = list(MINI_BATCHES[mini_batch])
         for index, start in enumerate(range(0, len(rows), PER_MICRO_BATCH)):
@@ -114,7 +114,7 @@ class Training:
             self.finalize([self.model])
 
     def step(self, plan, mini_batch):
-        """(gradient, metrics) of a step that nothing disturbs."""
+        """(gradient, metrics) of an undisturbed step."""
         self.model.zero_grad_buffer()
         self.schedule(plan, mini_batch)
         if self.correction.step is not None:
@@ -122,7 +122,7 @@ class Training:
         return self.model.gradient, self.correction.loss_metrics()
 
     def expected(self, mini_batch):
-        """The gradient by the formula -w A log π_θ over the accepted tokens, divided by their number."""
+        """The gradient of -w A log π_θ over the accepted tokens, divided by their number."""
         rows = list(MINI_BATCHES[mini_batch])
         logits = self.model.logits.detach().clone().requires_grad_()
         ratio = (self.old - self.rollout).exp()
@@ -133,7 +133,7 @@ class Training:
 
 
 def listed(training):
-    """What the plan is given, in micro-batches."""
+    """The plan's inputs, in micro-batches."""
     rows = [slice(start, start + PER_MICRO_BATCH) for start in range(0, ROWS, PER_MICRO_BATCH)]
     old = None if training.mode == "bypass" else [training.old[row] for row in rows]
     tensors = ([value[row] for row in rows] for value in (training.rollout, training.mask))

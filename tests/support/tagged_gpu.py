@@ -1,8 +1,8 @@
-"""A GPU that is not there: the launcher takes its GPU path with CPU tensors that say they are on one.
+"""A pretended GPU: the launcher takes its GPU path with CPU tensors that say they are on a GPU.
 
-What a GPU and nccl refuse is refused: an operation on tensors of two devices, and a tensor of the host in a collective.
-``far_device`` does the same for the correction alone, and counts what the host waits for. The numbers are the CPU's;
-kernels, streams and the GPU's memory are not seen here.
+Like a GPU and nccl it refuses operations on tensors of two devices, and host tensors in a collective. ``far_device``
+does so for the correction alone, and counts waits of the host. The numbers are the CPU's; kernels, streams and the
+GPU's memory are not simulated.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._to_copy.default)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
-_JOINING = (aten.cat.default, aten.stack.default)  # take no single number from the host
+_JOINING = (aten.cat.default, aten.stack.default)  # refuse even single numbers of the host
 _DEVICE, _IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
-# Storages that are there. While a weak reference is held, no other storage gets the same address.
+# Storages on the GPU. While a weak reference is held, no other storage gets the same address.
 _there: dict[int, StorageWeakRef] = {}
 
 
 def is_there(tensor: Tensor) -> bool:
-    """Whether a tensor says that it is on the GPU."""
+    """Whether a tensor counts as on the GPU."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata in _there
 
@@ -52,7 +52,7 @@ def _means_gpu(device: Any) -> bool:
 
 
 class _Refusing(TorchDispatchMode):
-    """Refuses what a GPU refuses; what is made of tensors that are there is there."""
+    """The mode that refuses what a GPU would refuse; results of GPU tensors are on the GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -64,7 +64,7 @@ class _Refusing(TorchDispatchMode):
         some = len(near) < len(given)
         mixed = [value for value in near if value.dim() or func in _JOINING]
         if func in _INDEXING:
-            # Indices may come from the host.
+            # A GPU takes indices from the host.
             mixed = [value for value in mixed if any(value is other for other in (args[0], *args[2:3]))]
         if some and mixed and func not in _COPIES:
             raise RuntimeError(f"{func}: expected all tensors to be on one device, found cuda:0 and cpu")
@@ -73,7 +73,7 @@ class _Refusing(TorchDispatchMode):
 
 
 class _Answering(TorchFunctionMode):
-    """Answers for the device of a tensor, and moves tensors between the two."""
+    """The mode that answers for a tensor's device, and moves tensors between the two devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -121,7 +121,7 @@ class _HostGenerator(torch.Generator):
 
 
 def _stand_ins(mode: _Answering) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, stand-in) of what asks for a GPU."""
+    """(owner, attribute, stand-in) of functions that need a GPU."""
     import torch.distributed as dist
 
     from megatron_rc.launch.training import advantages, cpu
@@ -145,7 +145,7 @@ def _stand_ins(mode: _Answering) -> Iterator[tuple[Any, str, Any]]:
     yield kernels, "uses_triton", lambda _: False
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        with mode:  # which does not see what it handles itself
+        with mode:  # a mode does not see its own calls
             return run_backward(*args, **kwargs)
 
     yield torch.autograd, "_engine_run_backward", backward
@@ -153,7 +153,7 @@ def _stand_ins(mode: _Answering) -> Iterator[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def tagged_gpu() -> Iterator[None]:
-    """Inside this block there is a GPU. For a process of its own, in which nothing of Megatron's was imported."""
+    """Pretend a GPU inside this block; for a process of its own that has not imported Megatron."""
     from megatron_rc.launch.training import cpu
 
     mode = _Answering()

@@ -1,10 +1,10 @@
-"""The oracle is itself checked: against every golden case, and by hand where no other project has the feature.
+"""Tests of the oracle: against every golden case, and by hand for features that no other project has.
 
-Left out of the golden comparison, each counted and with its reason in ``left_out``:
-the k3 KL where some |log ρ| > 20 lies above the clamp of ours; what gen3 says of statistics that its clamp of each
-token's log ρ to ±20 changed; gen2's fractions of geometric means, which count sequences; slime's weights at tokens that
-it rejects. Everything else of every case is compared: gen1 and gen2 describe weights before truncation, and their std
-and ESS clamped ones, so that they are compared with those variants of the settings.
+The golden comparison leaves out, counted and with a reason in ``left_out``: the k3 KL if some |log ρ| > 20 is above our
+clamp; gen3's statistics that its clamp of each token's log ρ to ±20 changed; gen2's fractions of geometric means, which
+count sequences; slime's weights at tokens that it rejects. Everything else of every case is compared. gen1 and gen2
+describe weights before truncation, and with std and ESS clamped ones, so that these are compared with variants of the
+settings.
 """
 
 import ast
@@ -21,7 +21,7 @@ from tests.golden.load import cases
 from tests.support import correction_oracle as oracle
 from tests.support.golden_oracle import LEVEL_CRITERIA, golden_settings
 
-# exp(-20) = 2.1e-9: ours clamps the smallest sequence weight, the sources do not. Nothing else needs an absolute part.
+# exp(-20) = 2.1e-9: we clamp the smallest sequence weight, the sources do not. Nothing else needs ATOL.
 RTOL, ATOL = 1e-6, 3e-9
 NUMBERS = {"gen1": 30, "gen2": 29, "gen3": 75, "slime": 10}
 MINIMUM = {"gen1": (834, 7_112), "gen2": (953, 9_461), "gen3": (2_191, 22_045), "slime": (198, 3_851)}
@@ -33,7 +33,7 @@ DECISIONS = ("masked_fraction", "fraction_high", "fraction_low")
 
 
 class Case:
-    """A golden case, and the oracle's results for it under its settings and variants of them."""
+    """A golden case, and the oracle's results under its settings and variants of them."""
 
     def __init__(self, case):
         self.generation, self.id, self.config = case["generation"], case["id"], case["config"]
@@ -57,14 +57,14 @@ class Case:
         return self.results[settings]
 
     def of_sequences(self, name, settings=None):
-        """The mean of one metric over sequences, each a batch of its own: slime's way."""
+        """The mean of one metric over sequences, each as a batch of its own, as in slime."""
         settings = dataclasses.replace(settings or self.settings, batch_normalize=False)
         rows = [[[part[i]] for part in self.inputs] for i in range(len(self.inputs[2])) if any(self.inputs[2][i])]
         return oracle.mean(oracle.correct(*row, settings).metrics[name] for row in rows)
 
 
 def weight_metric(case, key, settings):
-    """gen1 and gen2: ``key`` of the weights that these settings give."""
+    """The metric ``key`` of gen1 and gen2 for the weights of these settings."""
     if key in BEFORE_BOUNDS:
         settings = dataclasses.replace(settings, mode="truncate", lower=0.0, upper=math.inf)
     elif key in BOUNDED_BELOW:
@@ -122,7 +122,7 @@ METRIC = {"gen1": metric_gen1, "gen2": metric_gen2, "gen3": metric_gen3, "slime"
 
 
 def left_out(case, name):
-    """Why a metric is not compared, or None."""
+    """The reason not to compare a metric, or None."""
     if name.endswith("k3_kl") and case.largest > oracle.EXP_LIMIT:
         return "k3_kl above the clamp"
     if case.generation == "gen2" and case.config["rollout_rs"] == "geometric" and "rs_ratio_fraction" in name:
@@ -135,7 +135,7 @@ def left_out(case, name):
 
 
 def compare_metrics(case):
-    """[(name, ours, theirs)], and how often a metric was left out for each reason."""
+    """([(name, ours, theirs)], number of metrics left out for each reason)."""
     found, reasons = [], Counter()
     for name, want in case.metrics.items():
         short = name.split("/")[-1]
@@ -148,7 +148,7 @@ def compare_metrics(case):
 
 
 def compare_entries(case):
-    """[(what, ours, theirs)] of weights and masks at valid tokens, and how many were left out for each reason."""
+    """([(place, ours, theirs)] of weights and masks at valid tokens, number left out for each reason)."""
     found, reasons, result = [], Counter(), case.run()
     for i, t in case.valid:
         if case.mask is not None:
@@ -214,13 +214,13 @@ def test_a_wrong_variant_is_noticed(name):
     assert noticed >= least, noticed
 
 
-# What no golden case has, by hand. A row holds log ρ at each position, None where the mask is off.
+# By hand: features that no golden case has. A row holds log ρ at each position, None outside the mask.
 
 LN2 = math.log(2)
 
 
 def batch(*rows, filler=math.nan):
-    """(train, rollout, mask): π_rollout = exp(-60) throughout."""
+    """(train, rollout, mask): π_rollout = exp(-60) at every token."""
     rollout = [[filler if x is None else -60.0 for x in row] for row in rows]
     train = [[filler if x is None else x - 60.0 for x in row] for row in rows]
     return train, rollout, [[x is not None for x in row] for row in rows]

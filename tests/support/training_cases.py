@@ -1,4 +1,4 @@
-"""The rollouts, objectives and runs of the matrix, and what the ranks of the pool do with them."""
+"""The rollouts, objectives and runs of the matrix, and their work on the ranks of the pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training_oracle import Data, Objective
 
 SEQUENCES, LENGTH, MINI_BATCHES = 32, 16, 2
 PER_MINI_BATCH = SEQUENCES // MINI_BATCHES
-# No decision lies nearer to its bound: float32 errs by 1e-5 at most here.
+# The least distance of every decision from its bound: float32 errs by at most 1e-5 here.
 NEAREST = 1e-3
 EMPTY_ROWS, REJECTED_ROWS = range(24, 32), range(4)
 
@@ -39,7 +39,7 @@ _SETTINGS = functools.partial(oracle.Settings, criteria=_CRITERIA)
 _OBJECTIVE = functools.partial(Objective, low=0.1, high=0.15)
 _REINFORCE = ("--bypass-mode", "--loss-type=reinforce")
 
-# By mode, several each: which one a run takes follows from its place in the matrix.
+# Several for each mode; a run's place in the matrix chooses one.
 OBJECTIVES: dict[str, tuple[Objective, ...]] = {
     "decoupled": (
         _OBJECTIVE(
@@ -137,7 +137,7 @@ MODES = ("decoupled", "bypass ppo_clip", "bypass reinforce")
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a layout, what it trains, and how the work is cut."""
+    """One run: a layout, its objective, and the cut of the work."""
 
     layout: Layout
     mode: str
@@ -164,12 +164,12 @@ class Case:
         return f"{self.layout}-{self.mode.replace(' ', '-')}{self.variant}-{form}{self.size}{loss}"
 
 
-# What the scenario's own flags say of the correction.
+# Prefixes of the scenario's own flags of the correction.
 _REPLACED = ("--rollout-", "--grpo-clamp")
 
 
 def make_cases() -> list[Case]:
-    """Every layout with every mode; the rest is dealt out so that every pair of values occurs."""
+    """Every layout with every mode; the other values are spread so that every pair of values occurs."""
     cases = []
     for (row, layout), (column, mode) in itertools.product(enumerate(LAYOUTS), enumerate(MODES)):
         cases.append(
@@ -187,18 +187,18 @@ def make_cases() -> list[Case]:
 
 @functools.cache
 def weights(experts: int = 0) -> tuple[training_oracle.Weights, training_oracle.Weights]:
-    """Those that make log π_old and log π_ref, and those that train."""
+    """The weights of log π_old and log π_ref, and the weights that train."""
     old = training_oracle.make_weights(1, experts=experts)
     return old, training_oracle.moved(old, 2, 0.03)
 
 
 @functools.cache
 def make_data(experts: int = 0) -> Data:
-    """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; nothing near any bound.
+    """Ragged lengths, masks with holes, all-rejected micro-batches, an empty rank; no decision near its bound.
 
     Up to four sequences are rejected together.
     """
-    # With 34 no router decides narrowly.
+    # Seed 34: no router decides narrowly.
     generator = torch.Generator().manual_seed(34 if experts else 12)
     shape = (SEQUENCES, LENGTH)
     tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
@@ -213,7 +213,7 @@ def make_data(experts: int = 0) -> Data:
 
 
 def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw one sequence until no objective decides anything narrowly."""
+    """Draw one sequence until no objective decides narrowly."""
     objectives = [objective for some in OBJECTIVES.values() for objective in some]
     position = torch.arange(LENGTH)
     for _ in range(2000):
@@ -222,7 +222,7 @@ def _fill(data: Data, row: int, old: torch.Tensor, new: torch.Tensor, generator:
         data.mask[row] &= torch.rand(LENGTH, generator=generator) > 0.15
         offset = 1.2 if row in REJECTED_ROWS else 0.25 * float(torch.randn((), generator=generator))
         noise = offset + 0.3 * torch.randn(LENGTH, generator=generator)
-        # Rollouts are float32, and so are the reference's.
+        # Rollouts are float32, in the reference too.
         data.rollout[row] = (old[row] + noise).clamp(max=-0.01).float().double()
         near = (training_oracle.nearest_bound(objective, data, row, new, old) for objective in objectives)
         if data.mask[row].any() and all(distance > NEAREST for distance in near):
@@ -237,11 +237,11 @@ def expected(objective: Objective, experts: int = 0) -> training_oracle.Expected
 
 
 def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, torch.Tensor]:
-    """The share of one data-parallel rank of each mini-batch, and which rows these are."""
+    """One data-parallel rank's share of each mini-batch, and its rows."""
     rows = torch.arange(SEQUENCES).view(MINI_BATCHES, replicas, -1)[:, replica].flatten()
 
     def to_tokens(values: torch.Tensor, filler: float) -> torch.Tensor:
-        """From label positions to token positions."""
+        """Shift values from label positions to token positions."""
         first = torch.full_like(values[:, :1], filler)
         return torch.cat([first, values[:, :-1]], 1)[rows]
 
@@ -264,17 +264,17 @@ def batch_of(data: Data, replica: int, replicas: int) -> tuple[RolloutBatch, tor
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank brings back; lists by mini-batch.
+    """The results of one rank; lists by mini-batch.
 
     Attributes:
         where: (tp, cp, dp, pp) ranks.
         places: [k, 2] row and position of each local token, with its weight (nan: none), mask and n_i.
-        metrics: of the step and of the correction.
+        metrics: metrics of the step and of the correction.
         gradients: this rank's part, under the names of the whole model.
         sharded: dimension of each gradient that TP splits.
-        plan_calls: our collectives before the schedule.
-        step_calls: those of each mini-batch.
-        sequences: of each micro-batch of each mini-batch here.
+        plan_calls: the library's collectives before the schedule.
+        step_calls: the library's collectives of each mini-batch.
+        sequences: sequences of each local micro-batch of each mini-batch.
     """
 
     where: tuple[int, int, int, int]
@@ -291,7 +291,7 @@ class Found:
 
 
 def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: training_oracle.Weights) -> Found:
-    """Plan at the old weights, then the gradients of each mini-batch at the new ones."""
+    """Plan at the old weights, then compute the gradients of each mini-batch at the new ones."""
     trainer = make_trainer(words)
     groups = trainer.groups
     load(trainer.chunks, old)
@@ -332,13 +332,13 @@ def run_case(words: list[str], data: Data, old: training_oracle.Weights, new: tr
 
 
 def on_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
-    """The batch where the model is, as the rollouts' broadcast brings it."""
+    """The batch on the model's device, to which the rollouts' broadcast brings it."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return RolloutBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
 
 def _watch(trainer: Any) -> list[Any] | None:
-    """In bypass mode what every loss is made from, from now on."""
+    """A list that gets the inputs of every later loss, in bypass mode."""
     correction = trainer.correction
     if not correction.config.corrects_in_loss:
         return None
@@ -353,13 +353,13 @@ def _watch(trainer: Any) -> list[Any] | None:
 
 
 def _joined(held: list[Any]) -> list[torch.Tensor | None]:
-    """The micro-batches of all mini-batches, one after the other."""
+    """The micro-batches of all mini-batches, concatenated."""
     if not held:
         return [None, None, None]
     return [None if parts[0] is None else torch.cat(parts) for parts in zip(*held, strict=True)]
 
 
-# Transformer Engine's layers hold a norm where its result goes.
+# Transformer Engine's layers hold their norm inside the linear layer that uses it.
 _LOCAL_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -367,7 +367,7 @@ _LOCAL_NAMES = {
 
 
 def named(chunks: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters under the names that they have in the whole model."""
+    """Parameters with their names in the whole model."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parts = name.split(".")
@@ -389,7 +389,7 @@ def load(chunks: Any, weights: training_oracle.Weights) -> None:
         parallel_state.get_tensor_model_parallel_world_size(),
     )
     for name, parameter in named(chunks):
-        # With tied embeddings the last stage holds a copy; a critic has a head of its own.
+        # With tied embeddings the last stage holds a copy; a critic has an output layer of its own.
         whole = weights[name if name in weights else "embedding.word_embeddings.weight"]
         if getattr(parameter, "tensor_model_parallel", False):
             whole = cut_weight(name, whole, parameter.partition_dim, size)[rank]
@@ -397,7 +397,7 @@ def load(chunks: Any, weights: training_oracle.Weights) -> None:
 
 
 def cut_weight(name: str, whole: torch.Tensor, dimension: int, size: int) -> list[torch.Tensor]:
-    """The TP shards; each holds its part of the gate and its part of the other half."""
+    """The TP shards; each holds a part of the gate and a part of the other half."""
     if not name.endswith("linear_fc1.weight"):
         return list(whole.chunk(size, dimension))
     halves = [half.chunk(size, 0) for half in whole.chunk(2, 0)]
@@ -413,7 +413,7 @@ def join_weight(name: str, shards: list[torch.Tensor], dimension: int) -> torch.
 
 
 class _Watched:
-    """torch.distributed as the library's collectives see it, taking notes of them."""
+    """A stand-in of torch.distributed for the library's collectives, which records them."""
 
     def __init__(self, original: Any, seen: list[tuple[str, int, int]]) -> None:
         self.original, self.seen = original, seen
@@ -424,7 +424,7 @@ class _Watched:
     def all_reduce(self, tensor: Any, op: Any, group: Any) -> Any:
         from megatron.core import parallel_state
 
-        # Those over TP make the log-probs: they are the model's.
+        # Collectives over TP make log-probs: they belong to the model.
         if group is not parallel_state.get_tensor_model_parallel_group():
             self.seen.append((str(op).split(".")[-1], group_size(group), tensor.numel()))
         return self.original.all_reduce(tensor, op=op, group=group)
@@ -436,7 +436,7 @@ class _Watched:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[str, int, int]]]:
-    """(kind, ranks, numbers) of the collectives that the library makes while this is active; not those of the model."""
+    """(kind, ranks, numbers) of the library's collectives inside the block, without the model's."""
     from megatron_rc.parallel import collectives
 
     seen: list[tuple[str, int, int]] = []

@@ -1,8 +1,8 @@
 """The whole update in float64 on one process: model, correction, objective, gradients. Imports nothing of the library.
 
-The model is a Llama in plain torch, one sequence at a time and without padding; with a mixture of experts in the place
-of each MLP where the weights have one. They carry the names and the shapes of Megatron-Core's unsharded GPTModel. The
-correction is ``correction_oracle.py``; the objective is a loop over tokens.
+The model is a Llama in plain torch, one sequence at a time and without padding; if the weights have experts, each MLP
+is a mixture of them. Names and shapes are as in Megatron-Core's unsharded GPTModel. The correction is
+``correction_oracle.py``; the objective is a loop over tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_weights(seed: int, std: float = 0.25, experts: int = 0) -> Weights:
 
 
 def moved(weights: Weights, seed: int, size: float) -> Weights:
-    """The same a step away, relative to each weight's own size."""
+    """The weights after a random step, relative to each weight's size."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: weight + size * weight.std() * torch.randn(weight.shape, generator=generator)
@@ -66,7 +66,7 @@ def logits(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] |
 
 
 def last_hidden(weights: Weights, tokens: torch.Tensor, routers: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """[s, hidden], behind the last norm."""
+    """[s, hidden], after the last norm."""
     hidden = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(LAYERS):
         own = {name.split(".", 3)[3]: w for name, w in weights.items() if name.startswith(f"decoder.layers.{layer}.")}
@@ -92,7 +92,7 @@ def gated(own: Weights, mlp: str, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def mixture(own: Weights, hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """The experts of each token's largest router logits, weighted by the softmax over these alone."""
+    """The experts with each token's largest router logits, weighted by the softmax over these alone."""
     highest, chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1)
     shares = highest.softmax(-1)
     total = torch.zeros_like(hidden)
@@ -114,7 +114,7 @@ def routers_of(weights: Weights, tokens: torch.Tensor) -> list[torch.Tensor]:
 def balance(router: torch.Tensor) -> torch.Tensor:
     """E Σ_e f_e P_e of one layer and micro-batch (Fedus et al. 2021, "Switch Transformers", Eq. 4 to 6).
 
-    f_e is the share of the choices that fell on expert e, P_e the mean of its probability among all experts.
+    f_e is the share of choices of expert e, P_e the mean of its probability among all experts.
     """
     tokens, experts = router.shape
     chosen = router.topk(EXPERTS_OF_A_TOKEN, dim=-1).indices
@@ -125,7 +125,7 @@ def balance(router: torch.Tensor) -> torch.Tensor:
 def auxiliary_gradients(
     weights: Weights, tokens: torch.Tensor, micro_batches: list[list[int]], balancing: float, z: float
 ) -> Weights:
-    """Of the router losses, summed over the layers and averaged over micro-batches, which are rows of ``tokens``.
+    """Gradients of the router losses, summed over layers and averaged over micro-batches (lists of rows of ``tokens``).
 
     z multiplies the mean of (log Σ exp)² of a token's logits (Zoph et al. 2022, "ST-MoE", Eq. 5).
     """
@@ -141,7 +141,7 @@ def auxiliary_gradients(
 
 
 def attention(own: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    """Megatron interleaves by group: its query heads, its key head, its value head."""
+    """Attention with Megatron's interleaved groups: query heads, key head, value head of each."""
     each = HEADS // GROUPS
     mixed = (hidden @ own["self_attention.linear_qkv.weight"].T).view(-1, GROUPS, each + 2, WIDTH)
     heads = []
@@ -155,7 +155,7 @@ def attention(own: Weights, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor) -> torch.Tensor:
-    """[s, width] turned by its positions."""
+    """[s, width], rotated by position."""
     frequency = ROTARY_BASE ** (-torch.arange(0, WIDTH, 2, dtype=heads.dtype) / WIDTH)
     angle = torch.outer(torch.arange(len(heads), dtype=heads.dtype), frequency)
     one, other = heads.chunk(2, -1)
@@ -163,7 +163,7 @@ def rotate(heads: torch.Tensor) -> torch.Tensor:
 
 
 def score(weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, s] log-probs of the next tokens and entropies, in float64; the last column, which has no next token, is 0."""
+    """[n, s] log-probs of the next tokens and entropies, in float64; 0 in the last column, which has no next token."""
     columns = []
     for row in tokens:
         log_p = logits(weights, row).log_softmax(-1)[:-1]
@@ -175,7 +175,7 @@ def score(weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True)
 class Objective:
-    """One way to train: what the flags ``words`` say, said again for the reference."""
+    """One way to train: the flags ``words``, and the same settings for the reference."""
 
     words: tuple[str, ...]
     settings: oracle.Settings
@@ -202,12 +202,12 @@ class Data:
     rewards: torch.Tensor
     group_ids: torch.Tensor
     mini_batch_ids: torch.Tensor
-    ages: torch.Tensor | None = None  # versions between the policy that sampled and the old one
+    ages: torch.Tensor | None = None  # versions between the sampling policy and the old one
 
 
 @dataclass
 class Expected:
-    """What the reference says of one objective; lists by mini-batch where it is one of an optimizer step."""
+    """The reference's results for one objective; results of an optimizer step are lists by mini-batch."""
 
     weights: list[list[float]] | None
     mask: list[list[bool]]
@@ -231,7 +231,7 @@ def advantages(data: Data) -> list[float]:
 
 
 def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[oracle.Result]:
-    """What the oracle says of each mini-batch: decoupled of all at once, bypass of each by itself."""
+    """The oracle's results: decoupled for all mini-batches at once, bypass for each mini-batch alone."""
     ids = data.mini_batch_ids.tolist()
     common = {"mini_batch_ids": ids, "num_mini_batches": max(ids) + 1, "advantages": advantages(data)}
     if not (objective.bypass or objective.interpolation):
@@ -250,7 +250,7 @@ def corrected(objective: Objective, data: Data, train: torch.Tensor) -> list[ora
 
 
 def proximal(data: Data, log_probs: torch.Tensor) -> torch.Tensor:
-    """[n, s]: log π_prox, where as many steps have been made as mini-batches come before that of the row."""
+    """[n, s]: log π_prox, after as many steps as there are mini-batches before the row's."""
     found = log_probs.clone()
     for row, steps in enumerate(data.mini_batch_ids.tolist()):
         for t, age in enumerate(data.ages[row].tolist()):
@@ -294,7 +294,7 @@ def update(objective: Objective, data: Data, old: Weights, new: Weights) -> Expe
 
 
 def divides(aggregation: str, tokens: float, sequences: float, scale: float) -> float:
-    """What the sum of a mini-batch's terms is divided by."""
+    """The divisor of the sum of a mini-batch's terms."""
     return {
         "token-mean": tokens,
         "token-sum": scale,
@@ -314,7 +314,7 @@ def add_up(
     entropy: torch.Tensor,
     expected: Expected,
 ) -> tuple[torch.Tensor, float, dict[str, float]]:
-    """The loss of some sequences before the division by G, Σ|terms|, and what is measured of it."""
+    """(loss of some sequences before the division by G, Σ|terms|, metrics)."""
     worth = advantages(data)
     total, size = torch.zeros((), dtype=torch.float64), 0.0
     measured: dict[str, list[float]] = {name: [] for name in ("log_ratio", "low", "high", "dual", "entropy", "kl")}
@@ -345,7 +345,7 @@ def add_up(
 def objective_of(
     objective: Objective, log_prob: torch.Tensor, log_ratio: torch.Tensor, mean: float, worth: float
 ) -> tuple[torch.Tensor, str]:
-    """The loss of one token, and how it was clipped."""
+    """(the loss of one token, the kind of clipping)."""
     if objective.algorithm == "reinforce":
         return -worth * log_prob, ""
     if objective.algorithm == "gspo":
@@ -371,7 +371,7 @@ def divergence(estimator: str, difference: torch.Tensor) -> torch.Tensor:
 
 
 def nearest_bound(objective: Objective, data: Data, row: int, new: torch.Tensor, old: torch.Tensor) -> float:
-    """How near anything that is decided in one sequence comes to flipping, at log π_θ and log π_old [n, s]."""
+    """The least distance of any decision in one sequence from flipping, at log π_θ and log π_old [n, s]."""
     train, behind = (new, data.rollout) if objective.bypass else (old, old)
     one = ([tensor[row].tolist()] for tensor in (train, data.rollout, data.mask))
     nearest = oracle.distance_to_bounds(*one, objective.settings, advantages=[advantages(data)[row]])

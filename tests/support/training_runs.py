@@ -1,4 +1,4 @@
-"""Whole runs on the ranks of the pool: their flags, how they are started, and what they leave."""
+"""Whole runs on the ranks of the pool: their flags, start and results."""
 
 import json
 import os
@@ -9,11 +9,11 @@ import torch
 
 from megatron_rc.launch.flags.configure import configure
 
-# One small step an iteration, from rollouts of a real engine.
+# One small step an iteration, with rollouts of a real engine.
 LIVE = ["--grpo-iterations=1", "--lr=1e-3", "--rollout-rs-threshold=0.5_2.5,10", "--run-name=run", "--lr-decay-iters=9"]
 SHORT = ["--micro-batch-size=8", "--num-layers=2"]
 LIVE += SHORT
-# The same with problems that are held out.
+# The same run with held-out problems.
 HELD_OUT = ["--task=python:tests.support.user_rewards:Doubles", "--reward=exact", "--run-name=run", "--lr=1e-3"]
 HELD_OUT += ["--max-response-length=8", "--grpo-iterations=1", "--micro-batch-size=2", "--num-layers=2"]
 HELD_OUT += ["--grpo-prompts-per-step=2", "--grpo-group-size=2", "--global-batch-size=4"]
@@ -21,7 +21,7 @@ HELD_OUT += ["--rollout-rs-threshold=0.01_100,10"]
 
 
 def run_training(words):
-    """``train`` as under torchrun; what it raised."""
+    """Run ``train`` as under torchrun; returns the error that it raised."""
     from megatron_rc.launch.distributed import AgreedError
     from megatron_rc.launch.training.loop import train
 
@@ -48,7 +48,7 @@ def tensors_of(state):
 
 
 def run_until_signal(words, step):
-    """A run that is told to stop while it makes a step; whether nothing is lost."""
+    """A run that is told to stop during a step; returns whether nothing is lost."""
     from megatron_rc.launch.training.loop import train
     from megatron_rc.launch.training.trainer import Trainer
 

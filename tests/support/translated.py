@@ -1,4 +1,4 @@
-"""What another program's settings become, beside what was expected of them."""
+"""Comparison of another program's translated settings with expected fields."""
 
 import math
 
@@ -13,7 +13,7 @@ UNTRUNCATED = math.exp(20)
 
 
 def reads(dialect, given, expected, *parts):
-    """The fields that settings become, and a note for each part of a text: no fewer, no more."""
+    """Assert that settings become these fields, with exactly one note for each of ``parts``, which contains it."""
     own, notes = translate(given, dialect)
     assert RolloutCorrectionConfig.from_dict(own, "megatron_rc") == RolloutCorrectionConfig(**expected)
     assert notes[0].startswith(f"read as {dialect}: rollout_is={own['rollout_is']!r}")

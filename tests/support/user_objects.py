@@ -1,4 +1,4 @@
-"""An objective and rejection criteria as a user's module may have them: those of examples/ under other names."""
+"""An objective and rejection criteria of a user's module: those of examples/ under other names."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Reward functions as a user's module may have them; most of them do what their response says."""
+"""Reward functions of a user's module; most of them do what the response tells them."""
 
 import ctypes
 import os
@@ -44,7 +44,7 @@ def one_by_one(prompt, response, label, record):
 
 
 def everything(prompt, response, label, record):
-    """What arrives: all four, as they are."""
+    """1 if all four arguments arrive unchanged."""
     return float((prompt, response, label, record) == ("2 + 2 = ?", "5", {"is": (4,)}, {"level": 1, "é": None}))
 
 
@@ -73,12 +73,12 @@ def misbehave(prompt, response, label, record):
         sys.stderr.write(rest * 100_000)
     elif what == "read":
         return len(input())
-    elif what == "start":  # leaves another process behind, and hangs
+    elif what == "start":  # leaves another process running, and hangs
         subprocess.Popen(["sleep", rest])
         time.sleep(float(rest))
-    elif what == "detach":  # leaves one behind in a session of its own
+    elif what == "detach":  # leaves a process in a session of its own
         subprocess.Popen(["sleep", rest], start_new_session=True)
-    elif what == "fork":  # both processes come back
+    elif what == "fork":  # both processes return
         os.fork()
     elif what == "heavy":
         return float("torch" in sys.modules or "megatron.core" in sys.modules)
@@ -119,7 +119,7 @@ GIVEN = {
 
 
 class Doubles:
-    """A task: ``4`` is answered by ``8``."""
+    """A task: the answer to ``4`` is ``8``."""
 
     characters = "0123456789"
     max_response_length = 2
@@ -138,7 +138,7 @@ class Doubles:
 
 
 class Bare:
-    """A task without what a tokenizer is made of and without lengths: flags give both."""
+    """A task without a tokenizer's characters and without lengths: flags give both."""
 
     def __init__(self, seed):
         self.problems, self.reward = Doubles(seed).problems, Doubles(seed).reward

@@ -1,4 +1,4 @@
-"""Calls of the log-prob functions with rows that are hard to get right, and the textbook's answers in float64."""
+"""Calls of the log-prob functions with difficult rows, and the textbook's results in float64."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ class Case:
     dtype: torch.dtype = torch.float32
     temperature: float = 1.0
     gap: int = 0
-    used: tuple[int, ...] = (0, 1, 2)  # which of log-probs, entropy, Σπ² the loss depends on
+    used: tuple[int, ...] = (0, 1, 2)  # results that the loss depends on: log-probs, entropy, Σπ²
     inplace: bool = False
     entropy: bool = True
-    large: bool = False  # with blocks of the size that GPUs get
+    large: bool = False  # with blocks of the size on GPUs
 
     def logits(self, device: str | torch.device = "cpu") -> Tensor:
-        """[5, width]; whatever must not be seen is NaN."""
+        """[5, width]; NaN in columns that must not be read."""
         logits = 4 * torch.randn(5, self.width + self.gap, generator=self.generator(), dtype=torch.float64)
         logits[0] += 100  # would overflow without the maximum
-        logits[1, : self.columns // 2] = -torch.inf  # whole blocks of it, from the first
+        logits[1, : self.columns // 2] = -torch.inf  # whole blocks, from the first
         logits[2, 1 : self.columns : 3] = -torch.inf
         logits[3] = torch.nan
         logits[:, self.columns :] = torch.nan
         return logits.to(device, self.dtype)[:, : self.width].requires_grad_()
 
     def labels(self) -> Tensor:
-        """Not of a probability of 0; anything in row 3, which does not count."""
+        """Labels of a probability above 0, except in row 3, which does not count."""
         last = self.columns - 1
         return torch.tensor([last, last, 0, 10**9, last // 2])
 
     def mask(self) -> Tensor:
-        """[5], not contiguous."""
+        """The mask, [5], not contiguous."""
         mask = torch.tensor([True, True, True, False, True])
         return torch.stack([mask, ~mask], dim=1)[:, 0]
 
     def coefficients(self) -> Tensor:
-        """[3, 5]: of the results in the loss."""
+        """[3, 5]: coefficients of the results in the loss."""
         return torch.randn(3, 5, generator=self.generator(), dtype=torch.float64)
 
     def generator(self) -> torch.Generator:
-        """The same numbers on every device."""
+        """A generator with the same numbers on every device."""
         return torch.Generator().manual_seed(self.columns)
 
 
 def results(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """[log-probs, entropy, Σπ²] as far as asked for, the gradient, the logits after the backward."""
+    """The results that were asked for, the gradient, and the logits after the backward."""
     logits, labels = case.logits(device), case.labels().to(device)
     options: dict[str, Any] = {"vocab_size": case.columns, "temperature": case.temperature}
     options |= {"mask": torch.stack([case.mask().to(device)] * 2, dim=1)[:, 0], "inplace_backward": case.inplace}
@@ -83,7 +83,7 @@ def textbook(case: Case) -> list[Tensor]:
 
 
 def bad_logits(device: str | torch.device = "cpu") -> Tensor:
-    """All results of rows with one NaN or inf, in the first or last block, and of one row without."""
+    """All results for four rows with one NaN or inf, in the first or last block, and one row without."""
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
     for row, column, value in ((0, 3, torch.nan), (1, 299, torch.nan), (2, 3, torch.inf), (3, 299, torch.inf)):
         logits[row, column] = value

@@ -1,1 +1,1 @@
-"""Rollouts as other programs write them."""
+"""Rollouts in the formats of other programs."""

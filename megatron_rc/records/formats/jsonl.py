@@ -1,4 +1,4 @@
-"""Rollouts as JSON lines, one record a line: what any program can write and read, without us and without torch."""
+"""Rollouts as JSON lines, one record a line, for programs without this package or torch."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -
     """Write one line a sequence, batch by batch; the file appears under its name when it is complete.
 
     Args:
-        batches: the records, of any lengths and sampling parameters; only one of them is held at a time.
-        path: of the file; one that is there is replaced. Its folder must exist.
+        batches: the records, of any lengths and sampling parameters; only one batch is held at a time.
+        path: the file's path; an existing file is replaced. Its folder must exist.
 
     Returns:
         The number of lines.
 
     Raises:
-        OSError: the file cannot be written; what stood there before is untouched.
+        OSError: the file cannot be written; an existing file is unchanged.
         ValueError: a sampled token's log-prob or a reward is not finite.
     """
     number = 0
@@ -62,7 +62,7 @@ def write_jsonl(batches: Iterable[RolloutBatch], path: str | os.PathLike[str]) -
 
 
 def read_jsonl(path: str | os.PathLike[str], batch_size: int) -> Iterator[RolloutBatch]:
-    """The records of a file of :func:`write_jsonl`, in its order; see :func:`from_json_lines`.
+    """Batches of the records in a file of :func:`write_jsonl`, in order; see :func:`from_json_lines`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -72,7 +72,7 @@ def read_jsonl(path: str | os.PathLike[str], batch_size: int) -> Iterator[Rollou
 
 
 def to_json_lines(batch: RolloutBatch) -> Iterator[str]:
-    """One line a sequence, without its end, up to the last sampled token.
+    """JSON of each sequence, without a line's end, up to the last sampled token.
 
     Raises:
         ValueError: a sampled token's log-prob or a reward is not finite.
@@ -84,8 +84,8 @@ def to_json_lines(batch: RolloutBatch) -> Iterator[str]:
         except ValueError:
             sample = int(batch.sample_ids[row])
             raise ValueError(
-                f"sample {sample} has a log-prob or a reward that is not finite, which JSON cannot say: "
-                "megatron_rc.records.rollout.save keeps every bit"
+                f"sample {sample} has a log-prob or a reward that is not finite, which JSON does not have: "
+                "megatron_rc.save_rollouts keeps every bit"
             ) from None
 
 
@@ -94,8 +94,8 @@ def from_json_lines(lines: Iterable[str], batch_size: int) -> Iterator[RolloutBa
 
     Args:
         lines: one record each.
-        batch_size: sequences of a batch. It ends early where the sampling parameters or the routed experts' shape
-            change, and with the last line.
+        batch_size: sequences of a batch. A batch ends early with the last line, and if the sampling parameters or the
+            routed experts' shape change.
 
     Raises:
         ValueError: a line is no record; the line is named.
@@ -131,7 +131,7 @@ def _checked(batch_size: int) -> int:
 
 
 def _kind(sequence: RolloutBatch) -> tuple[SamplingParams, Any]:
-    """What the sequences of one batch have in common."""
+    """The values that all sequences of a batch share."""
     experts = sequence.routed_experts
     return sequence.sampling, None if experts is None else experts.shape[2:]
 
@@ -178,13 +178,13 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON: a position that was not sampled has null, any other a finite number")
+    raise ValueError(f"{name} is no JSON: expected null for a token that was not sampled, a finite number for others")
 
 
 def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
-    tokens = tensor_of({"tokens": _numbers(record, "tokens", int)}, "tokens", (None,), integers=True).long()
+    tokens = tensor_of({"tokens": _integers(record, "tokens")}, "tokens", (None,), integers=True).long()
     length = len(tokens)
-    mask = _numbers(record, "response_mask", int)
+    mask = _integers(record, "response_mask")
     if len(mask) != length or not set(mask) <= {0, 1}:
         raise ValueError(f"response_mask: expected 0 or 1 for each of {length} tokens")
     reason = record["finish_reason"]
@@ -204,20 +204,18 @@ def _sequence(record: Mapping[str, Any]) -> RolloutBatch:
         finish_reason=FINISH_REASONS.index(reason),
         sampling=SamplingParams.from_dict(record["sampling"]),
         routed_experts=experts,
-        **{name: _scored(record, name, mask) for name in TRAINER_LOG_PROBS if record.get(name) is not None},
+        **{
+            name: torch.tensor(_at_sampled(record, name, mask, float, may_lack=True), dtype=torch.float32)
+            for name in TRAINER_LOG_PROBS
+            if record.get(name) is not None
+        },
     )
-
-
-def _scored(record: Mapping[str, Any], name: str, mask: list[int]) -> Tensor:
-    """[l]: 0 where none was sampled, NaN at a sampled token that the trainer did not score."""
-    values = _at_sampled(record, name, mask, float, may_lack=True)
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def _at_sampled(
     record: Mapping[str, Any], name: str, mask: list[int], kind: type, *, may_lack: bool = False
 ) -> list[Any]:
-    """A number for each token: 0 for a null at one that was not sampled, NaN at one that was where it may lack it."""
+    """A number for each token: 0 for null at a token that was not sampled, NaN for null at a sampled one (may_lack)."""
     values = record[name]
     if not isinstance(values, list) or len(values) != len(mask):
         raise ValueError(f"{name}: expected a list of {len(mask)}, one for each token")
@@ -230,9 +228,9 @@ def _at_sampled(
     ]
 
 
-def _numbers(record: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+def _integers(record: Mapping[str, Any], name: str) -> list[int]:
     values = record[name]
-    if not isinstance(values, list) or not all(_is(value, kind) for value in values):
+    if not isinstance(values, list) or not all(_is(value, int) for value in values):
         raise ValueError(f"{name}: expected a list of integers")
     return values
 
@@ -244,7 +242,7 @@ def _number(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _is(value: Any, kind: type) -> bool:
-    """JSON writes whole floats with or without a point; integers must come without, and fit int64."""
+    """Whether a JSON value is of this kind: a float may lack a point; an integer has none, and fits int64."""
     if type(value) is int:
         return abs(value) < 2**63
     return kind is float and type(value) is float

@@ -1,4 +1,4 @@
-"""Rollouts as NeMo-RL's training batches and message logs have them. The tables are in docs/rollouts.md."""
+"""Rollouts as NeMo-RL's training batches and message logs; docs/rollouts.md has the tables."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from megatron_rc.records.formats.rows import (
     shifted,
     spans,
     tensor_of,
+    trainer_log_probs,
 )
 from megatron_rc.records.rollout import NO_EXPERT, RolloutBatch, SamplingParams
 
-# The training batch's names first, then those of the rollout's batch and of the JSON lines that NeMo-RL logs.
+# Names in the training batch first, then in the rollout's batch and in the JSON lines that NeMo-RL logs.
 _NAMES = {
     "input_ids": ("input_ids", "token_ids"),
     "token_mask": ("token_mask", "token_loss_mask"),
@@ -42,24 +43,24 @@ def from_nemo_rl(
 ) -> RolloutBatch:
     """The records of a training batch, or of a rollout's batch with message logs.
 
-    NeMo-RL's log-probs have one column for each column of ``input_ids`` and speak of that very token.
+    NeMo-RL's log-probs have one column for each column of ``input_ids``, for the token in that column.
 
     Args:
         batch: input_ids, generation_logprobs and token_mask [n, s], input_lengths [n]; or instead of these
-            ``message_log``, n lists of messages. Besides: sample_mask, total_reward [n]; truncated [n], prev_logprobs
-            [n, s], routed_experts [n, s, layers, top_k] and prompt_ids_for_adv where there are any. ``token_ids``,
-            ``token_loss_mask``, ``loss_multiplier``, ``sample_loss_mask`` and ``rewards`` are understood too. Whatever
-            else it has is not read.
-        sampling: how the tokens were sampled, which the batch does not say.
-        policy_version: of the weights that sampled, which it does not say either; one, or one a sequence. Default: 0,
-            for a synchronous run.
+            ``message_log``, n lists of messages. Also: sample_mask, total_reward [n]; optionally truncated [n],
+            prev_logprobs [n, s], routed_experts [n, s, layers, top_k] and prompt_ids_for_adv. ``token_ids``,
+            ``token_loss_mask``, ``loss_multiplier``, ``sample_loss_mask`` and ``rewards`` are other names that are
+            read. Other keys are ignored.
+        sampling: the sampling parameters, which the batch does not have.
+        policy_version: version of the weights that sampled, which the batch does not have; one, or one a sequence.
+            Default: 0, for a synchronous run.
         group_ids: [n]; default: equal prompts are one group, as in NeMo-RL.
 
     Returns:
         The records; sample ids count from 0. Not validated.
 
     Raises:
-        ValueError: names the field that is missing, of another shape, or cannot be said in a record.
+        ValueError: names the field that is missing, has another shape, or does not fit a record.
     """
     fields = _own_names(batch)
     tokens = tensor_of(fields, "input_ids", (None, None), integers=True)
@@ -70,9 +71,8 @@ def from_nemo_rl(
         group_ids = _same_prompts(fields, tokens, mask, keep)
     one = isinstance(policy_version, int)
     own = {"policy_version": [policy_version] * rows if one else policy_version, "group_ids": group_ids}
-    old = None if fields.get("prev_logprobs") is None else tensor_of(fields, "prev_logprobs", shape)
-    if old is not None and mask.any() and (old == 0)[mask].all():
-        old = None  # nobody scored: with force_on_policy_ratio NeMo-RL puts zeros there
+    # With force_on_policy_ratio NeMo-RL writes zeros.
+    old = trainer_log_probs(fields, "prev_logprobs", shape, mask, 0)
     versions, groups = (tensor_of(own, name, (rows,), integers=True).to(tokens.device) for name in own)
     return RolloutBatch(
         tokens=tokens.long(),
@@ -131,7 +131,7 @@ def _own_names(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finish_reasons(fields: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """[n]: NeMo-RL knows whether the limit was reached; where it does not say, every response has stopped."""
+    """[n]: ``length`` or ``stop``, from NeMo-RL's ``truncated``; without it, ``stop`` for all."""
     if fields.get("truncated") is None:
         return finish_reasons(tokens.new_zeros(len(tokens), dtype=torch.bool))
     return finish_reasons(tensor_of(fields, "truncated", (len(tokens),)) != 0)
@@ -144,7 +144,7 @@ def _experts(fields: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor | None
 
 
 def _flatten(logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
-    """The fields of a training batch, from the messages of each sequence, padded on the right."""
+    """The fields of a training batch from each sequence's messages, padded on the right."""
     rows = [[_message(message, row, index) for index, message in enumerate(log)] for row, log in enumerate(logs)]
     rows = [[message for message in row if message] for row in rows]
     known = next((message["routed_experts"] for row in rows for message in row if "routed_experts" in message), None)
@@ -165,7 +165,7 @@ def _flatten(logs: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
 
 
 def _message(message: Mapping[str, Any], row: int, index: int) -> dict[str, Tensor]:
-    """Tokens, log-probs, mask and routes of one message; nothing, if it is not tokenised."""
+    """Tokens, log-probs, mask and routes of one message; empty if it has no tokens."""
     if message.get("token_ids") is None:
         return {}
     try:
@@ -197,17 +197,17 @@ def _within(lengths: Tensor, width: int) -> Tensor:
 
 
 def _sample_mask(fields: Mapping[str, Any], rows: int) -> Tensor:
-    """[n] bool; weights between 0 and 1 are part of an objective, not of a record."""
+    """[n] bool; weights between 0 and 1 belong to an objective, not to a record."""
     mask = tensor_of(fields, "sample_mask", (rows,))
     odd = (mask != 0) & (mask != 1)
     if odd.any():
         row = int(odd.nonzero()[0, 0])
-        raise ValueError(f"sample_mask of sequence {row} is {mask[row].item()}: expected 0 or 1, put weights elsewhere")
+        raise ValueError(f"sample_mask of sequence {row} is {mask[row].item()}: expected 0 or 1, no weights")
     return mask != 0
 
 
 def _same_prompts(fields: Mapping[str, Any], tokens: Tensor, mask: Tensor, keep: Tensor) -> list[int]:
-    """A number for each sequence, equal for equal prompts: what stands before the first sampled token."""
+    """A number for each sequence, equal for equal prompts: the tokens before the first sampled one."""
     if fields.get("prompt_ids_for_adv") is not None:
         prompts = tensor_of(fields, "prompt_ids_for_adv", (len(tokens), None)).tolist()
         return numbered(tuple(prompt) for prompt in prompts)

@@ -12,19 +12,20 @@ _OF_SEQUENCES = ("input_ids", "routed_experts")
 
 
 def padded(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of sequences without padding with as many columns as a ``DataProto`` has, and their attention mask.
+    """The fields with a ``DataProto``'s padding and attention mask, from nested tensors.
 
     Args:
         tensors: prompts and responses, one of them nested: n rows of any length [l]; response_mask, rollout_log_probs,
             old_log_probs, token_level_scores and rm_scores: as long as the responses; input_ids and routed_experts: as
-            long as both. Where neither is nested, whatever ``from_verl`` takes.
+            long as both. If neither is nested, the result is ``tensors``.
 
     Returns:
-        prompts [n, p], padded on the left; responses and what is as long [n, r + 1], padded on the right; and so on.
-        The last column of the responses is padding: nobody knows which response reached the limit.
+        prompts [n, p], padded on the left; responses and fields of their length [n, r + 1], padded on the right;
+        attention_mask and fields of whole sequences [n, p + r + 1]. The last column of the responses is padding in
+        every row, because the tensors do not tell which response reached the limit.
 
     Raises:
-        ValueError: names a field without rows, or whose rows have another length.
+        ValueError: names a field that has no rows, or rows of another length.
     """
     if not any(isinstance(value := tensors.get(name), Tensor) and value.is_nested for name in ("prompts", "responses")):
         return tensors
@@ -52,7 +53,7 @@ def padded(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rows(tensors: Mapping[str, Any], name: str, lengths: Sequence[int] | None = None) -> Sequence[Tensor]:
-    """The rows of a field, which may be a plain tensor where all are of one length."""
+    """The rows of a field, nested or plain."""
     value = tensors.get(name)
     if not isinstance(value, Tensor) or not (value.is_nested or value.dim() > 1):
         raise ValueError(f"{name} is {type(value).__name__}: expected a nested tensor, a row a sequence")
@@ -63,8 +64,8 @@ def _rows(tensors: Mapping[str, Any], name: str, lengths: Sequence[int] | None =
         if not row.dim() or row.shape[1:] != rows[0].shape[1:]:
             shape, first = tuple(row.shape), tuple(rows[0].shape)
             raise ValueError(
-                f"{name} has shape {shape} in sequence {index} and {first} in sequence 0: expected a number of tokens "
-                "first, and what follows it alike in all"
+                f"{name} has shape {shape} in sequence {index} and {first} in sequence 0: expected tokens in the first "
+                "dimension and equal others"
             )
     if lengths is None:
         return rows

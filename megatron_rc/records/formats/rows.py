@@ -1,4 +1,4 @@
-"""Between a rollout batch and one sequence at a time, as other programs' records have it."""
+"""Rollout batches from and to single sequences, the records of other programs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,10 @@ def one_sequence(
     old_log_probs: Tensor | None = None,
     log_probs: Tensor | None = None,
 ) -> RolloutBatch:
-    """A batch of one sequence without padding.
+    """A batch of one sequence without padding, from the values of its fields in :class:`RolloutBatch`.
 
-    Args:
-        tokens: [l]; like the next three, in token positions.
-        response_mask: [l], anything but 0 where a token was sampled.
-        rollout_log_probs: [l].
-        policy_versions: [l], or one for all tokens.
-        sample_id: see :class:`RolloutBatch`, as for the rest.
-        group_id: likewise.
-        reward: likewise.
-        finish_reason: likewise.
-        sampling: likewise.
-        routed_experts: [l, layers, top_k].
-        old_log_probs: [l], where there are any.
-        log_probs: likewise.
+    Tensors are [l] in token positions, ``routed_experts`` [l, layers, top_k]. ``response_mask`` may have any dtype, 0
+    for tokens that were not sampled; ``policy_versions`` may be one number for all tokens.
     """
     if not isinstance(policy_versions, Tensor):
         policy_versions = torch.full_like(tokens, policy_versions)
@@ -63,7 +52,7 @@ def one_sequence(
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
-    """The same integers in four bytes.
+    """The integers in four bytes.
 
     Raises:
         ValueError: one of them does not fit.
@@ -75,9 +64,9 @@ def as_int32(name: str, values: Tensor) -> Tensor:
 
 
 def spans(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """First sampled token of every row, and the end behind the last one, each [n] int64.
+    """First sampled token of every row, and the end after its last one, each [n] int64.
 
-    A row without a sampled token is all prompt, with whatever stands in its padding: both are the length.
+    In a row without a sampled token both are the length: the row is all prompt, with its padding.
     """
     length = batch.tokens.shape[1]
     position = torch.arange(length, device=batch.tokens.device)
@@ -88,13 +77,13 @@ def spans(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 
 
 def shifted(values: Tensor, offset: Tensor, keep: Tensor, filler: float) -> Tensor:
-    """Every row moved by its own distance: out[i, t] = values[i, t + offset[i]] where ``keep``, else the filler.
+    """Every row moved by its own distance: out[i, t] = values[i, t + offset[i]] if ``keep[i, t]``, else the filler.
 
     Args:
         values: [n, s, ...].
         offset: [n] int64.
-        keep: [n, width] bool; where it is True, t + offset[i] lies in [0, s).
-        filler: for the rest.
+        keep: [n, width] bool; for True, t + offset[i] lies in [0, s).
+        filler: for all other places.
 
     Returns:
         [n, width, ...], the dtype of ``values``.
@@ -107,15 +96,15 @@ def shifted(values: Tensor, offset: Tensor, keep: Tensor, filler: float) -> Tens
 
 
 def sampled_log_probs(batch: RolloutBatch) -> Tensor:
-    """[n, s], 0.0 where no token was sampled."""
+    """Log π_rollout [n, s], 0.0 at tokens that were not sampled."""
     return torch.where(batch.response_mask, batch.rollout_log_probs, 0.0)
 
 
 def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
-    """Log π_old [n, s], 0.0 where no token was sampled; None where the record has none.
+    """Log π_old [n, s], 0.0 at tokens that were not sampled; None if the record has none.
 
     Raises:
-        ValueError: the trainer scored only some of the sampled tokens, which the other program's record cannot say.
+        ValueError: the trainer scored only some of the sampled tokens; the program's records have no place for that.
     """
     if batch.old_log_probs is None:
         return None
@@ -123,14 +112,24 @@ def scored_log_probs(batch: RolloutBatch, program: str) -> Tensor | None:
     if bad.any():
         sample = int(batch.sample_ids[bad.any(dim=1)][0])
         raise ValueError(
-            f"sample {sample} has tokens without old_log_probs (NaN), which {program} cannot say: keep other rows, or "
-            "set old_log_probs to None"
+            f"sample {sample} has tokens without old_log_probs (NaN), which {program} does not have: keep other "
+            "rows, or set old_log_probs to None"
         )
     return torch.where(batch.response_mask, batch.old_log_probs, 0.0)
 
 
+def trainer_log_probs(
+    fields: Mapping[str, Any], name: str, shape: Sequence[int | None], mask: Tensor, unscored: Tensor | float
+) -> Tensor | None:
+    """A field of log π_old; None if it is missing, or is ``unscored`` (the program's filler) at all sampled tokens."""
+    if fields.get(name) is None:
+        return None
+    found = tensor_of(fields, name, shape)
+    return None if mask.any() and (found == unscored)[mask].all() else found
+
+
 def versions_of(batch: RolloutBatch) -> list[list[int]]:
-    """The different versions that sampled each sequence, ascending; none where no token was sampled."""
+    """The different weight versions that sampled each sequence, ascending; empty without a sampled token."""
     rows = zip(batch.policy_versions.tolist(), batch.response_mask.tolist(), strict=True)
     return [
         sorted({version for version, sampled in zip(versions, mask, strict=True) if sampled}) for versions, mask in rows
@@ -138,25 +137,25 @@ def versions_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def numbered(keys: Iterable[Hashable]) -> list[int]:
-    """0 for the first key and those equal to it, 1 for the next that differs, and so on."""
+    """The keys as numbers: 0 for the first key and keys equal to it, 1 for the next new one, and so on."""
     numbers: dict[Hashable, int] = {}
     try:
         return [numbers.setdefault(key, len(numbers)) for key in keys]
     except TypeError as problem:
-        raise ValueError(f"what should say which prompt a sample belongs to cannot be compared: {problem}") from None
+        raise ValueError(f"the names of the samples' prompts cannot be compared: {problem}") from None
 
 
 def tensor_of(
     fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "", *, integers: bool = False
 ) -> Tensor:
-    """A tensor, or nested lists as one, whose shape is checked.
+    """A field as a tensor, from a tensor or nested lists, with its shape checked.
 
     Args:
         fields: another program's record.
-        name: of its field.
-        shape: None for dimensions that may be anything.
-        remedy: what to do where it is missing.
-        integers: refuse anything else; an empty list passes.
+        name: the field's name.
+        shape: None for dimensions of any size.
+        remedy: what to do if it is missing.
+        integers: refuse other dtypes; an empty list passes.
 
     Raises:
         ValueError: it is missing, no tensor, of another shape, or not of integers.
@@ -178,16 +177,16 @@ def tensor_of(
 
 
 def flags_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "") -> Tensor:
-    """A mask, bool; ValueError for anything in it but 0 and 1."""
+    """A field as a bool mask; ValueError for values other than 0 and 1."""
     value = tensor_of(fields, name, shape, remedy)
     odd = (value != 0) & (value != 1)
     if odd.any():
-        raise ValueError(f"{name} has {value[odd][0].item()}: expected 0 or 1 throughout, put weights elsewhere")
+        raise ValueError(f"{name} has {value[odd][0].item()}: expected 0 or 1 throughout, no weights")
     return value != 0
 
 
 def log_probs_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | None], remedy: str = "") -> Tensor:
-    """Log-probs; ValueError for half precision, which widening would hide."""
+    """A field of log-probs; ValueError for half precision, which a wider dtype would hide."""
     value = tensor_of(fields, name, shape, remedy)
     if value.is_floating_point() and torch.finfo(value.dtype).bits < 32:
         raise ValueError(f"{name} is {value.dtype}, which shifts the ratios by percents: expected float32 or float64")
@@ -195,35 +194,35 @@ def log_probs_of(fields: Mapping[str, Any], name: str, shape: Sequence[int | Non
 
 
 def finish_reasons(is_cut_off: Tensor) -> Tensor:
-    """[n]: of programs that only know whether the limit was reached; every other response has stopped."""
+    """[n]: ``length`` if the limit was reached, else ``stop``: for programs that know no more."""
     return torch.where(is_cut_off, _LENGTH, _STOP)
 
 
 def cut_off(batch: RolloutBatch) -> Tensor:
-    """[n], bool: the other way round."""
+    """[n] bool: whether the limit was reached, the inverse of :func:`finish_reasons`."""
     return batch.finish_reasons == _LENGTH
 
 
 def describe(shape: Sequence[int | None]) -> str:
-    """A shape in words, ``any`` for dimensions that are free."""
+    """A shape in words, with ``any`` for dimensions of any size."""
     words = ["any" if size is None else str(size) for size in shape]
     return f"({words[0]},)" if len(words) == 1 else f"({', '.join(words)})"
 
 
 def version_of(policy_version: int | None, found: Iterable[Any], sample: int) -> int:
-    """The version of a sequence: what the caller says, or the oldest that its record names; 0 where it names none.
+    """The weight version of a sequence: the caller's, or the oldest in its record; 0 if the record has none.
 
     Args:
-        policy_version: what the caller says.
+        policy_version: the caller's version.
         found: the record's versions, as numbers or as text.
-        sample: the sequence, for the message.
+        sample: the sequence's index, for the message.
 
     Raises:
-        ValueError: what the record says is no number, or the version does not fit 32 bits.
+        ValueError: a version of the record is no integer, or does not fit 32 bits.
     """
     found = list(found) if policy_version is None else [policy_version]
     try:
-        # A record that names none is of a synchronous run, whose weights are all of one version.
+        # A record without versions is of a synchronous run, whose weights have one version.
         version = min(map(int, found), default=0)
         if any(not isinstance(one, str) and int(one) != one for one in found):
             raise ValueError("a fraction")
@@ -233,7 +232,7 @@ def version_of(policy_version: int | None, found: Iterable[Any], sample: int) ->
         ) from None
     if abs(version) >= 2**31:
         raise ValueError(
-            f"sequence {sample} has the weight version {version}, beyond 32 bits: pass the number of the update as "
-            "policy_version instead"
+            f"sequence {sample} has the weight version {version}, beyond 32 bits: pass the number of the weight update "
+            "as policy_version instead"
         )
     return version

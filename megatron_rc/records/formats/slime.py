@@ -1,4 +1,4 @@
-"""Rollouts as slime's samples have them, as dicts (``Sample.to_dict()``). The tables are in docs/rollouts.md."""
+"""Rollouts as slime's samples, in dicts (``Sample.to_dict()``); docs/rollouts.md has the tables."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ def from_slime(
     slime's log-probs have one entry for each token of the response, the last ``response_length`` of ``tokens``.
 
     Args:
-        samples: tokens, response_length, rollout_log_probs, reward, status, index, group_index; loss_mask,
-            remove_sample, weight_versions, rollout_routed_experts and the trainer's log_probs where there are any.
-            Whatever else they have is not read.
-        sampling: how the tokens were sampled, which a sample does not say.
-        policy_version: of the weights that sampled; needed where ``weight_versions`` names anything but numbers; 0
-            where it names nothing, as in a synchronous run.
-        reward_key: which one to take where a reward is a dict.
+        samples: tokens, response_length, rollout_log_probs, reward, status, index, group_index; optionally loss_mask,
+            remove_sample, weight_versions, rollout_routed_experts and the trainer's log_probs. Other keys are ignored.
+        sampling: the sampling parameters, which a sample does not have.
+        policy_version: version of the weights that sampled; needed if ``weight_versions`` are not numbers. Default:
+            the oldest of ``weight_versions``, or 0 without any, as in a synchronous run.
+        reward_key: the key to take if a reward is a dict.
 
     Returns:
         The records. Not validated.
@@ -65,7 +64,7 @@ def from_slime(
 def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
     """One dict a sequence, with the fields that slime's trainer reads; ``Sample.from_dict`` takes it.
 
-    The response is what stands between the first sampled token and the last one.
+    The response is the tokens from the first sampled one to the last.
 
     Raises:
         ValueError: old_log_probs lack some of the tokens.
@@ -135,14 +134,14 @@ def _sample(batch: RolloutBatch, row: int, log_probs: Tensor, first: int, end: i
 
 
 def _loss_mask(sample: Mapping[str, Any], response: int) -> Tensor:
-    """[response]; where there is none, slime trains on every token of the response."""
+    """[response]; without one, slime trains on every token of the response."""
     if sample.get("loss_mask") is None:
         return torch.ones(response, dtype=torch.bool)
     return flags_of(sample, "loss_mask", (response,))
 
 
 def _experts(sample: Mapping[str, Any], length: int) -> Tensor | None:
-    """[length, layers, top_k]: SGLang has no route for the last token, which nothing follows."""
+    """[length, layers, top_k]: SGLang has no route for the last token, after which no token follows."""
     if sample.get("rollout_routed_experts") is None:
         return None
     experts = tensor_of(sample, "rollout_routed_experts", (length - 1, None, None), integers=True)

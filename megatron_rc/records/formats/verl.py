@@ -1,4 +1,4 @@
-"""Rollouts as verl's DataProto has them: ``batch`` and ``non_tensor_batch``. The tables are in docs/rollouts.md."""
+"""Rollouts as verl's DataProto, with ``batch`` and ``non_tensor_batch``; docs/rollouts.md has the tables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_rc.records.formats.rows import (
     shifted,
     spans,
     tensor_of,
+    trainer_log_probs,
     version_of,
     versions_of,
 )
@@ -36,24 +37,24 @@ def from_verl(
 ) -> RolloutBatch:
     """The records of a ``DataProto``: its ``batch`` and its ``non_tensor_batch``.
 
-    verl's log-probs have one column for each column of ``responses`` and speak of that very token.
+    verl's log-probs have one column for each column of ``responses``, for the token in that column.
 
     Args:
         tensors: prompts [n, p], responses [n, r], attention_mask [n, p + r], rollout_log_probs [n, r],
-            token_level_scores or rm_scores [n, r]; response_mask and old_log_probs [n, r], input_ids [n, p + r] and
-            routed_experts [n, p + r, layers, top_k] where there are any. Whatever else it has is not read. Where
-            prompts or responses are nested, as in verl's default trainer since 0.9, nothing is padded: every field has
-            a row a sequence, and there is no attention_mask.
-        non_tensors: uid, one a sequence; param_version_start where there is one.
-        sampling: how the tokens were sampled, which a DataProto does not say.
-        policy_version: of the weights that sampled. Default: what ``non_tensors`` says, and 0 where it says nothing, as
-            in a synchronous run.
+            token_level_scores or rm_scores [n, r]; optionally response_mask and old_log_probs [n, r], input_ids
+            [n, p + r] and routed_experts [n, p + r, layers, top_k]. Other keys are ignored. If prompts or responses are
+            nested, as in verl's default trainer since 0.9, fields have a row a sequence, without padding and
+            attention_mask.
+        non_tensors: uid, one a sequence; optionally param_version_start.
+        sampling: the sampling parameters, which a DataProto does not have.
+        policy_version: version of the weights that sampled. Default: ``param_version_start``, or 0 without it, as in a
+            synchronous run.
 
     Returns:
         The records; sample ids count from 0. Not validated.
 
     Raises:
-        ValueError: names the field that is missing, of another shape, or padded on the wrong side.
+        ValueError: names the field that is missing, has another shape, or is padded on the wrong side.
     """
     tensors = padded(dict(tensors.items()))  # a TensorDict has no `in`
     tokens, attention, width = _tokens(tensors)
@@ -68,9 +69,8 @@ def from_verl(
     if experts is not None:
         experts = tensor_of(tensors, "routed_experts", (*tokens.shape, None, None), integers=True)
         experts = shifted(as_int32("routed_experts", experts), start, keep, NO_EXPERT)
-    old = None if tensors.get("old_log_probs") is None else tensor_of(tensors, "old_log_probs", responses)
-    if old is not None and mask.any() and (old == log_probs)[mask].all():
-        old = None  # nobody scored: in bypass mode verl puts the engine's there
+    # In bypass mode verl writes the engine's log-probs.
+    old = trainer_log_probs(tensors, "old_log_probs", responses, mask, log_probs)
     if old is not None:
         old = shifted(_after_prompt(old, width), start, keep, 0)
     return RolloutBatch(
@@ -93,16 +93,16 @@ def to_verl(
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
     """The ``batch`` and the ``non_tensor_batch`` of a ``DataProto``.
 
-    The prompt is what stands before the first sampled token, the response what follows, up to the last one.
+    The prompt is the tokens before the first sampled one; the response follows, up to the last sampled one.
 
     Args:
         batch: the records.
         pad_token_id: fills prompts on the left and responses on the right.
-        prompt_length: columns for prompts; default: what the longest needs.
-        response_length: columns for responses; likewise, at least 1.
+        prompt_length: columns for prompts; default: the longest prompt's.
+        response_length: columns for responses; default: the longest response's, at least 1.
 
     Returns:
-        Tensors, and lists that verl wants as ``numpy.array(..., dtype=object)``.
+        Tensors, and lists for verl's ``numpy.array(..., dtype=object)``.
 
     Raises:
         ValueError: a prompt or a response does not fit, or old_log_probs lack some of the tokens.
@@ -139,7 +139,7 @@ def _tokens(tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
     prompts = tensor_of(tensors, "prompts", (None, None))
     rows, width = prompts.shape
     tokens = torch.cat([prompts, tensor_of(tensors, "responses", (rows, None))], dim=1)
-    remedy = "ones where nothing is padded"
+    remedy = "1 for tokens, 0 for padding"
     attention = tensor_of(tensors, "attention_mask", tuple(tokens.shape), remedy) != 0
     prompt, response = attention[:, :width], attention[:, width:]
     for name, wrong in (
@@ -147,17 +147,17 @@ def _tokens(tensors: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
         ("responses padded on the right", ~response[:, :-1] & response[:, 1:]),
     ):
         if wrong.any():
-            raise ValueError(f"attention_mask of sequence {int(wrong.nonzero()[0, 0])} is not that of {name}")
+            raise ValueError(f"attention_mask of sequence {int(wrong.nonzero()[0, 0])}: expected {name}")
     if tensors.get("input_ids") is not None:
         other = (tensor_of(tensors, "input_ids", tuple(tokens.shape)) != tokens) & attention
         if other.any():
             row, column = (int(index) for index in other.nonzero()[0])
-            raise ValueError(f"input_ids of sequence {row}, column {column} is not what prompts and responses have")
+            raise ValueError(f"input_ids of sequence {row}, column {column} differ from prompts and responses")
     return tokens, attention, width
 
 
 def _response_mask(tensors: Mapping[str, Any], attention: Tensor) -> Tensor:
-    """[n, r]; where there is none, verl trains on every token of the response."""
+    """[n, r]; without a field, verl trains on every token of the response."""
     if tensors.get("response_mask") is None:
         return attention
     mask = flags_of(tensors, "response_mask", tuple(attention.shape))
@@ -168,7 +168,7 @@ def _response_mask(tensors: Mapping[str, Any], attention: Tensor) -> Tensor:
 
 
 def _scores(tensors: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-    """[n]: verl's score of a sequence is the sum over its tokens."""
+    """[n]: a sequence's score, the sum over its tokens."""
     name = next((name for name in _SCORES if tensors.get(name) is not None), None)
     if name is None:
         raise ValueError(f"{' and '.join(_SCORES)} are missing: score the responses first")
@@ -176,7 +176,7 @@ def _scores(tensors: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
 
 
 def _versions(non_tensors: Mapping[str, Sequence[Any]], policy_version: int | None, rows: int) -> Tensor:
-    """[n] int32: of a response that several versions wrote, the oldest."""
+    """[n] int32: each response's oldest weight version."""
     name = "param_version_start"
     found = _of_each(non_tensors, name, rows) if policy_version is None and name in non_tensors else None
     each = [version_of(policy_version, [] if found is None else [found[row]], row) for row in range(rows)]
@@ -201,7 +201,7 @@ def _of_each(non_tensors: Mapping[str, Sequence[Any]], name: str, rows: int) -> 
 
 
 def _after_prompt(values: Tensor, width: int) -> Tensor:
-    """[n, r] to [n, p + r]."""
+    """[n, r] to [n, p + r], with 0 for the prompts."""
     return torch.nn.functional.pad(values, (width, 0))
 
 

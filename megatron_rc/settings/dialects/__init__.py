@@ -1,8 +1,8 @@
-"""Other programs' configurations of the same thing: what each setting becomes here, and what is dropped.
+"""Other programs' settings of the correction, translated into this package's fields.
 
-``verl`` is that of 2026, ``verl-2025-11`` that of November and December 2025, ``verl-2025-10`` the flat one before. A
-setting that the program itself would have ignored is dropped with a note; an unknown one is an error. Every
-setting is in ``docs/migrating.md``. What is special to one program stands in its own module.
+``verl`` is verl's form of 2026, ``verl-2025-11`` its form of November and December 2025, ``verl-2025-10`` the flat one
+before. A setting that the program would have ignored is dropped with a note; an unknown one is an error.
+``docs/migrating.md`` has every setting. Each program has a module.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DIALECTS = tuple(BY_NAME)
 
 
 def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """Another program's settings as the fields of ours.
+    """This package's fields from another program's settings.
 
     Args:
-        fields: the settings, alone or inside the sections that the program's configuration files have.
-        dialect: whose they are, one of ``DIALECTS``.
+        fields: the settings, alone or inside the sections of the program's configuration files.
+        dialect: one of ``DIALECTS``.
 
     Returns:
-        Our fields, and notes of a line each: first what the settings became, then what changed or was dropped.
+        (fields, notes of a line each: first the translation, then settings that changed or were dropped).
 
     Raises:
         ValueError: an unknown dialect or setting, or a value that the program would refuse or that cannot work here.
@@ -54,7 +54,7 @@ def translate(fields: Mapping[str, Any], dialect: str) -> tuple[dict[str, Any], 
 
 
 def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
-    """The dialects that can read settings whole, and know more of their names than the others do; none for no name."""
+    """The dialects that can read all these settings and know most of their names; empty if no name is known."""
     known: dict[str, int] = {}
     for name, program in BY_NAME.items():
         try:
@@ -69,9 +69,9 @@ def probable_dialects(fields: Mapping[str, Any]) -> list[str]:
 
 
 def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
-    """The end of an error about an unknown name: whose it is, where another dialect has it; else the known ones.
+    """The end of an error about an unknown name: the dialects that have it, or else the known names.
 
-    Of several dialects that have the name those are named which the other settings are probably of too.
+    If several dialects have the name, those that can read the other settings are preferred.
     """
     owners = ["megatron_rc"] if name in FIELDS else []
     for program in BY_NAME.values():
@@ -84,7 +84,7 @@ def known_elsewhere(name: object, dialect: str, known: Iterable[str], fields: Ma
 
 
 def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any], list[str]]:
-    """The settings inside their sections, as the program's defaults are spelled, and the keys beside them."""
+    """The settings inside their sections, with the names of the program's defaults, and keys outside."""
     inside, unread = _inside(fields, program)
     given: dict[str, Any] = {}
     for name, value in inside.items():
@@ -93,15 +93,15 @@ def _given(fields: Mapping[str, Any], program: Dialect) -> tuple[dict[str, Any],
 
 
 def _together(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of both; ValueError for one that they give different values."""
+    """The settings of both; ValueError for one with different values."""
     for name in first.keys() & second.keys():
         if first[name] != second[name]:
-            raise ValueError(f"{name} stands there twice, as {first[name]!r} and {second[name]!r}: keep one of them")
+            raise ValueError(f"{name} has two values, {first[name]!r} and {second[name]!r}: keep one of them")
     return {**first, **second}
 
 
 def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], list[str]]:
-    """The settings inside their sections, and the keys beside them."""
+    """The settings inside their sections, and the keys outside."""
     fields, elsewhere, unread = _taken_out(fields, program)
     nested = False
     for section in program.sections:
@@ -110,7 +110,7 @@ def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, A
         nested = True
         unread += [name for name in fields if name != section]
         inner = fields[section]
-        if inner is None:  # the section is switched off
+        if inner is None:  # null switches the section off
             return {**program.switched_off, **elsewhere}, unread
         if not isinstance(inner, Mapping):
             raise ValueError(f"{section}={inner!r} must hold settings, one `name: value` a line")
@@ -122,7 +122,7 @@ def _inside(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, A
 
 
 def _taken_out(fields: Mapping[str, Any], program: Dialect) -> tuple[Mapping[str, Any], dict[str, Any], list[str]]:
-    """(the fields without the sections that hold single settings, these settings, what else those sections hold)."""
+    """(fields without the sections of single settings, these settings, other keys of those sections)."""
     found: dict[str, Any] = {}
     unread: list[str] = []
     for section, names in program.elsewhere.items():

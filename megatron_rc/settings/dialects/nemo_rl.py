@@ -1,4 +1,4 @@
-"""NeMo-RL's correction, in our fields."""
+"""NeMo-RL's correction as this package's fields."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _ERROR = "seq_logprob_error_threshold"
 
 
 def nemo_rl(settings: Settings) -> dict[str, Any]:
-    """The weights of the clipped loss, and the sequences that the trainer leaves out before it."""
+    """The weights of the clipped loss, and the rejection of sequences before it."""
     own = _weights(settings)
     if settings[_ERROR] is None:
         return own
     if "rollout_rs" in own:
         raise ValueError(
-            f"{_ERROR}={settings[_ERROR]!r} takes sequences out of the denominators and 'seq-mask-tis' leaves them in: "
-            "keep one of the two"
+            f"{_ERROR}={settings[_ERROR]!r} removes sequences from the denominators and 'seq-mask-tis' keeps them: use "
+            "one of the two"
         )
     limit = settings.positive(_ERROR)
     if limit <= 1:
-        raise ValueError(f"{_ERROR}={limit!r} must be above 1: that is the mean of exp|log ρ| of equal policies")
-    settings.notes.append(f"{_ERROR}={limit!r} bounds the mean of exp|log ρ|, seq_mean_error what is above 1 of it")
+        raise ValueError(f"{_ERROR}={limit!r} must be above 1, the mean of exp|log ρ| of equal policies")
+    settings.notes.append(f"{_ERROR}={limit!r} bounds the mean of exp|log ρ|; seq_mean_error is that mean minus 1")
     return {**own, **rejection([("seq_mean_error", repr(limit - 1))])}
 
 
@@ -68,7 +68,7 @@ def _weights(settings: Settings) -> dict[str, Any]:
 def _type(settings: Settings) -> str | None:
     kind = settings.choice("truncated_importance_sampling_type", (None, "tis", "icepop", "seq-mask-tis"))
     if kind is None and settings[_RATIO] is not None:
-        settings.notes.append(f"{_RATIO} without a type: 'tis', as before there were types")
+        settings.notes.append(f"{_RATIO} without a type: 'tis', as in releases before the type")
         kind = "tis"
     if kind is not None and not settings.boolean("use_importance_sampling_correction"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Reading another program's settings: every key is known or an error, and what is dropped is said."""
+"""Reading of another program's settings: every unknown key is an error, and dropped settings are noted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from megatron_rc.settings.bounds import one_of
 
-# As good as no lower bound: below every ratio of two float64 log-probs that still has a weight.
+# In place of no lower bound: below every ratio of two float64 log-probs whose weight is not 0.
 NO_LOWER_BOUND = 1e-300
 
 
 class Settings:
-    """The settings of one foreign configuration, and the notes that its translation leaves.
+    """The settings of one configuration of another program, and the notes of their translation.
 
     Args:
-        given: as the user wrote them; every key is one of ``defaults``.
-        defaults: every known key with the value that the foreign program gives it.
+        given: the user's settings; every key is one of ``defaults``.
+        defaults: every known key with the program's default.
 
     Attributes:
-        notes: one line for each thing that was dropped or means something else here.
-
+        notes: one line for each setting that was dropped or means something else here.
+        given: the keys that the user gave.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ class Settings:
         """The value of a setting that is true or false.
 
         Raises:
-            ValueError: another value than true or false.
+            ValueError: another value.
         """
         value = self._values[name]
         if not isinstance(value, bool):
@@ -55,10 +55,10 @@ class Settings:
         return value
 
     def number(self, name: str) -> float | None:
-        """The value of a setting that is a finite number or None; text that spells a number is one.
+        """The value of a setting that is a finite number, a text of one, or None.
 
         Raises:
-            ValueError: something else.
+            ValueError: another value.
         """
         value = self._values[name]
         return None if value is None else finite(name, value)
@@ -67,23 +67,27 @@ class Settings:
         """The value of a setting that is a finite number above 0.
 
         Raises:
-            ValueError: something else, or nothing.
+            ValueError: another value, or None.
         """
         value = self.number(name)
         if value is None or value <= 0:
             raise ValueError(f"{name}={value!r} must be a finite positive number")
         return value
 
+    def veto(self, name: str) -> dict[str, Any]:
+        """The field of the veto from its setting; empty for None."""
+        return {} if self._values[name] is None else {"rollout_token_veto_threshold": self.positive(name)}
+
     def bounds(self, lower: str, upper: str, default: float | None = None) -> tuple[float, float]:
-        """The bounds on ρ that two settings make; an absent lower one is 1 / upper, one of 0 or less is none.
+        """Bounds on ρ from two settings; an absent lower one means 1 / upper, one of 0 or less no lower bound.
 
         Args:
             lower: the setting of the lower bound.
             upper: the setting of the upper bound.
-            default: taken, with a note, where there is no upper bound.
+            default: the upper bound, with a note, if the setting is absent.
 
         Raises:
-            ValueError: no upper bound, or bounds that leave nothing between them.
+            ValueError: no upper bound, or a lower one that is not below it.
         """
         if self._values[upper] is None and default is not None:
             self.notes.append(f"{upper} is absent: {default}")
@@ -92,10 +96,10 @@ class Settings:
         return self.interval(1 / high if low is None else low, high, lower, upper)
 
     def interval(self, low: float, high: float, lower: str, upper: str) -> tuple[float, float]:
-        """The bounds as they can be written; ``lower`` and ``upper`` say in notes and errors where they come from.
+        """The bounds, of which a low one of 0 or less is replaced; ``lower`` and ``upper`` name them in messages.
 
         Raises:
-            ValueError: nothing lies between them.
+            ValueError: the lower one is not below the upper one.
         """
         if low <= 0:
             self.notes.append(f"{lower}={low:g} is no bound: written as {NO_LOWER_BOUND:g}")
@@ -105,12 +109,12 @@ class Settings:
         return low, high
 
     def bounds_text(self, lower: str, upper: str, default: float | None = None) -> str:
-        """``bounds`` as a text: one number u where [1/u, u] is meant, else ``"lo_hi"``."""
+        """``bounds`` as a text: one number u for [1/u, u], else ``"lo_hi"``."""
         low, high = self.bounds(lower, upper, default)
         return repr(high) if self._values[lower] is None else pair(low, high)
 
     def drop(self, *names: str, because: str) -> None:
-        """Leave settings out, with a note for each that differs from its default."""
+        """Note settings that are not translated, if they differ from their defaults."""
         for name in names:
             value = self._values[name]
             if name in self.given and value is not None and value != self._defaults[name]:
@@ -118,10 +122,10 @@ class Settings:
 
 
 def finite(name: str, value: object) -> float:
-    """A number, also one spelt as a text (YAML 1.1 reads 1e-4 as a text).
+    """A finite number, or the number that a text spells (YAML 1.1 reads 1e-4 as a text).
 
     Raises:
-        ValueError: anything else, NaN and infinity among it.
+        ValueError: anything else, NaN and infinity included.
     """
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)) or "_" in str(value):
@@ -137,12 +141,12 @@ def finite(name: str, value: object) -> float:
 
 
 def pair(lower: float, upper: float) -> str:
-    """Bounds as the text ``"lo_hi"``, which gives back the very same numbers."""
+    """Bounds as the text ``"lo_hi"``, from which exactly these numbers are read."""
     return f"{lower!r}_{upper!r}"
 
 
 def rejection(criteria: list[tuple[str, str]]) -> dict[str, Any]:
-    """The fields of a chain of (criterion, bound); nothing for an empty one."""
+    """The fields of a chain of (criterion, bound); empty for an empty chain."""
     if not criteria:
         return {}
     bounds = ",".join(bound for _, bound in criteria)
@@ -154,7 +158,7 @@ def rejection(criteria: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def clamped(settings: Settings, lower: str, upper: str) -> dict[str, Any]:
-    """Weights clamped between two settings; a lower one of 0, or none, is truncation."""
+    """The fields of weights clamped between two settings, or truncated if the lower one is 0 or None."""
     low = settings.number(lower)
     if low is None or low <= 0:
         return {"rollout_is_threshold": settings.positive(upper)}
@@ -163,17 +167,17 @@ def clamped(settings: Settings, lower: str, upper: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the configuration of one program, in one of its releases, is read.
+    """The configuration of one program in one of its releases.
 
     Attributes:
-        name: as ``from_dict`` takes it.
-        defaults: every known setting with the value that the program gives it.
-        read: the fields of ours that the settings become.
-        sections: in the program's files the settings stand in the last of these sections, each inside the one before.
-        shares_section: that section holds other settings too, which are left out with a note.
-        elsewhere: settings that stand in other sections, by the section's name.
-        switched_off: the settings that a section of null stands for.
-        spelled: a key as ``defaults`` has it.
+        name: the name for ``from_dict``.
+        defaults: every known setting with the program's default.
+        read: translates the settings into this package's fields.
+        sections: sections of the program's files, each inside the one before; the last one holds the settings.
+        shares_section: the section also holds other settings, which are dropped with a note.
+        elsewhere: settings in other sections, by the section's name.
+        switched_off: the settings that a section of null means.
+        spelled: the name in ``defaults`` of a key.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""slime's correction, in our fields.
+"""slime's correction as this package's fields.
 
-slime knows three spellings of weights: the truncation that is built in (``tis_clip``), the weights and rejection of its
-example ``mis.py`` (``tis_…``, ``rs_…``), and that example's earlier names (``mis_…``). Off-policy sequence masking
-(``use_opsm``) stands beside all of them.
+slime has three spellings: its built-in truncation (``tis_clip``), the weights and rejection of its example ``mis.py``
+(``tis_…``, ``rs_…``), and that example's earlier names (``mis_…``). Off-policy sequence masking (``use_opsm``) goes
+with each of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def slime(settings: Settings) -> dict[str, Any]:
-    """Weights and rejection of any spelling, and off-policy sequence masking."""
+    """The weights and rejection of any spelling, and off-policy sequence masking."""
     used = _spelling(settings)
     own: dict[str, Any] = {"rollout_is": None}
     criteria: dict[str, tuple[float, float]] = {}
@@ -63,7 +63,7 @@ def slime(settings: Settings) -> dict[str, Any]:
         own = {"rollout_is": "token", **clamped(settings, "tis_clip_low", "tis_clip")}
     elif used is _EARLIER:
         own, criteria = _weights(settings, "mis", masks_weights="use_mis" in settings.given)
-        own |= _veto(settings, "mis_veto_threshold")
+        own |= settings.veto("mis_veto_threshold")
     else:
         own, criteria = _weights(settings, "tis")
         own |= _normalization(settings, own["rollout_is"])
@@ -73,10 +73,10 @@ def slime(settings: Settings) -> dict[str, Any]:
 
 
 def _spelling(settings: Settings) -> dict[str, Any]:
-    """The settings of the spelling that was used; that of the example where none was.
+    """The settings of the spelling that was used, or else of the example.
 
     Raises:
-        ValueError: settings of two of them.
+        ValueError: settings of two spellings.
     """
     used = {
         whose: min(settings.given & set(names)) for whose, names in _SPELLINGS.items() if settings.given & set(names)
@@ -90,12 +90,12 @@ def _spelling(settings: Settings) -> dict[str, Any]:
 def _weights(
     settings: Settings, prefix: str, *, masks_weights: bool = False
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
-    """(fields of the weights, bounds of the criterion that ``mask`` stands for).
+    """(fields of the weights, bounds of the criterion that ``mask`` means).
 
     Args:
         settings: the settings.
-        prefix: of their names.
-        masks_weights: ``mask`` sets the weights out of bounds to 0, as in October 2025, instead of rejecting them.
+        prefix: the prefix of their names.
+        masks_weights: ``mask`` sets weights out of bounds to 0, as in October 2025, instead of rejecting.
     """
     lower, upper = f"{prefix}_lower_bound", f"{prefix}_upper_bound"
     level = settings.choice(f"{prefix}_level", tuple(ALIASES))
@@ -109,7 +109,7 @@ def _weights(
     elif mode == "mask":
         own["rollout_is_threshold"] = UNTRUNCATED
         settings.notes.append(
-            f"{prefix}_mode='mask' leaves the weights as they are and rejects what lies out of bounds"
+            f"{prefix}_mode='mask' keeps the weights as they are and rejects tokens or sequences out of bounds"
         )
         return own, {ALIASES[str(level)]: settings.bounds(lower, upper)}
     elif not settings.boolean("use_rs") or settings["rs_lower_bound"] is not None:
@@ -127,7 +127,7 @@ def _normalization(settings: Settings, level: str | None) -> dict[str, Any]:
 
 
 def _rejection(settings: Settings, criteria: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    """The veto, and in ``criteria`` what ``tis_mode: mask`` and ``use_rs`` reject together."""
+    """The veto; adds to ``criteria`` the rejection by ``use_rs``, together with the one by ``tis_mode: mask``."""
     if not settings.boolean("use_rs"):
         unused = ("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")
         settings.drop(*unused, because="use_rs is off")
@@ -138,15 +138,11 @@ def _rejection(settings: Settings, criteria: dict[str, tuple[float, float]]) -> 
     criteria[name] = max(low, first[0]), min(high, first[1])
     if not criteria[name][0] < criteria[name][1]:
         raise ValueError(f"tis_mode='mask' and use_rs together accept no ρ: {first} and {(low, high)} do not overlap")
-    return _veto(settings, "rs_veto_threshold")
-
-
-def _veto(settings: Settings, name: str) -> dict[str, Any]:
-    return {} if settings[name] is None else {"rollout_token_veto_threshold": settings.positive(name)}
+    return settings.veto("rs_veto_threshold")
 
 
 def _rs_bounds(settings: Settings) -> tuple[float, float]:
-    """The bounds of the rejection; where one is absent, that of the weights."""
+    """The bounds of the rejection; an absent one is the weights' bound."""
     top = settings.positive("tis_upper_bound")
     low, high = settings.number("rs_lower_bound"), settings["rs_upper_bound"]
     low = settings.number("tis_lower_bound") if low is None else low
@@ -159,7 +155,7 @@ def _rs_bounds(settings: Settings) -> tuple[float, float]:
 
 
 def _opsm(settings: Settings) -> list[tuple[str, str]]:
-    """Off-policy sequence masking, of sequences with A < 0."""
+    """Off-policy sequence masking, for sequences with A < 0."""
     if not settings.boolean("use_opsm"):
         settings.drop("opsm_delta", because="use_opsm is off")
         return []
@@ -168,8 +164,8 @@ def _opsm(settings: Settings) -> list[tuple[str, str]]:
         raise ValueError(f"opsm_delta={delta!r} must be a number, 0 or more")
     if not settings.boolean("use_rollout_logprobs"):
         settings.notes.append(
-            "use_opsm: slime compares π_θ with π_old, without use_rollout_logprobs; here opsm compares the training "
-            "policy with the one that sampled"
+            "use_opsm: without use_rollout_logprobs slime compares π_θ with π_old; here opsm compares the training "
+            "policy with the sampling policy"
         )
     return [("opsm", repr(delta))]
 

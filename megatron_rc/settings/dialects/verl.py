@@ -1,4 +1,4 @@
-"""verl's three generations of the correction, in our fields."""
+"""verl's three forms of the correction as this package's fields."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _CRITERIA = (
 
 
 def verl(settings: Settings) -> dict[str, Any]:
-    """The newest form. Bounds of k1 criteria apply to 1/ρ there."""
+    """The newest form, in which bounds of k1 criteria apply to 1/ρ."""
     own = _weights(settings, pairs=True)
     own.update(_rejection(settings))
     loss = settings.choice("loss_type", ("ppo_clip", "reinforce"))
     own.update(_mode(settings, settings.boolean("bypass_mode"), loss == "reinforce"))
     if "bypass_mode" in own and "rollout_rs" in own:
-        # The tokens of the global batch are counted before its loss rejects any.
+        # verl counts the tokens of the global batch before its loss rejects any.
         own["rejection_denominator"] = "original"
     return _without_unused_normalization(settings, own)
 
 
 def verl_2025_11(settings: Settings) -> dict[str, Any]:
-    """November and December 2025: bounds on ρ, a veto, and two spellings of the mode."""
+    """The form of November and December 2025: bounds on ρ, a veto, and two spellings of the mode."""
     _refuse_null(settings, "rollout_is", "rollout_is_threshold")
     own = _weights(settings, pairs=False)
     bypass = _agreed(settings, "bypass_mode", "bypass_old_logprob_for_rollout")
@@ -63,8 +63,8 @@ def verl_2025_11(settings: Settings) -> dict[str, Any]:
     # loss_type came in December.
     if bypass and settings["loss_type"] is None and (not reinforce or settings["rollout_rs"] is None):
         loss = "without rollout_rs the policy-gradient loss" if reinforce else "PPO in bypass mode"
-        say = f"loss_type: {'reinforce' if reinforce else 'ppo_clip'} as in 2025-12"
-        settings.drop(*_REJECTING, because=f"{loss} rejected nothing in 2025-11; to keep it, say {say}")
+        like = f"loss_type: {'reinforce' if reinforce else 'ppo_clip'} as in 2025-12"
+        settings.drop(*_REJECTING, because=f"{loss} rejected nothing in 2025-11; to reject, set {like}")
     else:
         own.update(_rejection_2025_11(settings))
     own.update(_mode(settings, bypass, reinforce))
@@ -72,38 +72,32 @@ def verl_2025_11(settings: Settings) -> dict[str, Any]:
 
 
 def verl_2025_10(settings: Settings) -> dict[str, Any]:
-    """October 2025, flat: rejection is a weight of 0, so everything stays in the denominators."""
+    """The flat form of October 2025: rejection is a weight of 0, so that the denominators keep every token."""
     own: dict[str, Any] = {"rollout_is": None, "metric_prefix": "mismatch/", "rejection_denominator": "original"}
     level = settings.choice("rollout_is_level", ("token", "sequence", "geometric"))
     mode = settings.choice("rollout_is_mode", ("truncate", "mask", "clip"))
     rest = ("rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower", "rollout_is_veto_threshold")
     applied = settings.boolean("rollout_is")
     if settings["rollout_is_threshold"] is None:
-        settings.drop("rollout_is", *rest, because="without a rollout_is_threshold everything is off there")
+        settings.drop("rollout_is", *rest, because="without a rollout_is_threshold verl switched everything off")
         return own
     upper = settings.positive("rollout_is_threshold")
     own |= {"rollout_is": level, **_bounds_2025_10(settings, upper, truncate=mode == "truncate")}
     if applied:
-        return own | _veto_2025_10(settings)
-    settings.drop("rollout_is_veto_threshold", because="with rollout_is off, nothing was rejected there")
+        return own | settings.veto("rollout_is_veto_threshold")
+    settings.drop("rollout_is_veto_threshold", because="verl rejected nothing with rollout_is off")
     return own | {"rollout_is_apply": False}
 
 
 def _bounds_2025_10(settings: Settings, upper: float, *, truncate: bool) -> dict[str, Any]:
     own: dict[str, Any] = {"rollout_is_threshold": upper}
     if truncate:
-        settings.drop("rollout_is_threshold_lower", because="truncation has no lower bound; only metrics read it there")
+        settings.drop("rollout_is_threshold_lower", because="truncation has no lower bound; only metrics used it")
     else:
         own["rollout_is_mode"] = "mask"
         if settings["rollout_is_threshold_lower"] is not None:
             own["rollout_is_threshold"] = pair(*settings.bounds("rollout_is_threshold_lower", "rollout_is_threshold"))
     return own
-
-
-def _veto_2025_10(settings: Settings) -> dict[str, Any]:
-    if settings["rollout_is_veto_threshold"] is None:
-        return {}
-    return {"rollout_token_veto_threshold": settings.positive("rollout_is_veto_threshold")}
 
 
 def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:
@@ -113,7 +107,7 @@ def _weights(settings: Settings, *, pairs: bool) -> dict[str, Any]:
         settings.notes.append("rollout_is is absent: 'sequence', verl's default in Python (its YAML file says null)")
     off = "there are no weights without rollout_is"
     if level is not None and settings["rollout_is_threshold"] is None:
-        settings.notes.append(f"rollout_is={level!r} dropped: without a rollout_is_threshold verl makes no weights")
+        settings.notes.append(f"rollout_is={level!r} dropped: verl makes no weights without a rollout_is_threshold")
         level, off = None, "there are no weights without rollout_is_threshold"
     if level is None:
         settings.drop("rollout_is_threshold", "rollout_is_batch_normalize", because=off)
@@ -149,7 +143,7 @@ def _rejection(settings: Settings) -> dict[str, Any]:
 
 
 def _on_rho(settings: Settings, name: str, bound: str) -> str:
-    """The bound on ρ: verl tests -log ρ of a k1 criterion between log lo and log hi, which is 1/hi <= ρ <= 1/lo."""
+    """The bound on ρ: verl tests log lo <= -log ρ <= log hi for a k1 criterion, which is 1/hi <= ρ <= 1/lo."""
     bounds = ratio_bounds("rollout_rs_threshold", bound)
     if not CRITERIA[name].bounds.on_ratio or not isinstance(bounds, tuple):
         return bound
@@ -169,15 +163,13 @@ def _rejection_2025_11(settings: Settings) -> dict[str, Any]:
         _refuse_null(settings, "rollout_rs", "rollout_rs_threshold")
         bounds = settings.bounds_text("rollout_rs_threshold_lower", "rollout_rs_threshold", default=2.0)
         own = rejection([(ALIASES[level], bounds)])
-    if settings["rollout_token_veto_threshold"] is not None:
-        own["rollout_token_veto_threshold"] = settings.positive("rollout_token_veto_threshold")
-    return own
+    return own | settings.veto("rollout_token_veto_threshold")
 
 
-def _refuse_null(settings: Settings, what: str, threshold: str) -> None:
-    """A threshold that is null by its own words is an error; an absent one has a default."""
-    if settings[what] is not None and threshold in settings.given and settings[threshold] is None:
-        raise ValueError(f"{threshold}=None: {what}={settings[what]!r} needs a number: set it, or set {what} to null")
+def _refuse_null(settings: Settings, name: str, threshold: str) -> None:
+    """Refuse a threshold that is given as null; an absent one has a default."""
+    if settings[name] is not None and threshold in settings.given and settings[threshold] is None:
+        raise ValueError(f"{threshold}=None: {name}={settings[name]!r} needs a number: set it, or set {name} to null")
 
 
 def _mode(settings: Settings, bypass: bool, reinforce: bool) -> dict[str, Any]:
@@ -189,7 +181,7 @@ def _mode(settings: Settings, bypass: bool, reinforce: bool) -> dict[str, Any]:
 
 
 def _agreed(settings: Settings, *names: str) -> bool:
-    """The one answer of settings that say the same thing in several releases' words; none is no."""
+    """The one answer of settings that say the same in the words of several releases; False if none is given."""
     found: dict[str, bool] = {}
     for name in names:
         if settings[name] is not None:

@@ -1,6 +1,6 @@
-"""Our settings in the words of other programs, and what of them these words cannot say.
+"""This package's settings in the words of other programs, and the settings that these words lack.
 
-What is written is read back by the program's own reader: a setting that is not the same again cannot be said there.
+The program's own reader reads the written settings back: a field that then differs is one that the words lack.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from megatron_rc.settings.bounds import one_of
 from megatron_rc.settings.criteria import ALIASES
 from megatron_rc.settings.criterion import Criterion
 from megatron_rc.settings.dialects.nemo_rl import NEMO_RL
-from megatron_rc.settings.dialects.reader import Settings, pair
+from megatron_rc.settings.dialects.reader import Dialect, Settings, pair
 from megatron_rc.settings.dialects.slime import SLIME
 from megatron_rc.settings.dialects.verl import VERL, VERL_2025_10, VERL_2025_11
 from megatron_rc.settings.fields import CorrectionFields
 
 _LEVELS = {name: level for level, name in ALIASES.items()}
-_DIGITS = 12  # of a bound: as many as exp(log(1.001)) still has
+_DIGITS = 12  # of a bound: the precision of exp(log(1.001))
 
 
 def written(config: CorrectionFields, dialect: str) -> tuple[dict[str, Any], list[str]]:
-    """A program's settings for a config, and the fields of it that they do not say, in words.
+    """A program's settings for a config, and in words the fields that they lack.
 
-    Weights that are measured and not applied are left out: other programs have no such switch.
+    Weights that are measured, not applied, are left out: other programs have no such switch.
 
     Args:
         config: the correction.
-        dialect: whose words, one of ``DIALECTS``.
+        dialect: one of ``DIALECTS``.
 
     Raises:
         ValueError: an unknown dialect.
     """
     one_of("dialect", dialect, tuple(_WRITERS))
-    program = next(one for one in (VERL, VERL_2025_11, VERL_2025_10, SLIME, NEMO_RL) if one.name == dialect)
-    given = {name: value for name, value in _WRITERS[dialect](config).items() if name in program.defaults}
+    program, write = _WRITERS[dialect]
+    given = {name: value for name, value in write(config).items() if name in program.defaults}
     try:
         again = _meaning(type(config)(**program.read(Settings(given, program.defaults))))
     except ValueError as problem:  # a level or a bound that the program does not take
         return {}, [str(problem)]
     meant = _meaning(config)
     lost = [f"{name}={_shown(meant[name])}" for name in meant if not _is_same(meant[name], again[name])]
-    if again["rejection_denominator"] is None:  # nothing is rejected any more, which is said already
+    if again["rejection_denominator"] is None:  # the lost criteria are named already
         lost = [one for one in lost if not one.startswith("rejection_denominator")]
     return {name: value for name, value in given.items() if value != program.defaults[name] or name in _ALWAYS}, lost
 
@@ -54,8 +54,8 @@ _ALWAYS = ("rollout_is", "rollout_is_threshold", "use_tis", "use_importance_samp
 
 
 def _meaning(config: CorrectionFields) -> dict[str, Any]:
-    """What of a config changes the loss, by the field that says it."""
-    weighs = config.rollout_is is not None and config.rollout_is_apply
+    """The parts of a config that change the loss, by field."""
+    weighs = _weighs(config)
     rejects = bool(config.criteria) or config.rollout_token_veto_threshold is not None
     low, high = config.is_bounds
     return {
@@ -87,7 +87,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value of ``_meaning``: the bounds of criteria are in nats, and say less than their names."""
+    """A value of ``_meaning``; for criteria their names, not their bounds."""
     return ",".join(value) if isinstance(value, dict) else repr(value)
 
 
@@ -114,7 +114,7 @@ def _verl(config: CorrectionFields) -> dict[str, Any]:
     thresholds = []
     for one in config.criteria:
         low, high = _ratios(one) if one.bounds.on_ratio else (0.0, _rounded(one.upper))
-        # verl's code holds the bounds of k1 against 1/ρ.
+        # verl's code applies the bounds of k1 to 1/ρ.
         thresholds.append(pair(_rounded(1 / high), _rounded(1 / low)) if one.bounds.on_ratio else repr(high))
     if config.criteria:
         own |= {
@@ -166,7 +166,7 @@ def _slime(config: CorrectionFields) -> dict[str, Any]:
             own |= {"use_opsm": True, "opsm_delta": _rounded(one.upper)}
     if not _weighs(config):
         return {**own, "use_tis": False}
-    if config.is_mode == "mask":  # the example of today has no such weights
+    if config.is_mode == "mask":  # only the earlier example has such weights
         bounds = {"mis_mode": "mask", "mis_lower_bound": low, "mis_upper_bound": high}
         veto = {"mis_veto_threshold": config.rollout_token_veto_threshold}
         return {**own, "use_mis": True, "mis_level": config.rollout_is, **bounds, **veto}
@@ -203,10 +203,13 @@ def _nemo_rl(config: CorrectionFields) -> dict[str, Any]:
     return own
 
 
-_WRITERS: Mapping[str, Callable[[CorrectionFields], dict[str, Any]]] = {
-    VERL.name: _verl,
-    VERL_2025_11.name: _verl_2025_11,
-    VERL_2025_10.name: _verl_2025_10,
-    SLIME.name: _slime,
-    NEMO_RL.name: _nemo_rl,
+_WRITERS: Mapping[str, tuple[Dialect, Callable[[CorrectionFields], dict[str, Any]]]] = {
+    program.name: (program, write)
+    for program, write in (
+        (VERL, _verl),
+        (VERL_2025_11, _verl_2025_11),
+        (VERL_2025_10, _verl_2025_10),
+        (SLIME, _slime),
+        (NEMO_RL, _nemo_rl),
+    )
 }

@@ -1,4 +1,4 @@
-"""verl's own driver and losses beside the adaptor: ``make test-adaptors``, which installs verl 0.9.1."""
+"""verl's own driver and losses with the adaptor: ``make test-adaptors``, which installs verl 0.9.1."""
 
 import itertools
 import os
@@ -92,7 +92,7 @@ def actor(mode, loss_mode, settings=None):
 
 
 def worker_loss(config, old, new, advantages, mask, weights, dp_size=2):
-    """(loss, gradient) by the loss of verl's workers, whatever their engine, from what a model gives back."""
+    """(loss, gradient) by the loss of verl's workers, for any engine, from a model's results."""
     lengths = mask.sum(1)
     prompts = torch.nested.as_nested_tensor([torch.zeros(2, dtype=torch.long)] * ROWS, layout=torch.jagged)
 
@@ -106,7 +106,7 @@ def worker_loss(config, old, new, advantages, mask, weights, dp_size=2):
     info = {"dp_size": dp_size, "batch_num_tokens": 2 * int(mask.sum()), "global_batch_size": 2 * ROWS}
     tensordict_utils.assign_non_tensor(data, max_response_len=WIDTH, **info)
     theta = new.clone().requires_grad_()
-    # The model's log-probs: one of the prompt's last token for the first of the response, and so on, and one behind.
+    # The model's log-probs: the prompt's last position has the response's first token, and so on, and one after.
     rows = [
         torch.cat([row.new_zeros(1), row[:length], row.new_zeros(1)])
         for row, length in zip(theta, lengths.tolist(), strict=True)
@@ -166,7 +166,7 @@ def test_kl_penalties_are_those_that_the_page_says(cells):
 
 
 def test_the_page_puts_both_into_verl(tmp_path):
-    """The module of docs/adaptors.md, by the variable that it names, in a process of its own."""
+    """The module of docs/adaptors.md, named by its variable, in a separate process."""
     (tmp_path / "my_correction.py").write_text(blocks("verl")[0], encoding="utf-8")
     code = (
         "import verl\n"
@@ -182,7 +182,7 @@ def test_the_page_puts_both_into_verl(tmp_path):
 
 
 def columns(old, rollout, mask):
-    """Whole responses with prompts of two to four tokens, padded as verl does, and what else a record needs."""
+    """Whole responses with prompts of two to four tokens, padded as in verl, and the record's other columns."""
     width = torch.arange(4) >= 2 - torch.arange(ROWS).unsqueeze(1) % 3
     tokens = torch.arange(1, ROWS * (4 + WIDTH) + 1).view(ROWS, 4 + WIDTH)
     attention = torch.cat([width, mask != 0], dim=1)

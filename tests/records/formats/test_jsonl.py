@@ -45,7 +45,7 @@ def test_files_of_lines_are_read_batch_by_batch(tmp_path):
     assert [part.sample_ids.tolist() for part in found] == [[7, 5], [9], [7, 5], [9]]
     assert [part.sampling.temperature for part in found] == [0.5, 0.5, 1.0, 1.0]
     assert identical(RolloutBatch.concatenate(found[:2]), known(batch))
-    path.write_text(path.read_text().rstrip("\n"))  # what stands after the last line does not matter
+    path.write_text(path.read_text().rstrip("\n"))  # the last line may lack its end
     assert sum(part.num_sequences for part in read_jsonl(path, batch_size=64)) == 6
 
 
@@ -58,7 +58,7 @@ def test_reading_holds_one_batch_at_a_time():
 
 
 def record(**change):
-    """The first line of the example with other fields; ``...`` takes one away."""
+    """The first line of the example with other fields; ``...`` removes a field."""
     fields = json.loads(next(to_json_lines(example()))) | change
     return json.dumps({name: value for name, value in fields.items() if value is not ...})
 
@@ -82,7 +82,7 @@ def record(**change):
         (record(rollout_log_probs=[None] * 6), "rollout_log_probs has None at token 2: expected a number, or null if"),
         (record(rollout_log_probs=[-0.1, -0.2]), "rollout_log_probs: expected a list of 6, one for each token"),
         (record(rollout_log_probs=[None, None, "-1", None, None, -1]), "rollout_log_probs has '-1' at token 2"),
-        (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: a position that was not sampled has null"),
+        (record(rollout_log_probs=[math.nan] * 6), "NaN is no JSON: .* null"),
         (record(policy_versions=[1.0] * 6), "policy_versions has 1.0 at token 0"),
         (record(policy_versions=[2**31] * 6), "policy_versions has numbers beyond 32 bits"),
         (
@@ -127,9 +127,7 @@ def test_files_of_lines_that_are_damaged_are_named(tmp_path):
 def test_lines_cannot_say_nan(tmp_path, name, at):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("old")
-    with pytest.raises(
-        ValueError, match="sample 5 has a log-prob or a reward that is not finite, which JSON cannot say"
-    ):
+    with pytest.raises(ValueError, match="sample 5 has a log-prob or a reward that is not finite"):
         write_jsonl([changed(example(), name, math.nan, at)], path)
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1

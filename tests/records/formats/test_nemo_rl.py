@@ -1,4 +1,4 @@
-"""Records as NeMo-RL has them."""
+"""Records in NeMo-RL's format."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.support.records import FIELDS, HALF, batches, cut, identical, known
 
 
 def nemo_example():
-    """By hand: as wide as the tokens, with the log-prob of token t in column t and zeros elsewhere."""
+    """An example by hand: columns as in the tokens, the log-prob of token t in column t, zeros elsewhere."""
     return {
         "input_ids": torch.tensor([[11, 12, 13, 14, 15, 16, 0], [11, 12, 23, 24, 0, 0, 0], [31, 32, 33, 0, 0, 0, 0]]),
         "input_lengths": torch.tensor([6, 4, 3], dtype=torch.int32),
@@ -44,7 +44,7 @@ def test_nemo_rl_is_read_token_by_token():
 
 
 def messages():
-    """The same rollouts as messages; the assistant of the prompt's history was not sampled."""
+    """The same rollouts as messages; the assistant's message in the prompt's history was not sampled."""
 
     def message(role, *tokens, sampled=False, **more):
         own = {"role": role, "content": "text", "token_ids": torch.tensor(tokens)}
@@ -79,7 +79,7 @@ def test_message_logs_say_the_same():
 
 def test_masks_of_messages_come_before_roles():
     logs = messages()
-    for message in logs[1][:2]:  # what NeMo-RL adds before it trains
+    for message in logs[1][:2]:  # NeMo-RL adds these masks before it trains
         message["token_loss_mask"] = torch.full_like(message["token_ids"], message["role"] == "assistant")
         message.setdefault("generation_logprobs", torch.zeros(2))
     logs[1][0]["routed_experts"] = torch.ones(2, 3, 1, dtype=torch.uint8)
@@ -103,7 +103,7 @@ def test_nemo_rl_is_written_as_it_is_read():
     fields = nemo_example()
     found = to_nemo_rl(from_nemo_rl(fields, sampling=HALF, policy_version=6), pad_token_id=0)
     del fields["advantages"]
-    # A sequence that is masked as a whole keeps its tokens, and not where its response began.
+    # A sequence that is masked as a whole keeps its tokens, but not the start of its response.
     for name, value in fields.items():
         assert torch.equal(found[name][:2], value[:2]), name
     assert found["sample_mask"].tolist() == [1, 1, 0]
@@ -113,7 +113,7 @@ def test_nemo_rl_is_written_as_it_is_read():
 @settings(max_examples=25, deadline=None)
 @given(batch=batches(ordinary=True))
 def test_nemo_rl_and_back(batch):
-    """Lost: sample ids, the names of groups, versions, abort as a reason to finish, sampling parameters."""
+    """Lost: sample ids, names of groups, versions, abort as a finish reason, sampling parameters."""
     fields = to_nemo_rl(batch, pad_token_id=0)
     found = from_nemo_rl(fields, sampling=batch.sampling, policy_version=3, group_ids=batch.group_ids.tolist())
     kept = cut(known(batch))

@@ -1,4 +1,4 @@
-"""Records as slime has them."""
+"""Records in slime's format."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from tests.support.records import HALF, batches, changed, cut, example, identica
 
 
 def slime_example():
-    """By hand: entry j of the log-probs is that of the j-th token of the response, the last response_length tokens."""
+    """An example by hand: entry j of the log-probs is for the j-th token of the response."""
     return [
         {
             "index": 40,
@@ -51,12 +51,12 @@ def test_slime_is_read_token_by_token():
     labels, mask, log_probs = batch.label_aligned()
     torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
     assert torch.equal(batch.old_log_probs[0], 2 * batch.rollout_log_probs[0])
-    assert batch.old_log_probs[1, :3].isnan().all()  # this sample says none
+    assert batch.old_log_probs[1, :3].isnan().all()  # this sample has none
     assert batch.sample_ids.tolist() == [40, 41]
     assert batch.group_ids.tolist() == [20, 20]
     assert batch.rewards.tolist() == [0.5, -1.0]
     assert batch.finish_reasons.tolist() == [0, 1]
-    assert batch.policy_versions[:, 0].tolist() == [3, 4]  # of a response that several versions wrote, the oldest
+    assert batch.policy_versions[:, 0].tolist() == [3, 4]  # the oldest version of a response
     assert batch.routed_experts[0, :, 0, 0].tolist() == [0, 2, 4, 6, 8, -1]
     assert batch.routed_experts[1, :, 0, 0].tolist() == [0, 2, -1, -1, -1, -1]
 
@@ -123,7 +123,7 @@ def test_samples_that_slime_removes_do_not_train():
         ({"rollout_log_probs": [-0.1] * 6}, r"rollout_log_probs has shape \(6,\): expected \(4,\)"),
         ({"rollout_log_probs": [-0.1] * 3}, r"rollout_log_probs has shape \(3,\): expected \(4,\)"),
         ({"loss_mask": [1] * 6}, r"loss_mask has shape \(6,\): expected \(4,\)"),
-        ({"loss_mask": [1, 0.5, 0, 1]}, "loss_mask has 0.5: expected 0 or 1 throughout, put weights elsewhere"),
+        ({"loss_mask": [1, 0.5, 0, 1]}, "loss_mask has 0.5: expected 0 or 1"),
         ({"loss_mask": [1, float("nan"), 0, 1]}, "loss_mask has nan: expected 0 or 1"),
         ({"rollout_log_probs": torch.zeros(4).bfloat16()}, "rollout_log_probs is torch.bfloat16, which shifts"),
         ({"log_probs": torch.zeros(4).half()}, "log_probs is torch.float16, which shifts the ratios by percents"),

@@ -1,4 +1,4 @@
-"""Records as verl has them."""
+"""Records in verl's format."""
 
 import dataclasses
 import warnings
@@ -13,9 +13,9 @@ from tests.support.records import HALF, batches, changed, cut, example, identica
 
 
 def verl_example():
-    """By hand: prompts of 2 and 3 tokens padded on the left, responses of 4 and 2 on the right.
+    """An example by hand: prompts of 2 and 3 tokens padded on the left, responses of 4 and 2 on the right.
 
-    Entry j of the log-probs is that of responses[j].
+    Entry j of the log-probs is for responses[j].
     """
     pad = 0
     prompts = torch.tensor([[pad, 11, 12], [21, 22, 23]])
@@ -46,7 +46,7 @@ def test_verl_is_read_token_by_token():
     assert batch.group_ids.tolist() == [0, 1]
     assert batch.rewards.tolist() == [0.5, -1.5]
     assert [FINISH_REASONS[index] for index in batch.finish_reasons] == ["length", "stop"]
-    # Token ids give the log-probs away: -0.13 is that of token 13.
+    # Log-probs follow from token ids: token 13 has -0.13.
     labels, mask, log_probs = batch.label_aligned()
     torch.testing.assert_close(-100 * log_probs[mask], labels[mask].float())
 
@@ -71,7 +71,7 @@ def test_verl_is_written_as_it_is_read():
 @settings(max_examples=25, deadline=None)
 @given(batch=batches(ordinary=True))
 def test_verl_and_back(batch):
-    """Lost: sample ids, the names of groups, finish reasons, versions within a sequence, sampling parameters."""
+    """Lost: sample ids, names of groups, finish reasons, versions within a sequence, sampling parameters."""
     found = from_verl(*to_verl(batch, pad_token_id=0), sampling=batch.sampling)
     mask, kept = batch.response_mask, cut(known(batch))
     oldest = torch.where(mask, batch.policy_versions, 2**31 - 1).amin(dim=1)
@@ -123,18 +123,18 @@ def test_verls_older_forms_are_read():
         ({"attention_mask": torch.ones(2, 4)}, "attention_mask has shape"),
         (
             {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]] * 2)},
-            "sequence 0 is not that of prompts padded on the l",
+            "attention_mask of sequence 0.* prompts padded on the l",
         ),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * 2)}, "is not that of responses padded on the right"),
+        ({"attention_mask": torch.tensor([[1, 1, 1, 0, 1, 1, 1]] * 2)}, "attention_mask of .* responses padded"),
         ({"response_mask": torch.ones(2, 4)}, "response_mask of sequence 1 has padding marked as sampled"),
-        ({"input_ids": torch.zeros(2, 7)}, "input_ids of sequence 0, column 1 is not what prompts and responses have"),
+        ({"input_ids": torch.zeros(2, 7)}, "input_ids of sequence 0, column 1 differ"),
         ({"param_version_start": [1.5, 2]}, r"sequence 0 has the weight versions \[1.5\]: pass policy_version"),
         ({"rm_scores": None}, "token_level_scores and rm_scores are missing: score the responses first"),
         ({"rm_scores": torch.zeros(2)}, "rm_scores has shape"),
         ({"routed_experts": torch.zeros(2, 4, 2, 1).int()}, "routed_experts has shape"),
         ({"uid": None}, "uid is missing in non_tensors"),
         ({"uid": ["a"]}, "uid has 1 entries: expected 2"),
-        ({"uid": [["a"], ["b"]]}, "what should say which prompt a sample belongs to cannot be compared"),
+        ({"uid": [["a"], ["b"]]}, "prompts cannot be compared"),
         ({"param_version_start": ["new", "old"]}, r"sequence 0 has the weight versions \['new'\]"),
         ({"param_version_start": [3, 2**64]}, f"sequence 1 has the weight version {2**64}, beyond 32 bits: pass the"),
     ],
@@ -168,7 +168,7 @@ def strided(*rows):
 
 
 def nested_example():
-    """The same as verl's default trainer has it: a row of its own length for every sequence, no attention mask."""
+    """The example in the form of verl's default trainer: rows of any length, no attention mask."""
     tensors, others = verl_example()
     tensors["routed_experts"] = torch.arange(2 * 7 * 2).view(2, 7, 2, 1) * tensors["attention_mask"][..., None, None]
     kept = tensors["attention_mask"] != 0
@@ -188,14 +188,14 @@ def nested_example():
 def test_verls_nested_tensors_are_the_same_records():
     nested, tensors, others = nested_example()
     found, expected = (from_verl(one, others, sampling=HALF) for one in (nested, tensors))
-    # Nobody knows the limit of a response without the columns of padding.
+    # Without columns of padding a response's limit is unknown.
     assert [FINISH_REASONS[index] for index in found.finish_reasons] == ["stop", "stop"]
     assert identical(dataclasses.replace(found, finish_reasons=expected.finish_reasons), expected)
     found.validate(vocab_size=26)
 
 
 def test_rows_of_one_length_need_not_be_nested():
-    """verl stacks what has one length."""
+    """verl stacks rows of one length."""
     nested, _, others = nested_example()
     nested["prompts"] = torch.tensor([[10, 11, 12], [21, 22, 23]])
     nested |= {"input_ids": None, "routed_experts": None, "old_log_probs": None}
@@ -216,7 +216,7 @@ def test_rows_of_one_length_need_not_be_nested():
         ({"prompts": NO_ROWS, "responses": NO_ROWS}, "prompts has no rows: expected one a sequence"),
         (
             {"routed_experts": strided(torch.zeros(6, 2, 1), torch.zeros(4, 3, 1))},
-            r"routed_experts has shape \(4, 3, 1\) in sequence 1 and \(6, 2, 1\) in sequence 0: expected a num",
+            r"routed_experts has shape \(4, 3, 1\) in sequence 1 and \(6, 2, 1\) in sequence 0",
         ),
         ({"prompts": strided(torch.tensor(1), torch.tensor(2))}, r"prompts has shape \(\) in sequence 0"),
     ],

@@ -1,4 +1,4 @@
-"""NeMo-RL's settings: what each becomes, and what is dropped with a note."""
+"""NeMo-RL's settings: their translation, and those that are dropped with a note."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ ERROR = {"seq_logprob_error_threshold": 2}
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
 def test_nemo_rls_rejection_of_sequences(section):
-    note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|, seq_mean_error what is above 1 of it"
+    note = "seq_logprob_error_threshold=2.0 bounds the mean of exp|log ρ|; seq_mean_error is that mean minus 1"
     rejects = {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 1.0}
     reads("nemo-rl", ERROR, {"rollout_is": None, **rejects}, note)
     own = {"rollout_is": "token", "rollout_is_threshold": 3.0, **rejects}
@@ -83,7 +83,7 @@ def test_nemo_rls_rejection_of_sequences(section):
 
 
 def test_that_rejection_is_nemo_rls():
-    """Its own formula: the mean over a sequence's tokens of exp|log π_old - log π_rollout|, at most the threshold."""
+    """Its formula: the mean over a sequence's tokens of exp|log π_old - log π_rollout|, at most the threshold."""
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(64, 12, generator=generator) - 0.5
     old = (rollout + 0.7 * torch.randn(64, 12, generator=generator)).clamp(max=0)

@@ -1,4 +1,4 @@
-"""slime's settings: what each becomes, and what is dropped with a note."""
+"""slime's settings: their translation, and those that are dropped with a note."""
 
 import pytest
 
@@ -29,7 +29,7 @@ SLIME = {"rejection_denominator": "original"}
             {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
             ("tis_lower_bound=0.2 dropped: truncation has no lower bound",),
         ),
-        # An upper bound below 1 has a reciprocal above it, which truncation never looks at.
+        # Truncation ignores the reciprocal of an upper bound below 1, which is above it.
         ({"use_tis": True, "tis_upper_bound": 0.9}, {"rollout_is": "token", "rollout_is_threshold": 0.9}, ()),
         (
             {"use_tis": True, "tis_mode": "clip", "tis_upper_bound": 4.0},
@@ -55,7 +55,7 @@ SLIME = {"rejection_denominator": "original"}
                 "rollout_rs": "seq_sum_k1",
                 "rollout_rs_threshold": "0.5_2.0",
             },
-            ("tis_mode='mask' leaves the weights", "rs_upper_bound=3.0 dropped: use_rs is off"),
+            ("tis_mode='mask' keeps the weights", "rs_upper_bound=3.0 dropped: use_rs is off"),
         ),
         (
             {"use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "tis_lower_bound": 0.25},
@@ -123,11 +123,11 @@ SLIME = {"rejection_denominator": "original"}
             {"use_opsm": True, "opsm_delta": 1e-3, "use_tis": True, "use_rs": True},
             {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k1,opsm"}
             | {"rollout_rs_threshold": "0.5_2.0,0.001"},
-            ("use_opsm: slime compares π_θ with π_old",),
+            ("use_opsm: ",),
         ),
         ({"opsm_delta": 1e-3}, {"rollout_is": None}, ("opsm_delta=0.001 dropped: use_opsm is off",)),
         ({"use_rollout_logprobs": True}, {"rollout_is": None, "bypass_mode": True}, ()),
-        # The example's names of October 2025: what is out of bounds has a weight of 0.
+        # The example's names of October 2025: a weight out of bounds is 0.
         (
             {
                 "use_mis": True,
@@ -151,13 +151,13 @@ SLIME = {"rejection_denominator": "original"}
             {"rollout_is": None},
             ("mis_mode='mask' dropped: slime does nothing",),
         ),
-        # Those of November 2025: it is rejected.
+        # The names of November 2025: a token or sequence out of bounds is rejected.
         (
             {"use_tis": True, "mis_mode": "mask", "mis_level": "geometric", "mis_lower_bound": 0.9}
             | {"mis_upper_bound": 1.1, "mis_veto_threshold": 1e-4},
             {"rollout_is": "geometric", "rollout_is_threshold": UNTRUNCATED, "rollout_rs": "seq_mean_k1"}
             | {"rollout_rs_threshold": "0.9_1.1", "rollout_token_veto_threshold": 1e-4},
-            ("mis_mode='mask' leaves the weights as they are",),
+            ("mis_mode='mask' keeps the weights",),
         ),
         (
             {"use_tis": True, "mis_mode": "clip", "mis_lower_bound": 0.4},

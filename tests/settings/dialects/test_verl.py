@@ -1,4 +1,4 @@
-"""verl's settings of three generations: what each becomes, and what is dropped with a note."""
+"""verl's settings of three generations: their translation, and those that are dropped with a note."""
 
 import math
 
@@ -187,7 +187,7 @@ def test_a_section_that_is_switched_off(dialect, given):
             | {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
             (),
         ),
-        # verl's own YAML spells the thresholds of what is off as null.
+        # verl's own YAML has null for thresholds that are off.
         (
             {
                 "rollout_is": None,
@@ -266,7 +266,7 @@ def test_verl_of_november_2025(given, expected, notes):
             },
             {"rollout_is": "token", "rollout_is_threshold": "0.4_2.0", "rollout_is_mode": "mask"}
             | {"rollout_is_apply": False},
-            ("rollout_is_veto_threshold=0.001 dropped: with rollout_is off, nothing was rejected there",),
+            ("rollout_is_veto_threshold=0.001 dropped: ",),
         ),
         (
             {"rollout_is": True, "rollout_is_threshold": 2.0},
@@ -382,7 +382,7 @@ def test_recorded_settings_of_2026(case):
 
 
 def test_the_recorded_settings_pin_the_orientation():
-    """Some recorded bounds differ from their reciprocals, so that reading them as bounds on ρ would be found out."""
+    """Some recorded bounds differ from their reciprocals, so that a reading as bounds on ρ would show."""
     wrong = 0
     for case in cases("rollout_correction", generation="gen3"):
         for name, bounds in (case.get("rho_bounds") or {}).items():
