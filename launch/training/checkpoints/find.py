@@ -28,7 +28,7 @@ _log = logging.getLogger("megatron_rc")
 def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checksums: bool = True) -> tuple[int, Path]:
     """A checkpoint of a folder and its place, for one process by itself.
 
-    Read it inside ``unpickling.safe_loading``: whole is not the same as harmless.
+    A whole checkpoint may still be hostile: read it by ``reading.CheckpointReader``.
 
     Args:
         load: the folder of all checkpoints.

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,9 +17,10 @@ from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.kept import CRITIC, OPTIMIZERS, POLICY, Kept, load_trained, trained_state
-from megatron_rc.launch.training.checkpoints.megatron_writes import reason_of
+from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
-from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
+from megatron_rc.launch.training.checkpoints.writing import reason_of
 
 # What Megatron and PyTorch raise for files, or for a model, that they did not expect.
 _UNREADABLE = (
@@ -47,8 +47,8 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
     _agree_on_function(where, folder, config)
     with _failing_together(where, folder, config):
-        read_index(folder / ".metadata")
-    loaded = _read(where, folder, config, model_state(chunks))
+        reader = CheckpointReader(folder)
+    loaded = _read(where, reader, config, model_state(chunks))
     with _failing_together(where, folder, config):
         load_model(chunks, loaded)
 
@@ -60,11 +60,11 @@ def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:
     agree(config, said if other else None)
 
 
-def _read(where: str, folder: Path, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of what is asked for."""
+def _read(where: str, reader: CheckpointReader, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """Read a sharded state; refuse entries of a model that nobody asked for."""
     asked = {name: set(part) for name, part in state.items() if name not in OPTIMIZERS}
-    with _failing_together(where, folder, config):
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    with _failing_together(where, reader.folder, config):
+        loaded = reader.state(state)
     agree(config, _unasked(where, asked, loaded))
     return loaded
 
@@ -108,15 +108,14 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
         "with_critic": critic is not None,
     }
     with _failing_together(where, folder, config):
-        index = read_index(folder / ".metadata")
-        # Megatron does the same, where the other ranks already wait for each other.
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-        problem = misfit(where, folder, index, config, has_schedule="opt_param_scheduler" in common, **asked)
+        reader = CheckpointReader(folder)
+        has_schedule = "opt_param_scheduler" in reader.common()
+        problem = misfit(where, folder, reader.index, config, has_schedule=has_schedule, **asked)
     agree(config, problem)
-    with_sampling = not files.finetune and kept.sampling.are_among(index.state_dict_metadata)
+    with_sampling = not files.finetune and kept.sampling.are_among(reader.index.state_dict_metadata)
     if with_sampling:
         state |= kept.sampling.wanted_state()
-    loaded = _read(where, folder, config, state)
+    loaded = _read(where, reader, config, state)
     with _failing_together(where, folder, config):
         iteration = 0 if files.finetune else int(loaded["iteration"])
         load_trained(where, config, kept.policy, POLICY, loaded, iteration, with_optimizer=with_optimizer)
@@ -137,8 +136,7 @@ def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[N
     """What cannot be read, or put into the model, on one rank is one error on all."""
     error = None
     try:
-        with safe_loading():
-            yield
+        yield
     except AgreedError:
         raise
     except UnsafeFileError as problem:

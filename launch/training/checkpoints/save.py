@@ -1,4 +1,4 @@
-"""Writing a checkpoint: whole, verified by its manifest and on disk before anything says that it is there."""
+"""Saving: a checkpoint gets its name when it is whole, on the disk and listed in its manifest."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
-from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
+from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
 from megatron_rc.launch.training.checkpoints.kept import CRITIC, POLICY, Kept, trained_state
-from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
+from megatron_rc.launch.training.checkpoints.writing import Pieces, index_of, reason_of, write_common, write_index
 
+T = TypeVar("T")
+_FAILURES = (CheckpointingException, OSError, MemoryError, RuntimeError, ValueError)
 _log = logging.getLogger("megatron_rc")
 
 
@@ -100,25 +104,29 @@ class CheckpointWriter:
         folder = folders.partial_folder(save, iteration)
         _on_rank_0(config, lambda: folders.begin(save, iteration))
         _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
-        results = ForkedResults()
-        with agreed_failures(config), results_in(results):
-            # Within: where one rank cannot fork, the others end what they have begun.
-            self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder), results)
+        with _agreed(config):
+            pieces = Pieces(state, folder)
+        plans = pieces.gathered()
+        _on_rank_0(config, lambda: write_common(pieces))
+        index = _on_rank_0(config, lambda: index_of(pieces, plans))
+        # Agreed: if one rank cannot fork, the others end their processes.
+        with _agreed(config):
+            self.pending = BackgroundWrite(config, iteration, pieces, index)
 
     def _go_on(self, pending: BackgroundWrite, *, wait: bool) -> None:
-        """The next step of what is under way, if all ranks are ready for it."""
+        """Make the next step of the write under way, if all ranks are ready for it."""
         if not pending.is_done(wait=wait):
             return
         with self._failing_together(pending.iteration):
             if pending.thread is None:
-                agree(self.config, pending.ended_badly)
-                with agreed_failures(self.config):
-                    for end in pending.request.finalize_fns:
-                        end()
+                pending.take_result()
+            agree(self.config, pending.error)
+            if pending.thread is None:
+                written = _gathered(pending.written)
+                _on_rank_0(self.config, lambda: write_index(pending.folder, _present(pending.index), written))
                 pending.start_digests(_names(self.config, pending.folder))
                 return
-            agree(self.config, None if pending.error is None else reason_of(pending.error))
-            digests = _gathered(pending.digests)
+            digests = {name: digest for share in _gathered(pending.digests) for name, digest in share.items()}
             config, save, step, keeps = self.config, self.save_folder, pending.iteration, self.keeps_older
             _on_rank_0(config, lambda: _finish(config, save, step, digests, keeps_older=keeps))
             self.pending = None
@@ -158,31 +166,46 @@ def _finish(
 
 
 def _names(config: RunConfig, folder: Path) -> list[str]:
-    """The files as rank 0 sees them: on a network's file system others may not see the same ones yet."""
-    names: list[Any] = [None]
-
-    def look() -> None:
-        names[0] = manifest.files_of(folder)
-
-    _on_rank_0(config, look)
+    """Return the files that rank 0 sees: on a network's file system others may not see the same ones yet."""
+    names: list[Any] = [_on_rank_0(config, lambda: manifest.files_of(folder))]
     dist.broadcast_object_list(names, src=0)
     return list(names[0])
 
 
-def _gathered(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    shares: list[dict[str, dict[str, Any]]] = [{}] * dist.get_world_size()
+def _gathered(own: T) -> list[T]:
+    shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, own)
-    return {name: digest for share in shares for name, digest in share.items()}
+    return shares
 
 
-def _on_rank_0(config: RunConfig, work: Callable[[], object]) -> None:
+def _on_rank_0(config: RunConfig, work: Callable[[], T]) -> T | None:
+    """Return the result of the work on rank 0, None elsewhere; a failure there is an error on all ranks."""
+    with _agreed(config):
+        return work() if dist.get_rank() == 0 else None
+
+
+@contextmanager
+def _agreed(config: RunConfig) -> Iterator[None]:
+    """Agree on failures inside.
+
+    Raises:
+        AgreedError: on every rank if any failed.
+    """
     error = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except OSError as problem:
-            error = reason_of(problem)
+    try:
+        yield
+    except AgreedError:
+        raise
+    except _FAILURES as problem:
+        error = reason_of(problem)
     agree(config, error)
+
+
+def _present(index: Metadata | None) -> Metadata:
+    """Return the index, which rank 0 has."""
+    if index is None:
+        raise ValueError("the index of a checkpoint is on rank 0 alone")
+    return index
 
 
 def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str = "the", rate: str = "--lr") -> None:
