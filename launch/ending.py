@@ -51,9 +51,10 @@ class Ending:
 
 
 def tell_start() -> None:
-    """Leave word for the launcher that the ranks are started (again): what an older start told no longer counts."""
+    """Tell the launcher that the ranks are started (again) and where their store is; earlier starts no longer count."""
     if os.environ.get(FOLDER):
-        (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").touch()
+        place = f"{os.environ.get('MASTER_ADDR', '')} {os.environ.get('MASTER_PORT', '')}"
+        (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").write_text(place, encoding="utf-8")
 
 
 def tell_ending(
@@ -113,5 +114,19 @@ def end_what_scores(mark: str) -> None:
 def read_endings(folder: Path) -> list[Ending]:
     """What the ranks of this machine told of their last start, in the order in which they ended."""
     told = [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    newest = max((int(path.stem) for path in folder.glob("*.start")), default=0)
+    newest = _newest_start(folder)
     return sorted((ending for ending in told if ending.attempt == newest), key=lambda ending: ending.time)
+
+
+def read_store(folder: Path) -> tuple[int, str, int] | None:
+    """Return the number of the ranks' last start, and the host and port of their store; None: no rank told them."""
+    newest = _newest_start(folder)
+    try:
+        host, port = (folder / f"{newest}.start").read_text(encoding="utf-8").split()
+        return newest, host, int(port)
+    except (OSError, ValueError):
+        return None
+
+
+def _newest_start(folder: Path) -> int:
+    return max((int(path.stem) for path in folder.glob("*.start")), default=0)

@@ -15,14 +15,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.ending import ATTEMPT
+from megatron_rc.launch.ending import ATTEMPT, read_store
 from megatron_rc.launch.phases import clock
 
 BEAT_SECONDS = 1.0
@@ -31,6 +31,9 @@ _BEATS_A_SECOND = 4096
 LINE_SECONDS = 30.0
 # So many missed beats make a rank silent for one that has just lost its connection to somebody.
 _MISSED = 4
+# The key of the rank that all others are to end for.
+_OVER = "over"
+_TELL_SECONDS = 3
 _GONE = "its process is dead, stopped or cut off"
 _DISTRIBUTED = str(Path("torch", "distributed")) + os.sep
 
@@ -146,14 +149,9 @@ class Heartbeats:
 
     def start(self) -> None:
         """Begin, by a connection to torchrun's store that nothing else uses."""
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import PrefixStore
-
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # What answers late must not hold up the end of the run.
-        timeout = timedelta(seconds=self.limit)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        self._store = PrefixStore(f"heartbeats of start {os.environ.get(ATTEMPT, '0')}", store)
+        # A late answer must not hold up the end of the run.
+        self._store = _store(int(os.environ.get(ATTEMPT, "0")), host, port, self.limit)
         self._tell()
         self._thread.start()
 
@@ -214,6 +212,7 @@ class Heartbeats:
             while not self._over.wait(self.every):
                 self._tell()
                 self._watch_processes()
+                self._watch_other_machines()
                 if self.rank < 2:
                     self._look()
                     self._watch()
@@ -239,8 +238,13 @@ class Heartbeats:
                 if heard.beat.end != "ended":
                     self._end(heard.failed if heard.beat.end else heard.dead)
 
+    def _watch_other_machines(self) -> None:
+        """End this rank if a launcher of another machine told that a rank of its own is gone."""
+        if len(self._neighbours) + 1 < self.world and self._store.check([_OVER]):
+            self._end(Missed(**json.loads(self._store.get(_OVER))))
+
     def _told_by(self, rank: int) -> Beat:
-        return Beat(**json.loads(self._store.get(str(rank))))
+        return _beat(self._store, rank)
 
     def _look(self) -> None:
         # Only what was never heard is asked for one by one: with thousands of ranks the number of requests decides.
@@ -275,6 +279,42 @@ class Heartbeats:
             return
         self._lines[heard.rank] = now
         say(f"waiting for {heard.where}: {beat.engine} is {beat.doing} ({now - beat.since:.0f} s)")
+
+
+def tell_other_machines(folder: Path, ranks: Iterable[int]) -> None:
+    """Let the ranks of other machines end, which may wait for a rank of this one; for the launcher.
+
+    Args:
+        folder: of the endings of this machine's ranks.
+        ranks: those that failed.
+    """
+    place = read_store(folder)
+    if place is None:
+        return
+    try:
+        store = _store(*place, _TELL_SECONDS)
+        for rank in ranks:
+            if store.check([_OVER]) or not store.check([str(rank)]):
+                continue
+            heard = _Heard(rank, _beat(store, rank), time.time())
+            if heard.beat.end != "ended":
+                store.set(_OVER, json.dumps(asdict(heard.failed if heard.beat.end else heard.dead)))
+    except RuntimeError:
+        pass  # the store has ended with its machine, and every rank sees that
+
+
+def _store(attempt: int, host: str, port: int, seconds: float) -> Any:
+    """Connect to the store of the ranks' heartbeats."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return PrefixStore(f"heartbeats of start {attempt}", store)
+
+
+def _beat(store: Any, rank: int) -> Beat:
+    return Beat(**json.loads(store.get(str(rank))))
 
 
 def say(text: str) -> None:

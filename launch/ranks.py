@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
+from megatron_rc.launch.heartbeats import tell_other_machines
 from megatron_rc.launch.machine_names import check_resolves
 from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.stopping import STOPPING
@@ -84,6 +85,8 @@ def run_ranks(words: Sequence[str]) -> Outcome:
         except SignalException as stop:
             return stopped(stop.sigval, read_endings(folder), int(args.nproc_per_node))
         except ChildFailedError as error:
+            if int(args.nnodes.rpartition(":")[2]) > 1:
+                tell_other_machines(folder, error.failures)
             return failed(error.failures, read_endings(folder))
         except (RendezvousError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())
