@@ -55,7 +55,7 @@ class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
         if _ALLOWED.get(name) == module or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
         # A path in its own module: PosixPath moved between Python's versions.
-        if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "WindowsPath"):
+        if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
             return _path
         raise UnsafeFileError(f"names {module}.{name}, which has no place in a checkpoint: nothing of it was run")
 

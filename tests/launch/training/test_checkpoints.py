@@ -539,8 +539,8 @@ def load_as_megatron_does(words, folder):
 @pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed"])
 def test_megatron_reads_what_is_written_here(ranks, tmp_path, more):
     layout = Layout(tp=2)
-    words = flags(tmp_path, *SMALL, *layout.flags(), *more, f"--save={tmp_path}/save")
-    ranks.run(train, layout, words)
+    words = flags(tmp_path, *SMALL, *layout.flags(), *more)
+    ranks.run(train, layout, [*words, f"--save={tmp_path}/save"])
     folder = str(iteration_folder(tmp_path / "save", 0))
     for values, *differences in ranks.run(load_as_megatron_does, layout, words, folder):
         assert values > 20
