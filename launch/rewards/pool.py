@@ -1,7 +1,7 @@
 """Worker processes that score samples within a time limit; a worker that hangs or dies is replaced.
 
-Pools of the multiprocessing family (pebble, loky) would import the trainer's main module, and so torch, in every worker.
-They would also leave hanging workers behind when the trainer is killed.
+Pools of the multiprocessing family (pebble, loky) would import the trainer's main module, and so torch, in every
+worker. They would also leave hanging workers behind when the trainer is killed.
 """
 
 from __future__ import annotations

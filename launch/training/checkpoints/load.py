@@ -1,4 +1,4 @@
-"""Reading a checkpoint: found, verified, fitting, and then into the model, whatever layout wrote it."""
+"""Loading: find a checkpoint, verify it, compare it with the flags, and read it into the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rc.launch.training.checkpoints.state import load_model, model_stat
 from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
 from megatron_rc.launch.training.checkpoints.writing import reason_of
 
-# What Megatron and PyTorch raise for files, or for a model, that they did not expect.
+# Errors of Megatron and PyTorch for unexpected files or an unexpected model.
 _UNREADABLE = (
     *(AssertionError, AttributeError, CheckpointException, CheckpointingException, EOFError, IndexError, KeyError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -30,7 +30,7 @@ _UNREADABLE = (
 
 
 def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> None:
-    """Overwrite the weights of these chunks by those of the policy in the newest checkpoint of a folder.
+    """Load the policy's weights from the newest checkpoint of a folder into these chunks.
 
     Args:
         load: the folder.
@@ -54,7 +54,7 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
 
 
 def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:
-    """Refuse, on every rank, weights that would fit and mean something else."""
+    """Refuse, on every rank, weights of equal shapes but another architecture."""
     other = differences(config, folder, FUNCTION)
     said = f"{where} is of another architecture than the policy ({other}): give the same, or name another folder"
     agree(config, said if other else None)
@@ -73,10 +73,10 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
     Returns:
-        The optimizer steps it stands for; 0 with ``--finetune``, and where ``--load`` is ``--save`` and still empty.
+        Its number of optimizer steps; 0 with ``--finetune``, and if ``--load`` equals ``--save`` and is empty.
 
     Raises:
-        ValueError, AgreedError: on every rank alike: there is none, it is damaged, or it does not fit this model.
+        ValueError, AgreedError: on every rank: there is no checkpoint, it is damaged, or it does not fit this model.
     """
     files, found = config.checkpoints, find_checkpoint(load, config)
     if found is None and (files.finetune or not files.is_save(load)):
@@ -94,7 +94,7 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
 
 
 def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
-    """Load what is kept; the optimizer steps that the checkpoint stands for."""
+    """Load these parts of the run; return the checkpoint's number of optimizer steps."""
     files, reference, critic = config.checkpoints, kept.reference, kept.critic
     with_optimizer = not files.finetune and not files.no_load_optim
     state = trained_state(kept.policy, POLICY, with_optimizer=with_optimizer, is_loading=True)
@@ -133,7 +133,7 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
 
 @contextmanager
 def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[None]:
-    """What cannot be read, or put into the model, on one rank is one error on all."""
+    """Turn an error inside, on any rank, into one error on all ranks."""
     error = None
     try:
         yield
@@ -147,7 +147,7 @@ def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[N
 
 
 def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> str | None:
-    """What the file common to all ranks adds to a model: a layer may unpickle it by itself, freely."""
+    """Name an entry that the shared values add to a model: a layer might unpickle it."""
     for name, keys in asked.items():
         for key in sorted(loaded[name].keys() - keys):
             return (

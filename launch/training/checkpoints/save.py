@@ -28,17 +28,17 @@ _log = logging.getLogger("megatron_rc")
 
 
 class SaveError(AgreedError):
-    """A checkpoint could not be written; those that were there are as before. Every rank raises it together."""
+    """A checkpoint could not be written; older ones are unchanged. All ranks raise this together."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints of all ranks to ``--save`` by a process in the background, and waits unless ``--async-save``.
+    """Writer of checkpoints to ``--save`` by a process in the background; waits for it unless ``--async-save``.
 
     Args:
-        config: of the run; its settings are kept beside the weights.
+        config: of the run; also written beside the weights.
 
     Attributes:
-        keeps_older: no checkpoint is removed any more, whatever ``--keep-last`` says.
+        keeps_older: remove no checkpoint, whatever ``--keep-last`` says.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -47,15 +47,15 @@ class CheckpointWriter:
         self.keeps_older = False
 
     def save(self, iteration: int, kept: Kept) -> None:
-        """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
+        """Write a checkpoint and its number in the tracker file; with ``--async-save`` only begin.
 
         Args:
             iteration: optimizer steps made.
-            kept: what it holds; with ``--no-save-optim`` without optimizers and schedules.
+            kept: parts of the run; ``--no-save-optim`` leaves out optimizers and schedules.
 
         Raises:
-            SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
-            AgreedError: a weight is not finite: such a model is never saved.
+            SaveError: this checkpoint, or the one under way, could not be written; older ones are unchanged.
+            AgreedError: a weight is not finite; such a model is never saved.
         """
         phases.enter(f"the saving of step {iteration}")
         self.finish()
@@ -75,26 +75,26 @@ class CheckpointWriter:
             self.finish()
 
     def look(self) -> None:
-        """Go on with what is under way, without waiting.
+        """Make the next step of a checkpoint under way, without waiting.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: the checkpoint could not be written.
         """
         if self.pending is not None:
             self._go_on(self.pending, wait=False)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is under way is whole.
+        """Wait until the checkpoint under way is whole.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: the checkpoint could not be written.
         """
         while self.pending is not None:
             self._go_on(self.pending, wait=True)
 
     @property
     def save_folder(self) -> str:
-        """``--save``."""
+        """The folder of ``--save``."""
         if self.files.save is None:
             raise ValueError("there is no folder for checkpoints: give --save DIR")
         return self.files.save
@@ -209,7 +209,7 @@ def _present(index: Metadata | None) -> Metadata:
 
 
 def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str = "the", rate: str = "--lr") -> None:
-    """A model with a weight that is not finite would become what every later run starts from."""
+    """Refuse, on every rank, a model with a weight that is not finite: later runs would start from it."""
     bad = [name for chunk in model for name, weight in chunk.named_parameters() if not torch.isfinite(weight).all()]
     agree(
         config,

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of this rank's models and optimizer, in the form that Megatron saves and loads."""
+"""Sharded states of this rank's models and optimizers, in Megatron's form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rc.launch.training.model import unwrap
 
 
 def model_state(model: Sequence[Any], name: str = "model") -> dict[str, Any]:
-    """Sharded state of each chunk. Keys inside the file name global layers, so that chunks do not matter there."""
+    """Return the sharded state of each chunk; its keys name global layers, and so do not depend on chunks."""
     prefix = "" if name == "model" else f"{name}."
     return {
         f"{name}{index}": unwrap(chunk).sharded_state_dict(prefix=prefix, metadata=_metadata())
@@ -21,12 +21,12 @@ def model_state(model: Sequence[Any], name: str = "model") -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Any, model: list[Any], name: str = "model", *, is_loading: bool = False) -> Any:
-    """Sharded state of the optimizer of these chunks."""
+    """Return the sharded state of these chunks' optimizer."""
     return optimizer.sharded_state_dict(model_state(model, name), is_loading=is_loading, metadata=_metadata())
 
 
 def load_model(model: Sequence[Any], loaded: dict[str, Any], name: str = "model") -> None:
-    """Copy what was loaded into the chunks."""
+    """Copy a loaded state into the chunks."""
     prefix = "" if name == "model" else f"{name}."
     for index, chunk in enumerate(model):
         state = {key.removeprefix(prefix): value for key, value in loaded[f"{name}{index}"].items()}
@@ -61,7 +61,7 @@ def _taken_tensors(part: Any, state: dict[str, Any]) -> Any:
 
 
 def _add_step_of_zero(state: Any) -> None:
-    """Where moments of Adam have no step, however Megatron nests them."""
+    """Add a step of 0 to Adam's moments that have none, at any depth."""
     if not isinstance(state, dict):
         return
     for value in state.values():
@@ -72,7 +72,7 @@ def _add_step_of_zero(state: Any) -> None:
 
 
 def _metadata() -> dict[str, Any]:
-    """Optimizer state is stored by parameter, so that another TP, PP and DP size can load it."""
+    """Return Megatron's options; optimizer state is stored by parameter, so that any TP, PP and DP size can load it."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
