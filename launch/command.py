@@ -11,9 +11,9 @@ import megatron_rc
 
 _COMMANDS = {
     "launch": ("megatron_rc.launch", "train: checks the flags, then starts the ranks"),
-    "dry-run": ("megatron_rc.launch", "what a run would need on its ranks; starts nothing"),
-    "doctor": ("megatron_rc.doctor", "what is wrong with a run's log-probs, and which correction fits"),
-    "replay": ("megatron_rc.replay", "what each correction would have done to a recorded batch"),
+    "dry-run": ("megatron_rc.launch", "estimate the needs of a run's ranks; starts nothing"),
+    "doctor": ("megatron_rc.doctor", "find faults in a run's log-probs, and propose a correction"),
+    "replay": ("megatron_rc.replay", "apply several corrections to a recorded batch and compare them"),
     "export": ("megatron_rc.launch.export", "write a checkpoint as a Hugging Face directory"),
     "docs": (None, "the folder that the pages are in: docs/NAME.md of a message is NAME.md there"),
 }
