@@ -6,6 +6,8 @@ import errno
 import io
 import logging
 import sys
+import traceback
+from types import TracebackType
 from typing import Any
 
 _DESCRIPTOR = 2
@@ -25,12 +27,17 @@ class _Unread(io.FileIO):
 
 
 def outlast_reader() -> None:
-    """Let writes to ``sys.stderr`` survive a closed pipe or terminal; call this when a process begins.
+    """Let writes to ``sys.stderr`` survive a closed pipe or terminal, and escape tracebacks; for a process's beginning.
 
     Otherwise rank 0, the only one that writes, would end with an error that the other ranks do not know.
     """
     raw = io.BufferedWriter(_Unread(_DESCRIPTOR, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+    sys.excepthook = _write_traceback
+
+
+def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def visible(text: str) -> str:

@@ -204,5 +204,5 @@ def _target(part: ShardedTensor) -> Tensor:
     """Return the memory that a part is read into; zeros if the stored tensor may be smaller."""
     if part.data is None:
         part.init_data(torch.device("cpu"))
-    target = part.data.detach().contiguous()
+    target: Tensor = part.data.detach().contiguous()
     return target.zero_() if part.allow_shape_mismatch else target
