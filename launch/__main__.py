@@ -1,8 +1,8 @@
 """``python -m megatron_rc.launch --nproc-per-node N <flags>``: check the flags once, then let torchrun start the ranks.
 
-Ends with 0 where all steps are made, or a checkpoint holds those that were when a signal came; with 2 for flags that
-cannot work, 1 for a failed run, and as shells tell signals (130 for Ctrl-C, 143 for SIGTERM, 129 for a closed terminal)
-where one came and nothing was saved. But for 0 the last line of the output says why.
+Exit codes: 0 if all steps are made, or a checkpoint holds the steps made before a signal; 2 for flags that cannot
+work; 1 for a failed run; 130, 143 or 129 if Ctrl-C, SIGTERM or a closed terminal ended a run that saved nothing. The
+last line of the output says the reason of every code except 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRAINER = "megatron_rc.launch.train_ppo"
 
 
 def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
-    """Run the module on every rank; ends the process with the code and the sentence above."""
+    """Run the module on every rank; end the process with the code and the sentence above."""
     # Rank 0 comes to the same warnings.
     logging.getLogger("megatron_rc").setLevel(logging.ERROR)
     given = sys.argv[1:] if argv is None else argv
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, module: str = TRAINER) -> None:
 
 
 def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]:
-    """The arguments of torchrun that these words stand for, after all checks.
+    """Check these words, and return torchrun's arguments.
 
     Raises:
         ConfigurationError: as in ``configure``.
@@ -66,11 +66,11 @@ def torchrun_arguments(words: Sequence[str], module: str = TRAINER) -> list[str]
 
         meant = None if {"nproc_per_node", "nnodes"} & typed_of(words) else processes_meant(flags)
         most = meant or machines.world_sizes()[-1]
-        # Machines of eight GPUs, where the launch file alone says how many processes there are.
+        # Eight GPUs on each machine, if only the launch file gives the number of processes.
         spread = -(-meant // 8) if meant else machines.most
         dry_run(flags, most, machines=spread, as_json=mine.json, device_memory_gib=mine.device_memory_gib)
         sys.exit(0)
-    # Each number of machines that a run may begin with has checks of its own; ranks check the number that came.
+    # Check every number of machines that the run may begin with; ranks check the real one.
     for size in machines.world_sizes():
         config, _ = configure(flags, size, folders=not mine.print_config)
     _check_restarts(mine, machines, config.checkpoints)

@@ -1,4 +1,4 @@
-"""Do the rollout engine and the trainer speak of the same tokens? In plain words, with the evidence.
+"""Check that rollout engine and trainer agree on tokens and log-probs; print findings with evidence.
 
     python -m megatron_rc.launch.check_engine --nproc-per-node N <flags of the run>
 
@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_check(config: RunConfig, task: Task) -> bool:
-    """Check on this rank of the run, and print the findings on the first one; True, since there is nothing to keep.
+    """Run the check on this rank and print the findings on rank 0; return True, since there is nothing to save.
 
     Raises:
-        AgreedError: on every rank: something does not agree; names what.
+        AgreedError: on every rank: a finding does not agree; the message names it.
     """
     from megatron_rc.launch.distributed import AgreedError
 
@@ -124,7 +124,7 @@ def _tokens(batch: RolloutBatch, text: Text) -> Tensor:
 
 
 def judge_tokens(size: int, foreign: float, responses: float, again: float) -> Finding:
-    """Whether the engine samples what the trainer's tokenizer knows; how often it splits the text alike is evidence."""
+    """Judge whether the trainer's tokenizer knows all sampled tokens; add how many texts it splits alike."""
     if foreign:
         words = (
             f"{foreign:.0f} sampled tokens are not among the tokenizer's {size}: is the engine's vocabulary another?"
@@ -136,7 +136,7 @@ def judge_tokens(size: int, foreign: float, responses: float, again: float) -> F
 
 
 def _endings(batch: RolloutBatch, eos: int) -> Tensor:
-    """[3] float64: responses that stopped, those of them that end with the token for it, and such tokens elsewhere."""
+    """Return [3] float64: stopped responses, stopped ones with the end token last, and end tokens elsewhere."""
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     last = (batch.response_mask * position).amax(dim=1)
     ends = (batch.tokens == eos) & batch.response_mask
@@ -146,7 +146,7 @@ def _endings(batch: RolloutBatch, eos: int) -> Tensor:
 
 
 def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:
-    """Whether the end-of-text token is sampled, scored and last."""
+    """Judge whether the end-of-text token is sampled, scored and last."""
     words = f"{stopped:.0f} responses stopped, {ended:.0f} of them with a sampled end-of-text token"
     if inside:
         return [
@@ -160,10 +160,10 @@ def judge_endings(stopped: float, ended: float, inside: float) -> list[Finding]:
 
 
 def judge_rewards(metrics: Mapping[str, float], responses: int) -> list[Finding]:
-    """Whether every response could be scored, where this run scores them.
+    """Judge whether every response was scored, if this run scores responses.
 
     Args:
-        metrics: of the rewards of the batch, as a run logs them.
+        metrics: of the batch's rewards, as a run logs them.
         responses: of the batch.
     """
     errors = metrics.get("reward/errors")

@@ -1,4 +1,4 @@
-"""Process groups, and how ranks come to one verdict."""
+"""Process groups, and verdicts on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron_rc.launch.run_config import RunConfig
 
 _MESSAGE_BYTES = 2048
 _LEFT_OUT = b" ... "
-# A process ends with one of so many codes.
+# Number of exit codes that a process has.
 _CODES = 256
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# Fields of Megatron's configs that its groups are made by too.
+# Fields of Megatron's configs that also shape its groups.
 _OF_GROUPS = (
     "expert_tensor_parallel_size",
     "hierarchical_context_parallel_sizes",
@@ -80,7 +80,7 @@ def initialize(config: RunConfig, heartbeats: Heartbeats | None = None) -> None:
 
 
 def _make_user_buffers(config: RunConfig) -> None:
-    """The buffers of Transformer Engine that ``--tp-comm-overlap`` sends through, with Megatron-LM's arguments."""
+    """Make Transformer Engine's buffers for ``--tp-comm-overlap``, with Megatron-LM's arguments."""
     from transformer_engine.pytorch.module import base
 
     given, training = config.megatron.given, config.training
@@ -102,7 +102,7 @@ def _make_user_buffers(config: RunConfig) -> None:
 
 @contextmanager
 def alone(config: RunConfig) -> Iterator[None]:
-    """Megatron's groups of this one process, inside the block; without torchrun."""
+    """Make Megatron's groups of this one process inside the block, without torchrun."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     choose_interfaces()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -125,9 +125,9 @@ def choose_interfaces() -> None:
 
 
 def _store_of_this_start(timeout: timedelta) -> tuple[Store, int, int]:
-    """Where the ranks tell each other their addresses; this rank; their number.
+    """Return the store for the ranks' addresses, this rank, and the number of ranks.
 
-    torchrun keeps its store when it starts the ranks again (--max-restarts), with the addresses of ranks that are dead.
+    torchrun keeps its store when it starts the ranks again (--max-restarts), with the addresses of dead ranks.
     """
     store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -137,7 +137,7 @@ def _store_of_this_start(timeout: timedelta) -> tuple[Store, int, int]:
 def shut_down() -> None:
     """Leave all groups.
 
-    In a process that lives on, gloo's threads end once nothing refers to a group: drop what trained, and
+    In a process that lives on, gloo's threads end once nothing refers to a group: delete trainers and models, and call
     ``gc.collect()``.
     """
     from megatron.core import parallel_state
@@ -147,11 +147,11 @@ def shut_down() -> None:
 
 
 def agree(config: RunConfig, error: str | AgreedError | None = None, stop: bool = False) -> bool:
-    """One verdict for all ranks: does any of them want to stop?
+    """Agree on one verdict: whether any rank has an error or wants to stop.
 
     Args:
         config: of the run.
-        error: what went wrong on this rank, if anything did; as an error with an exit code of its own.
+        error: of this rank, as a sentence or as an error with an exit code; None: no error.
         stop: this rank was told to stop.
 
     Returns:
@@ -190,7 +190,7 @@ def agree_alike(config: RunConfig, number: int, otherwise: str) -> None:
 
 
 def number_of_rank_0(config: RunConfig, number: int) -> int:
-    """The number that rank 0 has; what the others give does not count.
+    """Return rank 0's number; the arguments of other ranks are ignored.
 
     Collectives: one broadcast of one number over all ranks.
     """
@@ -200,10 +200,10 @@ def number_of_rank_0(config: RunConfig, number: int) -> int:
 
 
 def _broadcast_text(text: str, source: int, device: torch.device) -> str:
-    # What a user's code raises, and names of files, may hold what is no Unicode.
+    # Exceptions of a user's code, and names of files, may hold characters that are no Unicode.
     content = text.encode(errors="backslashreplace")
     if len(content) > _MESSAGE_BYTES:
-        # The remedy stands at the end.
+        # Keep the end too, which has the remedy.
         begun = _MESSAGE_BYTES // 2
         content = content[:begun] + _LEFT_OUT + content[len(content) - (_MESSAGE_BYTES - begun - len(_LEFT_OUT)) :]
     message = torch.tensor(list(content.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)

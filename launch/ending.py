@@ -1,6 +1,6 @@
-"""How a rank ended, told to the launcher that started it: a small file each, in a folder that the launcher names.
+"""Messages from ranks to the launcher about their ends: a small file each, in a folder that the launcher names.
 
-Ranks that plain torchrun started have no such folder, and tell nothing.
+Under plain torchrun there is no such folder, and ranks write nothing.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FOLDER = "MEGATRON_RC_ENDINGS"
-# What each process that scores, and all that it starts, has in its environment: the folder and the trainer's number.
+# Environment variable of a reward's worker and of all processes that it starts: the folder and the trainer's number.
 SCORES_FOR = "MEGATRON_RC_SCORES_FOR"
 _PR_SET_PDEATHSIG = 1
 # torchrun's number of this start of the ranks, from 0.
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-# Exit code of a run that a condition of the user's ended: it is meant, and never started again.
+# Exit code of a run that a condition of the user's ended; such a run is never started again.
 GUARD = 3
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a rank knew when it ended.
+    """A rank's message about its end.
 
     Attributes:
-        rank: which.
-        attempt: how often torchrun had started the ranks again.
-        time: when, in seconds since 1970.
-        kept: every step is made, or a checkpoint holds those that were.
-        error: one sentence, if it failed.
+        rank: its number.
+        attempt: number of times that torchrun had started the ranks again.
+        time: of the end, in seconds since 1970.
+        kept: every step is made, or a checkpoint holds the steps made.
+        error: one sentence, if the rank failed.
         code: the exit code that the error asks for.
-        lost: the rank that the error is about, if that is another one.
-        lost_in: where that one was and what it did, when it was last heard of.
+        lost: another rank that the error is about.
+        lost_in: machine and phase of that rank at its last beat.
     """
 
     rank: int
@@ -51,15 +51,16 @@ class Ending:
 
 
 def tell_start() -> None:
-    """Leave word for the launcher that the ranks are started (again): what an older start told no longer counts."""
+    """Tell the launcher that the ranks are started (again) and where their store is; earlier starts no longer count."""
     if os.environ.get(FOLDER):
-        (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").touch()
+        place = f"{os.environ.get('MASTER_ADDR', '')} {os.environ.get('MASTER_PORT', '')}"
+        (Path(os.environ[FOLDER]) / f"{os.environ.get(ATTEMPT, '0')}.start").write_text(place, encoding="utf-8")
 
 
 def tell_ending(
     *, kept: bool = True, error: str | None = None, code: int = 0, lost: int | None = None, lost_in: str = ""
 ) -> bool:
-    """Leave word for the launcher, see :class:`Ending`; whether there is one that reads it."""
+    """Write an :class:`Ending` for the launcher; return False if there is no launcher."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return False
@@ -72,10 +73,10 @@ def tell_ending(
 
 
 def end_forks_with_this_process() -> None:
-    """Let the system kill what this process forks from now on, when this process ends in whatever way.
+    """Let the system kill all later forks of this process when this process ends in any way.
 
-    A checkpoint's writer that outlived its rank would hold the rank's connections open: the other ranks would not see
-    that it is gone.
+    A checkpoint's writer that outlived its rank would hold the rank's connections open, and the other ranks would not
+    see that the rank is gone.
     """
     if sys.platform == "linux":
         libc, parent = ctypes.CDLL(None), os.getpid()
@@ -86,22 +87,22 @@ def end_forks_with_this_process() -> None:
 
         def follow_parent() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it ended before the system knew
+            if os.getppid() != parent:  # it ended before prctl
                 os._exit(1)
 
         os.register_at_fork(before=note_parent, after_in_child=follow_parent)
 
 
 def mark_of_scores(trainer: int | None = None) -> str:
-    """The value of :data:`SCORES_FOR` for a trainer; without one, the beginning of all values of this run."""
+    """Return the value of :data:`SCORES_FOR` for a trainer; None: the common beginning of this run's values."""
     return f"{os.environ.get(FOLDER, '')}:{'' if trainer is None else f'{trainer}:'}"
 
 
 def end_what_scores(mark: str) -> None:
-    """Kill processes that rewards started and left, in sessions of their own too, where the system lists processes.
+    """Kill processes that rewards started and left, also in sessions of their own; needs ``/proc``.
 
     Args:
-        mark: the value of :data:`SCORES_FOR` in their environment, or how it begins.
+        mark: the beginning of :data:`SCORES_FOR` in their environment.
     """
     wanted = f"{SCORES_FOR}={mark}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -111,7 +112,21 @@ def end_what_scores(mark: str) -> None:
 
 
 def read_endings(folder: Path) -> list[Ending]:
-    """What the ranks of this machine told of their last start, in the order in which they ended."""
+    """Return the endings of this machine's ranks since their last start, in order of time."""
     told = [Ending(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    newest = max((int(path.stem) for path in folder.glob("*.start")), default=0)
+    newest = _newest_start(folder)
     return sorted((ending for ending in told if ending.attempt == newest), key=lambda ending: ending.time)
+
+
+def read_store(folder: Path) -> tuple[int, str, int] | None:
+    """Return the number of the ranks' last start, and host and port of their store; None: not written."""
+    newest = _newest_start(folder)
+    try:
+        host, port = (folder / f"{newest}.start").read_text(encoding="utf-8").split()
+        return newest, host, int(port)
+    except (OSError, ValueError):
+        return None
+
+
+def _newest_start(folder: Path) -> int:
+    return max((int(path.stem) for path in folder.glob("*.start")), default=0)

@@ -1,4 +1,4 @@
-"""What a run is made of besides its flags: versions of packages, and the state of the repositories."""
+"""Versions of packages and state of repositories, which a run depends on besides its flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Repository:
     Attributes:
         folder: its top.
         commit: what is checked out.
-        has_changes: tracked files differ from it.
+        has_changes: tracked files differ from the commit.
     """
 
     folder: str
@@ -35,7 +35,7 @@ class Repository:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of this package, and of those installed that change numbers."""
+    """Return the versions of Python, of this package, and of installed packages that change numbers."""
     found = {"python": platform.python_version(), "megatron-rc": megatron_rc.__version__}
     for name in _PACKAGES:
         try:
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def repositories() -> list[Repository]:
-    """The checkout that this package runs from, and that of the working directory, where they are checkouts."""
+    """Return the git checkouts of this package and of the working directory, if there are any."""
     folders = (Path(megatron_rc.__file__).parent, Path.cwd())
     commits = dict(found for found in map(_commit, folders) if found is not None)
     return [
@@ -56,12 +56,12 @@ def repositories() -> list[Repository]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and repositories as plain values."""
+    """Return versions and repositories as plain values."""
     return {"versions": versions(), "repositories": [asdict(repository) for repository in repositories()]}
 
 
 def environment_lines() -> list[str]:
-    """The same in words."""
+    """Return versions and repositories as lines of text."""
     lines = [" · ".join(f"{name} {version}" for name, version in versions().items())]
     for repository in repositories():
         state = ", with changes that are not committed" if repository.has_changes else ""
@@ -70,13 +70,13 @@ def environment_lines() -> list[str]:
 
 
 def _commit(folder: Path) -> tuple[str, str] | None:
-    """The checkout that a folder is in, and its commit."""
+    """Return the top and the commit of the checkout around a folder."""
     top, _, commit = (_git(folder, "rev-parse", "--show-toplevel", "HEAD") or "").rpartition("\n")
     return (top, commit) if top else None
 
 
 def _git(folder: str | Path, *words: str) -> str | None:
-    """What git says; None where there is no git, or no repository that it would read."""
+    """Return git's output; None without git or a readable repository."""
     quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     command = ["git", "-C", str(folder), *words]
     try:

@@ -1,4 +1,4 @@
-"""What a user of the launcher can get wrong."""
+"""Errors of the launcher's users: wrong flags, files and environments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 
-# Packages that the settings alone can be checked without.
+# Packages that a check of the settings does not need.
 _OF_TRAINING_MACHINES = ("transformer_engine", "vllm", "wandb", "mbridge", "math_verify", "deep_ep")
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
@@ -21,10 +21,10 @@ class ConfigurationError(ValueError):
 
 @contextmanager
 def missing_packages_noted() -> Iterator[list[str]]:
-    """Inside this block a package that only the machines of a run need is noted where it is missing, not refused.
+    """Note, inside this block, a missing package that only the machines of a run need, in place of an error.
 
     Yields:
-        what is missing, each in the words of its error; filled inside the block.
+        the sentences of the errors; filled inside the block.
     """
     notes: list[str] = []
     token = _noted.set(notes)
@@ -39,8 +39,8 @@ def require(module: str, user: str, extra: str) -> None:
 
     Args:
         module: its import name.
-        user: what needs it, as the user would say it.
-        extra: the extra of this package that brings it.
+        user: flag or command that needs the package.
+        extra: the extra of this package that installs it.
 
     Raises:
         ConfigurationError: it is not installed.
@@ -55,7 +55,7 @@ def require(module: str, user: str, extra: str) -> None:
 
 
 def pip_install(extra: str) -> str:
-    """The command that brings an extra: from the checkout, or from wherever this package was installed from."""
+    """Return the command that installs an extra, from the source that this package was installed from."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "setup.py").is_file():
         return f"pip install -e '{checkout}[{extra}]'"
@@ -70,10 +70,10 @@ def pip_install(extra: str) -> str:
 
 
 def refuse_or_note(module: str, words: str) -> None:
-    """Say that a package is missing: as a note where another machine's run is looked at, if only that needs it.
+    """Note a missing package if only the machines of a run need it and :func:`missing_packages_noted` is active.
 
     Raises:
-        ConfigurationError: with these words, otherwise.
+        ConfigurationError: otherwise, with these words.
     """
     notes = _noted.get()
     if notes is None or module not in _OF_TRAINING_MACHINES:
@@ -83,12 +83,12 @@ def refuse_or_note(module: str, words: str) -> None:
 
 
 def flag(name: str) -> str:
-    """A flag as it is typed, from its name with underscores."""
+    """Return a flag as it is typed, from its name with underscores."""
     return f"--{name.replace('_', '-')}"
 
 
-def require_multiple(what: str, value: int, by: str, divisor: int, *, factor: int = 1) -> None:
-    """Raise ConfigurationError unless the flag ``what`` is a multiple of the flag ``by``, times the factor."""
+def require_multiple(name: str, value: int, by: str, divisor: int, *, factor: int = 1) -> None:
+    """Raise ConfigurationError unless the flag ``name`` is a multiple of the flag ``by``, times the factor."""
     if value % (divisor * factor):
         times = f"{factor} · " if factor > 1 else ""
-        raise ConfigurationError(f"{flag(what)} {value} must be a multiple of {times}{flag(by)} = {divisor * factor}")
+        raise ConfigurationError(f"{flag(name)} {value} must be a multiple of {times}{flag(by)} = {divisor * factor}")

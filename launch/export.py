@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Export what the command line names; ends with 2 for a request that cannot work, 1 for files that cannot."""
+    """Run the export of the command line; ends with 2 for flags that cannot work, 1 for files that cannot."""
     log = logging.getLogger("megatron_rc")
     level = log.level
-    # That it runs on the CPU is what it is for.
+    # Megatron-Core warns of the CPU, which is meant.
     log.setLevel(logging.ERROR)
     try:
         request = parse_export(sys.argv[1:] if argv is None else argv)
@@ -76,7 +76,7 @@ def export(request: ExportRequest) -> int:
 
 
 def tokenizer_of(config: RunConfig, folder: Path | None, own_task: str | None = None) -> Text:
-    """The run's tokenizer, from the folder where it had it, or from another one.
+    """Return the run's tokenizer, from the run's folder or from another one.
 
     Raises:
         ConfigurationError: there is none, it has more tokens than the model, or the run had one token a character and

@@ -1,9 +1,9 @@
-"""Signs of life: a thread of each rank tells torchrun's store every second what the rank does; who is silent is named.
+"""Heartbeats: a thread of each rank writes the rank's phase to torchrun's store every second; silent ranks are named.
 
-Beyond 4096 ranks they tell it less often, since one store hears them all. No collective is made and no step waits for
-it. Rank 0 watches all others, rank 1 watches rank 0. How long a rank is silent is counted in looks of the one who
-watches, so that a job that was suspended as a whole goes on. Of a machine's own ranks each rank sees at once that a
-process is gone, and ends, whatever it waits for: torchrun's signal alone would let it wait until it is killed.
+Beyond 4096 ranks the beats are rarer, since one store takes them all. There is no collective, and no step waits. Rank
+0 watches all others, rank 1 watches rank 0. Silence is counted in looks of the watching rank, so that a job that was
+suspended as a whole goes on. Each rank also watches the processes of its machine, and ends within a beat or two when
+one is gone; torchrun's SIGTERM alone would let it wait until it is killed. The launcher tells ranks of other machines.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_rc.launch import phases
-from megatron_rc.launch.ending import ATTEMPT
+from megatron_rc.launch.ending import ATTEMPT, read_store
 from megatron_rc.launch.phases import clock
 
 BEAT_SECONDS = 1.0
-# One store takes about 30,000 writes a second, and has the ranks' addresses to give out besides.
+# One store takes about 30,000 writes a second, and also serves the ranks' addresses.
 _BEATS_A_SECOND = 4096
 LINE_SECONDS = 30.0
-# So many missed beats make a rank silent for one that has just lost its connection to somebody.
+# Missed beats after which a rank counts as silent, for a rank that has just lost a connection.
 _MISSED = 4
+# The key of the rank that all others are to end for.
+_OVER = "over"
+_TELL_SECONDS = 3
 _GONE = "its process is dead, stopped or cut off"
 _DISTRIBUTED = str(Path("torch", "distributed")) + os.sep
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells of itself.
+    """A rank's report of itself.
 
     Attributes:
-        count: how often it has told.
+        count: number of its reports.
         host: its machine.
-        process: its number there.
-        phase: what it is doing.
-        since: when it began to, in seconds since 1970.
-        engine: what it waits for, if that is an engine.
+        process: its process number there.
+        phase: name of its phase.
+        since: beginning of the phase, in seconds since 1970.
+        engine: the engine that it waits for; may be empty.
         waits: it waits for other ranks.
-        end: empty, or how it ended: ``ended`` or ``failed``.
+        end: empty, ``ended`` or ``failed``.
     """
 
     count: int
@@ -61,17 +64,17 @@ class Beat:
 
     @property
     def doing(self) -> str:
-        """The phase, and since when."""
+        """The phase and its beginning, in words."""
         return f"in {self.phase} since {clock(self.since)}"
 
 
 @dataclass(frozen=True)
 class Missed:
-    """A rank that the others wait for in vain.
+    """A rank that keeps the others waiting.
 
     Attributes:
-        rank: which.
-        last_seen: its machine and what it did, in words.
+        rank: its number.
+        last_seen: its machine and phase, in words.
         words: one sentence.
     """
 
@@ -82,7 +85,7 @@ class Missed:
 
 @dataclass
 class _Heard:
-    """What one rank knows of another: its last beat, when that came, and how often nothing came since."""
+    """One rank's knowledge of another: the last beat, its time, and the number of looks without a new one."""
 
     rank: int
     beat: Beat
@@ -96,35 +99,35 @@ class _Heard:
 
     @property
     def silence(self) -> str:
-        """In words."""
+        """The silence of this rank, in words."""
         return f"{self.where} has not answered since {clock(self.time)}, {self.beat.doing}"
 
     @property
     def is_silent(self) -> bool:
-        """For one that looks for the culprit."""
+        """Whether it counts as silent in a search for the culprit."""
         return self.missed >= _MISSED - 1
 
     @property
     def dead(self) -> Missed:
-        """As a rank whose process is gone."""
+        """This rank as one whose process is gone."""
         return self.blamed(f"{self.where} is gone, {self.beat.doing}: its process {self.beat.process} has ended")
 
     @property
     def failed(self) -> Missed:
-        """As a rank that met an error alone."""
+        """This rank as one that met an error alone."""
         return self.blamed(f"{self.where} failed {self.beat.doing}: see what it said")
 
     def blamed(self, words: str) -> Missed:
-        """As the rank that others wait for."""
+        """Return this rank as the one that others wait for."""
         return Missed(self.rank, f"on {self.beat.host}, {self.beat.doing}", words)
 
 
 class Heartbeats:
-    """The thread that tells, and on ranks 0 and 1 watches.
+    """The thread that reports this rank; it also watches others on ranks 0 and 1.
 
     Args:
-        limit: seconds after which a silent rank ends the run: that of a collective.
-        end: ends this process because of a rank that is silent.
+        limit: seconds of silence that end the run; the time limit of collectives.
+        end: ends this process because of another rank.
 
     Attributes:
         every: seconds between two beats.
@@ -145,32 +148,27 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._work, name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Begin, by a connection to torchrun's store that nothing else uses."""
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import PrefixStore
-
+        """Begin, by a connection of its own to torchrun's store."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # What answers late must not hold up the end of the run.
-        timeout = timedelta(seconds=self.limit)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-        self._store = PrefixStore(f"heartbeats of start {os.environ.get(ATTEMPT, '0')}", store)
+        # A late answer must not hold up the end of the run.
+        self._store = _store(int(os.environ.get(ATTEMPT, "0")), host, port, self.limit)
         self._tell()
         self._thread.start()
 
     def close(self, *, failed: bool = False) -> None:
-        """End the thread; the others hear that this rank ended, or failed by an error of its own."""
+        """End the thread; report that this rank ended, or failed by an error of its own."""
         self._stop()
         try:
             if self._store is not None:
                 self._tell("failed" if failed else "ended")
         except RuntimeError:
-            pass  # nobody is left who would hear it
+            pass  # the store is gone, and so are the readers
 
     def who_is_missed(self, error: BaseException) -> Missed | None:
-        """The rank that others wait for, after a collective of this rank failed.
+        """Return the rank that others wait for, after a collective of this rank failed.
 
-        Takes a few beats: who is alive says so in each. None: the error is none of a collective, or no rank
-        stands out.
+        Takes a few beats, in which living ranks report. None: the error is none of a collective, or no rank stands
+        out.
         """
         if self._store is None or not _waits(traceback.extract_tb(error.__traceback__)):
             return None
@@ -186,7 +184,7 @@ class Heartbeats:
         return self._culprit()
 
     def is_first_alive(self) -> bool:
-        """Whether no rank below this one is left that could speak."""
+        """Whether all ranks below this one are gone."""
         gone = {rank for rank, heard in self.heard.items() if heard.is_silent or heard.beat.end == "failed"}
         return all(rank in gone for rank in range(self.rank))
 
@@ -204,7 +202,7 @@ class Heartbeats:
         return None
 
     def _stop(self) -> None:
-        """No beat follows what this rank says last."""
+        """Stop the thread, so that no beat follows this rank's last report."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(_MISSED * self.every)
@@ -214,6 +212,7 @@ class Heartbeats:
             while not self._over.wait(self.every):
                 self._tell()
                 self._watch_processes()
+                self._watch_other_machines()
                 if self.rank < 2:
                     self._look()
                     self._watch()
@@ -234,16 +233,21 @@ class Heartbeats:
             if rank not in self._processes and self._store.check([str(rank)]):
                 self._processes[rank] = self._told_by(rank).process
             if rank in self._processes and not _is_there(self._processes[rank]):
-                # It may have said its last word after the look before.
+                # Its last report may be newer than the last look.
                 heard = _Heard(rank, self._told_by(rank), time.time())
                 if heard.beat.end != "ended":
                     self._end(heard.failed if heard.beat.end else heard.dead)
 
+    def _watch_other_machines(self) -> None:
+        """End this rank if another machine's launcher has reported a failed rank."""
+        if len(self._neighbours) + 1 < self.world and self._store.check([_OVER]):
+            self._end(Missed(**json.loads(self._store.get(_OVER))))
+
     def _told_by(self, rank: int) -> Beat:
-        return Beat(**json.loads(self._store.get(str(rank))))
+        return _beat(self._store, rank)
 
     def _look(self) -> None:
-        # Only what was never heard is asked for one by one: with thousands of ranks the number of requests decides.
+        # Only ranks without any beat are asked for one by one; all others in one request.
         there = [rank for rank in range(self.world) if rank in self.heard or self._store.check([str(rank)])]
         for rank, said in zip(there, self._store.multi_get([str(rank) for rank in there]), strict=True):
             beat, before = Beat(**json.loads(said)), self.heard.get(rank)
@@ -262,14 +266,14 @@ class Heartbeats:
                 self._say_who_is_slow(heard)
 
     def _watch_silence(self, heard: _Heard) -> None:
-        """Say who is silent, soon; end the run where it lasts."""
+        """Name a silent rank soon; end the run at the limit."""
         if heard.missed * self.every >= self.limit:
             self._end(heard.blamed(f"{heard.silence}: {_GONE}"))
         if heard.missed == int(min(LINE_SECONDS, self.limit / 2) / self.every):
             say(f"{heard.silence}; the run ends if it stays so for {self.limit:.0f} s")
 
     def _say_who_is_slow(self, heard: _Heard) -> None:
-        """Every half minute, who still works for an engine's answers."""
+        """Say every half minute that a rank still waits for its engine."""
         beat, now = heard.beat, time.time()
         if heard.is_silent or now - max(self._lines.get(heard.rank, 0.0), beat.since) < LINE_SECONDS:
             return
@@ -277,8 +281,44 @@ class Heartbeats:
         say(f"waiting for {heard.where}: {beat.engine} is {beat.doing} ({now - beat.since:.0f} s)")
 
 
+def tell_other_machines(folder: Path, ranks: Iterable[int]) -> None:
+    """Report failed ranks of this machine to the ranks of other machines, which then end; for the launcher.
+
+    Args:
+        folder: of the endings of this machine's ranks.
+        ranks: the failed ranks.
+    """
+    place = read_store(folder)
+    if place is None:
+        return
+    try:
+        store = _store(*place, _TELL_SECONDS)
+        for rank in ranks:
+            if store.check([_OVER]) or not store.check([str(rank)]):
+                continue
+            heard = _Heard(rank, _beat(store, rank), time.time())
+            if heard.beat.end != "ended":
+                store.set(_OVER, json.dumps(asdict(heard.failed if heard.beat.end else heard.dead)))
+    except RuntimeError:
+        pass  # the store has ended with its machine, and every rank sees that
+
+
+def _store(attempt: int, host: str, port: int, seconds: float) -> Any:
+    """Connect to the store of the ranks' heartbeats."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    timeout = timedelta(seconds=seconds)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return PrefixStore(f"heartbeats of start {attempt}", store)
+
+
+def _beat(store: Any, rank: int) -> Beat:
+    return Beat(**json.loads(store.get(str(rank))))
+
+
 def say(text: str) -> None:
-    """A line on standard error that does not break a progress bar."""
+    """Write a line to standard error without breaking a progress bar."""
     from tqdm import tqdm  # not in a base install, whose commands import this module
 
     tqdm.write(text, file=sys.stderr)
@@ -286,7 +326,7 @@ def say(text: str) -> None:
 
 
 def _is_there(process: int) -> bool:
-    """Whether this machine has the process, or torchrun has not yet heard of its end."""
+    """Whether this machine has the process; True also until torchrun has collected a dead one."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -295,12 +335,12 @@ def _is_there(process: int) -> bool:
 
 
 def _is_in_collective() -> bool:
-    """Whether the main thread is where ranks wait for each other."""
+    """Whether the main thread waits for other ranks."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     return _waits(traceback.StackSummary.extract(traceback.walk_stack(frame), limit=1))
 
 
 def _waits(stack: traceback.StackSummary) -> bool:
-    """Whether the innermost frame is in ``torch.distributed``, or waits for what was begun there, as Megatron does."""
+    """Whether the innermost frame is in ``torch.distributed``, or waits for work begun there, as Megatron does."""
     return bool(stack) and (_DISTRIBUTED in stack[-1].filename or ".wait()" in (stack[-1].line or ""))

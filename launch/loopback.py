@@ -1,6 +1,6 @@
-"""The meeting of a run's ranks on one machine: a store on the loopback, which no other machine reaches.
+"""Rendezvous of one machine's ranks: a store on the loopback, which no other machine reaches.
 
-With ``--standalone`` torchrun opens two stores on all addresses, and unpickles what stands in one of them.
+With ``--standalone`` torchrun opens two stores on all addresses, and unpickles the content of one.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ class _Meeting(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """The ranks join by the agent's store."""
+        """Return True: the ranks use the agent's store."""
         return True
 
     def get_backend(self) -> str:
-        """The name in torchrun's registry."""
+        """Return the name in torchrun's registry."""
         return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet anew, as for a restart: nothing that the agent told before counts."""
+        """Begin a new meeting, as for a restart, with an empty store."""
         self._meetings += 1
         store = PrefixStore(f"meeting {self._meetings}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
 
     def is_closed(self) -> bool:
-        """It never is."""
+        """Return False: it never closes."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could come."""
+        """Do nothing: nobody else can come."""
 
     def num_nodes_waiting(self) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
     def get_run_id(self) -> str:
-        """The name of this run."""
+        """Return the name of this run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store ends with this process."""
+        """Do nothing: the store ends with this process."""
         return True

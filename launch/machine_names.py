@@ -1,4 +1,4 @@
-"""Names of machines, looked up before anything waits for them: what looks one up is deaf to Ctrl-C meanwhile."""
+"""Early look-up of machines' names: torch looks names up for minutes, and ignores Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import time
 
 from megatron_rc.launch.errors import ConfigurationError
 
-# Of a cluster that starts, a name may come a little later than the machines that ask for it.
+# While a cluster starts, a name may appear a little later than the machines that ask for it.
 LOOKUP_SECONDS = 6.0
 _AGAIN_SECONDS = 0.5
 
 
 def check_resolves(host: str, user: str, remedy: str) -> None:
-    """Look a machine's name up.
+    """Check that a machine's name has an address.
 
     Args:
         host: name or address.
-        user: what gives the name, as the user would say it.
-        remedy: what to do about it.
+        user: the flag with the name, for the message.
+        remedy: advice for the message.
 
     Raises:
-        ConfigurationError: it has no address.
+        ConfigurationError: the name has no address.
     """
     found = threading.Event()
 

@@ -1,7 +1,7 @@
-"""Folders that belong to one process and go with it: those of killed processes are removed by the next one.
+"""Folders that belong to one process; the next process removes the folders of killed ones.
 
-A folder is locked for as long as its process lives. The system gives the lock up when the process ends in whatever way,
-so one that nobody holds marks a folder that was left behind. Where folders cannot be locked (NFS), none is removed.
+A process locks its folder. The system releases the lock when the process ends in any way, so a folder without a held
+lock was left behind. On file systems without locks (NFS) nothing is removed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def own_folder(parent: str | Path, prefix: str, spare: str = "") -> Iterator[Path]:
-    """A new folder, removed at the end of the block; before it, those that killed processes left behind.
+    """Make a folder that is removed at the end of the block; first remove folders of killed processes.
 
     Args:
-        parent: where; it must exist.
+        parent: existing folder to make it in.
         prefix: of the folder's name, the same for all folders of its kind and of no others.
-        spare: a name in the folder that is never removed, nor is then the folder.
+        spare: a name in the folder; if it exists, it and the folder stay.
 
     Raises:
         OSError: the folder cannot be made.
@@ -50,7 +50,7 @@ def remove_left_behind(parent: str | Path, prefix: str, spare: str = "") -> None
 
 
 def _locked_folder(parent: str | Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and its lock; again where another process took it for one left behind before it was locked."""
+    """Make a folder and lock it; make another one if a different process removed it before the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What this rank is doing: a phase of the run, entered where it begins. A process is one rank, and has one phase."""
+"""The present phase of this rank's run; a process is one rank and has one phase."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Phase:
 
     Attributes:
         name: in words, as in "rank 0 is in the rollout of step 3".
-        engine: what a rollout or an evaluation waits for on this rank, if anything.
-        waits: this rank is through, and waits for others.
-        since: when it began, in seconds since 1970.
+        engine: the engine that this rank waits for; may be empty.
+        waits: this rank is ready and waits for other ranks.
+        since: time of its beginning, in seconds since 1970.
     """
 
     name: str
@@ -27,16 +27,16 @@ _current = Phase("start-up")
 
 
 def enter(name: str, *, engine: str = "", waits: bool = False) -> None:
-    """Begin a phase, which ends the one before."""
+    """Begin a phase; the phase before ends."""
     global _current
     _current = Phase(name, engine, waits)
 
 
 def current() -> Phase:
-    """The phase that this rank is in; from any thread."""
+    """Return the present phase of this rank; from any thread."""
     return _current
 
 
 def clock(seconds: float) -> str:
-    """A time since 1970 as a clock on the wall shows it."""
+    """Return a time in seconds since 1970 as local HH:MM:SS."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))

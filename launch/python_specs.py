@@ -13,7 +13,7 @@ from megatron_rc.launch.errors import ConfigurationError
 from megatron_rc.launch.standard_error import visible
 
 PREFIX = "python:"
-# Frames of what imports and calls, in front of the user's own.
+# Files whose frames come before the user's own in a traceback.
 _OURS = ("<frozen importlib", __file__, importlib.__file__)
 
 
@@ -23,15 +23,15 @@ def is_python_spec(text: str | None) -> bool:
 
 
 def load_python(spec: str, flag: str) -> Any:
-    """The object of ``python:pkg.module:name``; the current directory can hold the module.
+    """Import the object of ``python:pkg.module:name``; the module may lie in the current directory.
 
     Args:
         spec: the whole value of the flag.
-        flag: that it was given by, with its dashes.
+        flag: the flag with this value, with its dashes.
 
     Raises:
-        ConfigurationError: it is not written so, there is no such module or name, or the module raised when it was
-            imported: then its traceback stands in front of the sentence.
+        ConfigurationError: the form is wrong, there is no such module or name, or the import raised an error; the
+            message then begins with the traceback.
     """
     module_name, _, path = spec.removeprefix(PREFIX).partition(":")
     if not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
@@ -47,11 +47,11 @@ def load_python(spec: str, flag: str) -> Any:
 
 
 def own_traceback(error: BaseException, ours: tuple[str, ...] = _OURS) -> str:
-    """The traceback of an error of the user's code, from where that code begins.
+    """Return the traceback of an error, from the first frame of the user's code.
 
     Args:
-        error: what was raised.
-        ours: beginnings of the names of files whose frames are left out in front.
+        error: of the user's code.
+        ours: beginnings of file names; frames of these files are left out in front.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
@@ -60,7 +60,7 @@ def own_traceback(error: BaseException, ours: tuple[str, ...] = _OURS) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """``ValueError: what it says``, on one line of moderate length."""
+    """Return type and message of an error on one line of at most about 300 characters."""
     last = traceback.format_exception_only(type(error), error)[-1]
     words = visible(" ".join(last.split()))
     return words if len(words) <= 300 else words[:300] + "..."
@@ -68,7 +68,7 @@ def in_words(error: BaseException) -> str:
 
 def _module(name: str, user: str) -> ModuleType:
     here = os.getcwd()
-    # torchrun leaves the current directory out where it starts a file.
+    # torchrun leaves the current directory out when it starts a file.
     if not {"", here} & set(sys.path):
         sys.path.append(here)
     try:

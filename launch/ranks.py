@@ -1,4 +1,4 @@
-"""Ranks through torchrun, in this process; their end is one exit code and the last line of the output."""
+"""Ranks under torchrun, in this process; their end becomes one exit code and the last line of the output."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_rc.launch.ending import FOLDER, Ending, end_what_scores, mark_of_scores, read_endings
+from megatron_rc.launch.heartbeats import tell_other_machines
 from megatron_rc.launch.machine_names import check_resolves
 from megatron_rc.launch.own_folders import own_folder
 from megatron_rc.launch.stopping import STOPPING
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 FAILURE = 1
-# Signals that name a cause. Others follow from the failure of another rank: SIGTERM is what torchrun then sends.
+# Signals with a cause of their own. SIGTERM has none: torchrun sends it after another rank's failure.
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: "by hand, or by the system when memory ran out",
     signal.SIGSEGV: "a fault in compiled code",
@@ -31,13 +32,13 @@ _CAUSES: dict[int, str] = {
     signal.SIGFPE: "a fault in compiled code",
 }
 _NOT_KEPT = "no checkpoint was written: with --save DIR the run could go on from where it stopped"
-# torchrun kills what has not ended so long after the first failure.
+# Seconds after the first failure; a later SIGKILL is torchrun's own.
 _KILLED_BY_TORCHRUN = 15
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's exit code, and its last words where something went wrong."""
+    """The launcher's exit code, and the last line after a failure."""
 
     code: int
     words: str = ""
@@ -60,9 +61,9 @@ def run_ranks(words: Sequence[str]) -> Outcome:
 
     from megatron_rc.launch.loopback import meet_on_loopback
 
-    # The agent looks this machine's name up for each rank's start and end, for a log that nobody reads.
+    # The agent would look up this machine's name at each rank's start and end, for a log.
     agent._get_fq_hostname = socket.gethostname
-    # What torchrun has to say of an end is said here, in fewer words.
+    # The launcher says torchrun's messages about an end in fewer words.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
     elastic.addHandler(logging.NullHandler())
@@ -84,6 +85,8 @@ def run_ranks(words: Sequence[str]) -> Outcome:
         except SignalException as stop:
             return stopped(stop.sigval, read_endings(folder), int(args.nproc_per_node))
         except ChildFailedError as error:
+            if int(args.nnodes.rpartition(":")[2]) > 1:
+                tell_other_machines(folder, error.failures)
             return failed(error.failures, read_endings(folder))
         except (RendezvousError, RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())
@@ -115,12 +118,12 @@ def _check_names(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _first_signal() -> Iterator[None]:
-    """Inside this block the first signal ends the ranks, as torchrun lets it; those after it change nothing.
+    """End the ranks at the first signal inside this block; ignore later signals.
 
-    One that is ignored already, as ``nohup`` has it, stays ignored.
+    A signal that is already ignored, as under ``nohup``, stays ignored.
 
     Raises:
-        SignalException: it came.
+        SignalException: a signal came.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -141,7 +144,7 @@ def _first_signal() -> Iterator[None]:
 
 
 def finished(endings: list[Ending], ranks: int) -> Outcome:
-    """The end of a run whose ranks all ended well; a signal may have come to one of them, or to another machine.
+    """Return the outcome of a run whose ranks all ended with 0; one of them may have had a signal.
 
     Args:
         endings: of the ranks of this machine.
@@ -159,7 +162,7 @@ def finished(endings: list[Ending], ranks: int) -> Outcome:
 
 
 def stopped(sent: signal.Signals, endings: list[Ending], ranks: int) -> Outcome:
-    """The end of a run that was told to stop: 0 where nothing is lost.
+    """Return the outcome of a run that was told to stop: 0 if nothing is lost.
 
     Args:
         sent: the signal.
@@ -178,7 +181,7 @@ def stopped(sent: signal.Signals, endings: list[Ending], ranks: int) -> Outcome:
 
 
 def failed(failures: dict[int, ProcessFailure], endings: list[Ending]) -> Outcome:
-    """The end of a run that failed: what its first rank to fail said, or what ended that rank."""
+    """Return the outcome of a failed run: the sentence of its first failed rank, or the signal that ended the rank."""
     begun = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
         cause = _CAUSES.get(-failure.exitcode)

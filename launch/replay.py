@@ -40,10 +40,10 @@ Gradients = list[list[Tensor]]  # for each batch and each loss [n, s], with resp
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Replay what the command line names; ends with 2 where it could not be done, with one sentence."""
+    """Run the replay of the command line; a failure ends the process with one sentence and 2."""
     log = logging.getLogger("megatron_rc")
     level = log.level
-    log.setLevel(logging.ERROR)  # that it runs on the CPU is what it is for
+    log.setLevel(logging.ERROR)  # Megatron-Core warns of the CPU, which is meant
     try:
         request = parse_replay(sys.argv[1:] if argv is None else argv)
         require("megatron.core", "a replay with a model", "launch")
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def with_model(request: ReplayRequest, data: Recorded, base: Uncorrected, outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes with the angle and the length of the gradient of the checkpoint's weights.
+    """Add the angle and the length of the gradient of the checkpoint's weights to the outcomes.
 
     Raises:
-        ValueError: there is no checkpoint, it cannot be read, or its model is not that of the records.
+        ValueError: there is no checkpoint, it cannot be read, or the records are of another model.
     """
     from megatron_rc.launch.distributed import alone
     from megatron_rc.launch.training.checkpoints.find import checked_checkpoint
@@ -88,7 +88,7 @@ def with_model(request: ReplayRequest, data: Recorded, base: Uncorrected, outcom
 
 
 def _otherwise(config: RunConfig) -> str:
-    """What is known of the run that makes its advantages other ones than those of the replay."""
+    """Return the run's settings that make its advantages differ from the replay's."""
     run = [(one, getattr(config.advantages, one.field)) for one in options_of(AdvantageSection)]
     found = [f"--{one.flag.replace('_', '-')} {value}" for one, value in run if value != one.default]
     return f"; the run's advantages were other ones: {', '.join(found)}" if found else ""

@@ -1,6 +1,6 @@
-"""Write the HTML page of a run that is there: ``python -m megatron_rc.launch.report runs/NAME``.
+"""Write the HTML page of an existing run: ``python -m megatron_rc.launch.report runs/NAME``.
 
-A run writes its page when it ends; this makes one of a run that was killed, that still goes on, or whose page is lost.
+A run writes its page when it ends; this command serves for a run that was killed or still goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rc.launch.training.run_page.page import PAGE, write_page
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write it and say where; ends with 2 for a folder without metrics, 1 where it could not be written."""
+    """Write the page and print its path; ends with 2 for a folder without metrics, 1 if the page cannot be written."""
     try:
         folder = parse_report(sys.argv[1:] if argv is None else argv)
     except ConfigurationError as error:

@@ -26,9 +26,9 @@ class ResolvedFlag:
 
 
 def as_launch_file(flags: Iterable[ResolvedFlag]) -> str:
-    """A launch file that makes the same run: what was given as settings, and all else as comments.
+    """Return a launch file of the same run: given flags as settings, all other flags as comments.
 
-    What was not given stays away from the settings because many a flag is refused where it would do nothing.
+    Other flags are comments because many flags are refused in runs in which they do nothing.
     """
     parts = []
     for section, members in groupby((flag for flag in flags if _is_shown(flag)), key=lambda flag: flag.section):

@@ -1,4 +1,4 @@
-"""What an earlier run left under a name that a new run needs."""
+"""Renaming of an earlier run's files that are in the way of a new run."""
 
 from __future__ import annotations
 

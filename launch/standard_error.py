@@ -1,4 +1,4 @@
-"""Standard error that outlasts its reader, and obeys nobody: a run whose words nobody reads any more goes on."""
+"""Standard error that survives its reader, and escapes control characters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import io
 import logging
 import sys
+import traceback
+from types import TracebackType
 from typing import Any
 
 _DESCRIPTOR = 2
@@ -13,7 +15,7 @@ _LAID_OUT = "\n\t"
 
 
 class _Unread(io.FileIO):
-    """Where the reader is gone (``… 2>&1 | head``, a closed terminal), what is written vanishes, as if it were read."""
+    """A file that drops all output once the reader is gone (``… 2>&1 | head``, a closed terminal)."""
 
     def write(self, content: Any, /) -> int:
         try:
@@ -25,16 +27,21 @@ class _Unread(io.FileIO):
 
 
 def outlast_reader() -> None:
-    """From now on a closed pipe or terminal is no error of who writes to ``sys.stderr``; for a process's own beginning.
+    """Let writes to ``sys.stderr`` survive a closed pipe or terminal, and escape tracebacks; for a process's beginning.
 
-    Otherwise rank 0, which alone speaks, would end with an error that the other ranks cannot know of.
+    Otherwise rank 0, the only one that writes, would end with an error that the other ranks do not know.
     """
     raw = io.BufferedWriter(_Unread(_DESCRIPTOR, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+    sys.excepthook = _write_traceback
+
+
+def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def visible(text: str) -> str:
-    """The text with control characters as escapes: what others wrote must not move or clear a terminal."""
+    """Return the text with control characters escaped, so that foreign text cannot move or clear a terminal."""
     return "".join(char if char.isprintable() or char in _LAID_OUT else _escaped(char) for char in text)
 
 
@@ -43,14 +50,14 @@ def _escaped(char: str) -> str:
 
 
 def say_error(words: str) -> None:
-    """A line for the user, ``error: …``; whatever it repeats is visible."""
+    """Write the line ``error: …`` for the user, with control characters escaped."""
     sys.stderr.write(f"error: {visible(words)}\n")
     sys.stderr.flush()
 
 
 class VisibleFormatter(logging.Formatter):
-    """Log lines whose control characters are escapes."""
+    """Log lines with control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line of a record."""
         return visible(super().format(record))

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, a closed terminal: noted, answered with a line, and heeded where all ranks can save together."""
+"""Ctrl-C, SIGTERM and a closed terminal: answered with a line; the run stops when all ranks can save together."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 
 from megatron_rc.launch import phases
 
-# What is sent to end a run; the last one when its terminal is closed.
+# Signals that end a run; SIGHUP comes when the terminal is closed.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# torchrun's, and what it waits by default.
+# torchrun's variable for the seconds until it kills ranks, and its default.
 SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SHUTDOWN_DEFAULT = 30
-# A rank needs some of that time to save and to leave.
+# Seconds of that time for saving and leaving.
 _FOR_THE_END = 10
-# An event loop drops what is raised in one of its callbacks: the work is interrupted again until it ends.
+# An event loop drops exceptions of its callbacks, so the work is interrupted again until it ends.
 _AGAIN_SECONDS = 1.0
 _STDERR = 2
 
 
 class Stopped(Exception):
-    """Raised by all ranks together: one was told to stop, and what was under way is given up."""
+    """Raised by all ranks together after a signal to one: the rollout or evaluation under way is given up."""
 
 
 class Interrupted(BaseException):
-    """Raised by a signal inside :meth:`StopRequest.interrupts`; no engine takes it for an error of its own."""
+    """Raised by a signal inside :meth:`StopRequest.interrupts`; a BaseException, so that no engine catches it."""
 
 
 class StopRequest:
@@ -49,24 +49,24 @@ class StopRequest:
         """Take note of the signal; it can arrive more than once."""
         is_first, self.signal = self.signal is None, signal.Signals(number).name
         if is_first and self._answers and not self._interrupts and os.environ.get("RANK") == "0":
-            # Not by sys.stderr, in the midst of whose work this may run.
-            with suppress(OSError):  # whoever listened may be gone
+            # Not through sys.stderr, which this may have interrupted.
+            with suppress(OSError):  # the reader may be gone
                 os.write(_STDERR, self._answer().encode())
         if self._interrupts:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS, _AGAIN_SECONDS)
             raise Interrupted
 
     def took(self, times: Mapping[str, float]) -> None:
-        """What a step took by its metrics: the pass before it, itself, and a save after it."""
+        """Take note of a step's duration: scoring pass, update and save."""
         seconds = sum(times.get(f"perf/{part}_seconds", 0.0) for part in ("plan", "update", "save"))
         self.longest = max(self.longest, seconds)
 
     @contextmanager
     def installed(self) -> Iterator[StopRequest]:
-        """Handle these signals inside the block, as before after it.
+        """Handle the signals of :data:`STOPPING` inside the block.
 
-        After an error this goes on, so that torchrun, which ends the ranks when one fails, does not cut off what is
-        said: see :func:`leaves_by_sigterm`.
+        After an error the handlers stay, so that torchrun's SIGTERM does not cut off the error's message: see
+        :func:`leaves_by_sigterm`.
         """
         before = {number: signal.signal(number, self) for number in STOPPING}
         try:
@@ -79,15 +79,15 @@ class StopRequest:
 
     @contextmanager
     def interrupts(self, limit: float, words: str) -> Iterator[None]:
-        """Work that a signal ends at once, also one that came before; in the main thread.
+        """Let a signal interrupt the work inside at once, also a signal that came before; in the main thread.
 
         Args:
-            limit: seconds after which the work is given up too.
-            words: what is said then.
+            limit: seconds for the work.
+            words: message of the TimeoutError.
 
         Raises:
             Interrupted: a signal came.
-            TimeoutError: the limit is over.
+            TimeoutError: the work took longer than the limit.
         """
         is_late = False
 
@@ -104,7 +104,7 @@ class StopRequest:
                 raise Interrupted
             yield
         except BaseException as error:
-            # Whatever became of it on the way: a group of tasks wraps it, for one.
+            # The exception may have been wrapped on the way, as by a group of tasks.
             if self.signal is not None:
                 raise Interrupted from error
             if is_late:
@@ -117,7 +117,7 @@ class StopRequest:
             signal.signal(signal.SIGALRM, handler)
 
     def _answer(self) -> str:
-        """What the signal is answered with, and whether torchrun may be too impatient."""
+        """Return the answer to the signal, with advice if torchrun would kill the ranks too early."""
         phase = phases.current()
         words = f"\n{self.signal}: the run stops after {phase.name}"
         try:
@@ -136,11 +136,11 @@ class StopRequest:
 
 
 def leaves_by_sigterm() -> bool:
-    """Whether SIGTERM has come since a run failed; from now on it ends this process."""
+    """Whether SIGTERM has come since the run failed; from now on SIGTERM ends this process."""
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return isinstance(handler, StopRequest) and handler.signal == "SIGTERM"
 
 
 def _enough(seconds: float) -> int:
-    """Seconds that a step and a save fit into, as a round number."""
+    """Return whole minutes, in seconds, that twice this time and a minute fit into."""
     return (int(2 * seconds + 60) // 60 + 1) * 60

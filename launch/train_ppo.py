@@ -32,7 +32,7 @@ from megatron_rc.launch.stopping import leaves_by_sigterm
 from megatron_rc.launch.tasks import Task
 
 USAGE_ERROR, FAILURE = 2, 1
-# Whether nothing is lost: all is done, or a checkpoint holds what is.
+# Returns whether nothing is lost: all steps are made, or a checkpoint holds the steps made.
 Run = Callable[[RunConfig, Task], bool]
 WAIT_SECONDS = 60
 
@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None, run: Run | None = None) -> None:
 
 
 def _import_wandb() -> None:
-    """Import Weights & Biases, as Megatron-Core does, with its temporary folders in the launcher's.
+    """Import Weights & Biases, as Megatron-Core does, with its temporary folders inside the launcher's.
 
-    They would stay behind wherever a rank is killed.
+    In the system's they would stay behind when a rank is killed.
     """
     folder = os.environ.get(FOLDER)
     if folder and importlib.util.find_spec("wandb") is not None:
@@ -102,14 +102,14 @@ def _visible_lines() -> logging.Handler:
 
 
 def ignore_megatron_warnings() -> None:
-    """Megatron-Core warns of every optional package that is not there, and of its own use of older torch names."""
+    """Silence Megatron-Core's warnings of missing optional packages and of deprecated names of torch."""
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def cpu_backend() -> contextlib.AbstractContextManager[None]:
-    """Megatron-Core on the CPU inside this block; what trains is imported with nothing compiled."""
+    """Run Megatron-Core on the CPU inside this block, with the training modules imported uncompiled."""
     from megatron_rc.launch.training import cpu
 
     with cpu.without_compiler():
@@ -118,7 +118,7 @@ def cpu_backend() -> contextlib.AbstractContextManager[None]:
 
 
 def _outcome_of(run: Run, config: RunConfig, task: Task) -> bool:
-    """What the run gives; code of the user's that leaves the process ends no rank as if all were done."""
+    """Return the run's result; a ``sys.exit()`` in a user's code is an error and no success."""
     try:
         return run(config, task)
     except SystemExit as error:
@@ -133,15 +133,15 @@ def _say_restart(rank: int) -> None:
 
 
 def end_together(message: str, code: int, *, missed: Missed | None = None, is_first: bool | None = None) -> NoReturn:
-    """The first rank of each machine says why and ends; the others wait for torchrun to end them, lest that be lost.
+    """End this rank with an error that all ranks have.
 
-    A rank that nobody ended met its error alone, and says so itself. Where the launcher started the ranks, it says why
-    when all have ended.
+    The first rank of each machine says the error and ends; the others wait until torchrun ends them, so that the
+    message is not lost. A rank that nobody ends met its error alone, and says it. Under the launcher the launcher does.
     """
     lost, lost_in = (None, "") if missed is None else (missed.rank, missed.last_seen)
     is_told = tell_ending(error=message, code=code, lost=lost, lost_in=lost_in)
     if is_told and code == GUARD:
-        # torchrun would start ranks that failed again; the launcher gives the code.
+        # With another code torchrun would start the ranks again; the launcher gives the code.
         sys.exit(0)
     if is_first is None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -153,7 +153,7 @@ def end_together(message: str, code: int, *, missed: Missed | None = None, is_fi
 
 
 def _end_at_once(missed: Missed) -> NoReturn:
-    """From a thread, while the main one waits for a rank that does not answer."""
+    """End this process from a thread, while the main thread waits for a missing rank."""
     if not tell_ending(error=missed.words, code=FAILURE, lost=missed.rank, lost_in=missed.last_seen):
         say_error(missed.words)
     os._exit(FAILURE)

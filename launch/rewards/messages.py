@@ -1,4 +1,4 @@
-"""What the trainer and a worker tell each other, apart from requests, which are pickled keywords of the rule."""
+"""Messages between the trainer and a worker, apart from requests, which are pickled keywords of the rule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_rc.launch.rewards.rules import Source
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told first.
+    """The first message to a worker.
 
     Attributes:
         source: of the rule.
         timeout: seconds for one sample.
         load_timeout: seconds to load the rule.
-        parent: process that started it.
-        stacks: number of the open file where it writes down where a rule hangs or crashes.
+        parent: process that started the worker.
+        stacks: number of the open file for the stack of a rule that hangs or crashes.
     """
 
     source: Source
@@ -29,10 +29,10 @@ class Setup:
 
 
 def write_outcome(outcome: Outcome) -> bytes:
-    """The answer of a worker: plain JSON, so that no object of the user's code comes into the trainer."""
+    """Return a worker's answer as plain JSON, so that no object of the user's code comes into the trainer."""
     return json.dumps(asdict(outcome)).encode()
 
 
 def read_outcome(answer: bytes) -> Outcome:
-    """What a worker answered."""
+    """Read a worker's answer."""
     return Outcome(**json.loads(answer))

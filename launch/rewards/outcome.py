@@ -1,4 +1,4 @@
-"""What a reward function gave for one sample: numbers, or why there are none."""
+"""The outcome of a reward function for one sample: numbers, or the reason that there are none."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_rc.launch.python_specs import in_words, own_traceback
 
 REWARD = "reward"
 MAX_COMPONENTS = 32
-# Of float32, in which a batch holds its rewards.
+# The largest float32; a batch holds rewards in float32.
 LARGEST = (2 - 2**-23) * 2.0**127
 MAX_TRACEBACK = 20_000
-# The launcher's own metrics of this prefix.
+# Names under reward/ that the launcher's own metrics have.
 RESERVED = (
     *("mean", "std", "max", "min", "nonzero_advantages", "errors", "overlong_penalty"),
     *("kl", "running_mean", "running_std", "greedy"),
@@ -31,10 +31,10 @@ class Outcome:
     """The score of one sample.
 
     Attributes:
-        reward: the number that is trained on; NaN where there is none.
+        reward: the number to train on; NaN if there is none.
         components: the other entries of a dict, by name.
-        failure: why there is no number, as what the function did: ``raised ValueError: ...``; None: there is one.
-        traceback: where that was; may be empty.
+        failure: the function's failure as a verb, ``raised ValueError: ...``; None: there is a number.
+        traceback: of the failure; may be empty.
     """
 
     reward: float = math.nan
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:
-    """Make the call, and read what it gives; never raises what that raises."""
+    """Make the call and read its result; an exception of the call becomes a failure."""
     try:
         return _read(call())
     except _NoNumber as problem:
@@ -55,7 +55,7 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
 
 
 class _NoNumber(ValueError):
-    """What was returned is no reward; the message says what it is."""
+    """The returned value is no reward; the message names the value."""
 
 
 def _read(given: Any) -> Outcome:

@@ -1,8 +1,8 @@
 """The soft punishment of long responses: the reward falls over the last tokens before the longest length.
 
 Yu et al. 2025, "DAPO", Eq. 13 (verl's ``overlong_buffer``): L tokens at most, the last B of them the buffer, n tokens
-of a response. Taken off is factor · max(0, n - (L - B)) / B, the whole factor at n = L, whether the response ends there
-or is cut off.
+of a response. The penalty is factor · max(0, n - (L - B)) / B, and so the whole factor at n = L, if the response ends
+there or is cut off.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PENALTY = "overlong_penalty"
 
 
 def penalised(rewards: Rewards, lengths: Sequence[int], config: RunConfig) -> Rewards:
-    """The rewards less the punishment, which is a component of its own; as they are without ``--overlong penalise``.
+    """Subtract the penalty, which becomes a component; return rewards unchanged without ``--overlong penalise``.
 
     Args:
         rewards: of some responses.

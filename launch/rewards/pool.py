@@ -1,7 +1,7 @@
-"""Worker processes that score samples within a time limit: one that hangs or dies is replaced, and costs its sample.
+"""Worker processes that score samples within a time limit; a worker that hangs or dies is replaced.
 
-A pool of the multiprocessing family (pebble, loky) would import the trainer's main module in every worker, and torch
-with it, and would leave workers that hang behind where the trainer is killed.
+Pools of the multiprocessing family (pebble, loky) would import the trainer's main module, and so torch, in every
+worker. They would also leave hanging workers behind when the trainer is killed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_rc.launch.rewards.outcome import MAX_TRACEBACK, Outcome
 from megatron_rc.launch.rewards.rules import Source
 
 LOAD_SECONDS = 120.0
-# After its time limit a worker writes down where its rule is.
+# A worker writes down its stack after the time limit; it gets so long for that.
 _GRACE_SECONDS = 0.5
 _MAX_ANSWER = 1 << 20
 _MODULE = "megatron_rc.launch.rewards.worker"
 
 
 class RewardPool:
-    """Scores samples by a rule in processes of its own; they start at once, and load the rule meanwhile.
+    """Processes that score samples by a rule; they start at once and load the rule in the background.
 
     Args:
         source: of the rule.
@@ -49,11 +49,11 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._has_loaded = False
-        # Threads only wait. They live as long as the pool, and workers end with the thread that started them.
+        # Threads only wait. They live as long as the pool, because a worker ends with the thread that started it.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """One outcome a request, in their order; a request holds the keywords of the rule.
+        """Return one outcome for each request, in order; a request holds the keywords of the rule.
 
         Raises:
             ConfigurationError: the rule cannot be loaded.
@@ -65,7 +65,7 @@ class RewardPool:
         return list(self._threads.map(self._score, requests))
 
     def close(self) -> None:
-        """End all workers now, whatever they do, and what their rules started."""
+        """End all workers at once, and all processes that their rules started."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -81,10 +81,10 @@ class RewardPool:
 
 
 def check_loads(source: Source, load_timeout: float = LOAD_SECONDS) -> None:
-    """Whether the rule can be loaded, in a process of its own: it may hang or die there.
+    """Load the rule in a process of its own, since loading may hang or crash.
 
     Raises:
-        ConfigurationError: no; says why.
+        ConfigurationError: the rule cannot be loaded.
     """
     worker = _Worker(source, load_timeout, load_timeout)
     try:
@@ -94,20 +94,20 @@ def check_loads(source: Source, load_timeout: float = LOAD_SECONDS) -> None:
 
 
 class _Worker:
-    """One process after the other: the next one is started when the last has gone, and there is something to score."""
+    """One process at a time; after its end the next sample starts another."""
 
     def __init__(self, source: Source, timeout: float, load_timeout: float = LOAD_SECONDS) -> None:
         self.source, self.timeout, self.load_timeout = source, timeout, load_timeout
         self._lock = threading.Lock()
         self._is_closed, self._is_loaded, self._has_ended = False, False, True
-        with suppress(OSError):  # it comes up again where the process is needed
+        with suppress(OSError):  # the error comes again when a sample needs the process
             self._start()
 
     def ask(self, request: Mapping[str, Any]) -> Outcome:
         """Score one sample."""
         try:
             message = pickle.dumps(request)
-        except Exception as error:  # a task's label can be anything
+        except Exception as error:  # a task's label can be any object
             return Outcome(failure=f"gets a label or record that no process can be sent: {in_words(error)}")
         try:
             self.make_ready()
@@ -124,10 +124,10 @@ class _Worker:
             return Outcome(failure=how, traceback=stacks)
 
     def make_ready(self) -> None:
-        """Start the process where there is none, and wait for its rule.
+        """Start a process if there is none, and wait until its rule is loaded.
 
         Raises:
-            ConfigurationError: it cannot be started, or cannot load the rule.
+            ConfigurationError: the process cannot be started, or the rule cannot be loaded.
         """
         if self._is_loaded and not self._has_ended:
             return
@@ -150,7 +150,7 @@ class _Worker:
         self._is_loaded = True
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process; no other one is started."""
         with self._lock:
             self._is_closed = True
         self._end()
@@ -172,7 +172,7 @@ class _Worker:
         self._connection.send_bytes(pickle.dumps(setup))
 
     def _end(self) -> tuple[str, str]:
-        """End the process: (how it went, where its rule was if it could say so)."""
+        """End the process; return how it ended, and the stack that it wrote."""
         with self._lock:
             if self._has_ended:
                 return "was ended with the run", ""
@@ -189,9 +189,9 @@ class _Worker:
 
 
 def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
-    """A worker with these two open files; in a session of its own.
+    """Start a worker with these two open files.
 
-    Ctrl-C is the trainer's, and what a rule started is ended with it.
+    It has a session of its own: Ctrl-C does not reach it, and its group has all processes that the rule starts.
     """
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE, str(connection)],
@@ -203,6 +203,6 @@ def _start_process(connection: int, stacks: int) -> subprocess.Popen[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """Modules are found where the trainer finds them, and what a rule prints is not lost when its process is killed."""
+    """Return a worker's environment: the trainer's module path, unbuffered output, and the mark of this run."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", SCORES_FOR: mark_of_scores(os.getpid())}

@@ -1,4 +1,4 @@
-"""Scores the responses of one replica, and deals with those that cannot be scored."""
+"""Scoring of one replica's responses; a response that cannot be scored is written down."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("megatron_rc")
 
 
 class RewardError(RuntimeError):
-    """A response that cannot be scored, where that ends the run; or not be written down."""
+    """A response that cannot be scored with ``--reward-errors stop``, or a failure that cannot be written down."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Rewards:
     """The scores of some responses.
 
     Attributes:
-        values: what is trained on, one a response, those of errors included.
-        outcomes: what the rule gave, likewise.
+        values: numbers to train on, one for each response; a failed response has ``--reward-on-error``.
+        outcomes: of the rule, one for each response.
     """
 
     values: list[float]
@@ -44,11 +44,11 @@ class Rewards:
 
     @property
     def errors(self) -> int:
-        """How many responses could not be scored."""
+        """Number of responses that could not be scored."""
         return sum(one.failure is not None for one in self.outcomes)
 
     def sums(self) -> dict[str, tuple[float, int]]:
-        """By name of a component its sum, and the number of responses that have it."""
+        """Sum of each component, and the number of responses that have it, by name."""
         names = dict.fromkeys(name for one in self.outcomes for name in one.components)
         found = {name: [one.components[name] for one in self.outcomes if name in one.components] for name in names}
         return {name: (sum(values), len(values)) for name, values in found.items()}
@@ -75,17 +75,16 @@ class Rewarder:
     def score(
         self, problems: Sequence[Problem], responses: Sequence[str], *, step: int, held_out: bool = False
     ) -> Rewards:
-        """The rewards of responses to problems, one a problem.
+        """Score responses to problems.
 
         Args:
-            problems: what was asked.
-            responses: the texts of the answers, without their ends.
-            step: optimizer steps that lie behind, for the file of errors.
-            held_out: they are an evaluation's.
+            problems: one for each response.
+            responses: texts of the answers, without the end-of-text token.
+            step: optimizer steps made so far, for the file of errors.
+            held_out: the responses belong to an evaluation.
 
         Raises:
-            RewardError: one that could not be scored cannot be written down; with ``--reward-errors stop``: one could
-                not be scored.
+            RewardError: a failure cannot be written down; with ``--reward-errors stop``: a response cannot be scored.
             ConfigurationError: the rule cannot be loaded.
         """
         requests = [_request(problem, text) for problem, text in zip(problems, responses, strict=True)]
@@ -99,11 +98,11 @@ class Rewarder:
         return Rewards([on_error if one.failure else one.reward for one in outcomes], outcomes)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         self._scorer.close()
 
     def _known(self, outcome: Outcome) -> Outcome:
-        """The outcome, unless its components are too many beside those of all others."""
+        """Return the outcome, or a failure if the run has too many different components."""
         names = self._names | set(outcome.components)
         if len(names) > MAX_COMPONENTS:
             return Outcome(failure=f"gave more than {MAX_COMPONENTS} different components over the run")
@@ -111,7 +110,7 @@ class Rewarder:
         return outcome
 
     def _write(self, request: Mapping[str, Any], outcome: Outcome, where: Mapping[str, Any]) -> None:
-        """A line in the run's folder."""
+        """Add a line to the run's file of errors."""
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **where, "replica": self.replica}
         what = {"rule": self.source.name, "error": outcome.failure, "traceback": outcome.traceback}
         line = {**about, **what, **{name: as_json(value) for name, value in request.items()}}
@@ -125,7 +124,7 @@ class Rewarder:
             ) from error
 
     def _report(self, index: int, outcome: Outcome, requests: Sequence[Mapping[str, Any]]) -> None:
-        """End the run, or say once that it goes on."""
+        """End the run, or say once that the run goes on."""
         where = f"{self.source.name} {outcome.failure}, on response {requests[index]['response'][:80]!r}"
         if self.settings.reward_errors == "stop":
             shown = f"its traceback:\n{outcome.traceback[-_SHOWN:]}\n" if outcome.traceback else ""
@@ -139,43 +138,43 @@ class Rewarder:
 
 
 class InProcess:
-    """A rule that can neither hang nor die, in this process: what :class:`RewardPool` does without its processes."""
+    """Scoring in this process by a rule that can neither hang nor crash; for use in place of :class:`RewardPool`."""
 
     def __init__(self, source: Source) -> None:
         self._rule = source.load()
 
     def score(self, requests: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """One outcome a request, in their order."""
+        """Return one outcome for each request, in order."""
         return [outcome_of(partial(self._rule, **request)) for request in requests]
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Do nothing: there are no processes."""
 
 
 def source_of(config: RunConfig) -> Source:
-    """Where the rule of a run comes from."""
+    """Return the source of a run's rule."""
     return Source(config.task.task, config.training.seed, config.rewards.reward)
 
 
 def errors_file(config: RunConfig) -> Path:
-    """Where the responses are that could not be scored."""
+    """Return the path of the file of responses that could not be scored."""
     return Path(config.launch.runs_dir) / config.launch.run_name / ERRORS_FILE
 
 
 def as_json(value: Any) -> Any:
-    """The value, or words for what is no JSON."""
+    """Return the value, or a text for a value that JSON cannot express."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         try:
             return reprlib.repr(value)
         except ValueError:  # an integer of more digits than Python writes
-            return f"what cannot be written, of type {type(value).__name__}"
+            return f"a value that cannot be written, of type {type(value).__name__}"
     return value
 
 
 def _default_workers() -> int:
-    """This process's share of the machine's cores."""
+    """Return this process's share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_DEFAULT_WORKERS, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 

@@ -1,4 +1,4 @@
-"""Which rule scores a run's responses, and whether it may do so in the trainer's process."""
+"""The rule that scores a run's responses, and whether it may run in the trainer's process."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_rc.launch.tasks import Rule, make_task
 from megatron_rc.launch.tasks.python_task import own_reward
 
 EXACT, MATH_VERIFY = BUILT_IN = ("exact", "math-verify")
-# Like EXACT it compares short texts: it can neither hang nor die. Everything else runs in worker processes.
+# Like EXACT it compares short texts, and so can neither hang nor crash. All other rules run in worker processes.
 _HARMLESS_TASK = "count_up"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a run's rule comes from; a worker makes the rule from it.
+    """The source of a run's rule, from which a worker makes the rule.
 
     Attributes:
-        task: ``--task``; None: files of prompts, which have no rule.
+        task: ``--task``; None: files of prompts, which have no rule of their own.
         seed: of the task.
         reward: ``--reward``; None: the task's own rule.
     """
@@ -35,7 +35,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """As a user would say it: the flag and its value."""
+        """The flag and its value."""
         if self.reward is not None:
             return f"--reward {self.reward}"
         return "--prompt-data" if self.task is None else f"--task {self.task}"
@@ -46,7 +46,7 @@ class Source:
         return self.reward == EXACT or (self.reward is None and self.task == _HARMLESS_TASK)
 
     def check(self) -> None:
-        """Raise ConfigurationError unless this is the name of a rule whose library is installed."""
+        """Raise ConfigurationError if the rule is unknown or its library is not installed."""
         if self.reward is None or is_python_spec(self.reward):
             return
         if self.reward not in BUILT_IN:
@@ -57,10 +57,10 @@ class Source:
             require("math_verify", self.name, "math")
 
     def load(self) -> Rule:
-        """The rule itself, wherever this is called.
+        """Load the rule into this process.
 
         Raises:
-            ConfigurationError: there is none, or it is no function.
+            ConfigurationError: there is no rule, or it is no function.
         """
         self.check()
         if self.reward is None:
@@ -74,7 +74,7 @@ class Source:
 
 
 def exact(*, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-    """1 where the response is the label, but for white space around it; else 0.
+    """Return 1 if the response equals the label, apart from white space around it; else 0.
 
     Raises:
         TypeError: the label is neither text nor a number.
@@ -85,15 +85,15 @@ def exact(*, prompt: str, response: str, label: Any, record: Mapping[str, Any]) 
 
 
 def verify_math(library: Any, *, prompt: str, response: str, label: Any, record: Mapping[str, Any]) -> float:
-    """1 where the response's last mathematical expression equals the label's, as math-verify sees it; else 0.
+    """Return 1 if math-verify finds the response's last expression equal to the label's; else 0.
 
     Raises:
         ValueError: there is no expression in the label.
     """
     text = str(label)
-    # A label is an expression as a whole, of which math-verify would otherwise find the first number.
+    # The whole label is one expression; unmarked, math-verify would take its first number.
     marked = text if "$" in text or "\\boxed" in text else f"\\boxed{{{text}}}"
-    # The library's own time limits would come on top of the worker's.
+    # No time limits of the library: the worker has its own.
     expected = library.parse(marked, parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no expression in the label {text!r}")
@@ -119,13 +119,13 @@ def _rule_of_task(task: str | None, seed: int) -> Rule:
 
 
 def _called_by_keywords(function: Any, name: str) -> Rule:
-    """The function, if its parameters are those that it is called with and it gives its result at once."""
+    """Return the function if it takes the four keywords and returns its result directly."""
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if any(kind(called) for kind in kinds for called in (function, function.__call__)):
         raise ConfigurationError(f"{name} gives no result when it is called: make it neither async nor a generator")
     try:
         inspect.signature(function).bind(prompt="", response="", label=None, record={})
-    except ValueError:  # not every callable says what it takes
+    except ValueError:  # some callables have no signature
         pass
     except TypeError as error:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""A worker process: makes the rule, then scores one sample after the other until its parent is gone.
+"""A worker process: loads the rule, then scores one sample after the other until its parent is gone.
 
     python -m megatron_rc.launch.rewards.worker <file number of its connection>
 
@@ -30,7 +30,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def main(argv: list[str]) -> None:
-    """Serve the connection of this number."""
+    """Serve the connection with this file number."""
     connection: Connection[Any, Any] = Connection(int(argv[1]))
     setup: Setup = pickle.loads(connection.recv_bytes())
     _prepare(setup)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         rule, problem = setup.source.load(), ""
     except ConfigurationError as error:
         problem = str(error)
-    except BaseException as error:  # whatever a library raises; the parent says it
+    except BaseException as error:  # a library can raise any error; the parent says it
         problem = f"{own_traceback(error)}\n{setup.source.name} cannot be loaded, it raises {in_words(error)}"
     faulthandler.cancel_dump_traceback_later()
     connection.send_bytes(problem.encode(errors="replace"))
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
             return
         faulthandler.dump_traceback_later(setup.timeout, file=setup.stacks)
         outcome = outcome_of(partial(_score, rule, request))
-        if os.getpid() != worker:  # a process that the rule forked has come back from it
+        if os.getpid() != worker:  # this is a process that the rule forked
             os._exit(0)
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(write_outcome(outcome))
@@ -62,7 +62,7 @@ def _score(rule: Rule, request: bytes) -> Any:
 
 
 def _prepare(setup: Setup) -> None:
-    """Never outlive the parent, be the first that goes where memory runs out, and leave the terminal to the trainer."""
+    """Set up this process: it ends with its parent, is the first to go when memory runs out, and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, and what becomes of it where one cannot be written."""
+"""Times of a run's checkpoints, and the run's reaction to a failed save."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CheckpointSaves:
         trainer: that makes the steps.
 
     Attributes:
-        begun: steps that lay behind at the start.
-        saved: step of the newest one; −1: none.
-        metrics: how long training waited for the last one; reported with the step after it.
+        begun: steps made before this start.
+        saved: step of the newest checkpoint; −1: none.
+        metrics: time that training waited for the last checkpoint; reported with the next step.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer) -> None:
@@ -39,10 +39,10 @@ class CheckpointSaves:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Where all ranks end together by an error, their weights are as good as before it: they are kept.
+        """Save the present weights if all ranks end by one error, and add the checkpoint's place to its sentence.
 
-        A checkpoint under way becomes whole. The error's sentence goes on with where the steps are that were made. None
-        that is older is removed: where the error tells of a model that is ruined, it is what the user goes on from.
+        The checkpoint under way is finished. No older one is removed: if the error tells of a ruined model, the user
+        goes on from an older checkpoint.
         """
         if not isinstance(error, AgreedError):
             return
@@ -61,16 +61,16 @@ class CheckpointSaves:
         error.args = (f"{error}; checkpoint {step} in {save} holds the steps before that{self._older(step)}",)
 
     def _older(self, step: int) -> str:
-        """The last checkpoint before that of an error, in words, as all ranks know it; a new run has none."""
+        """Name the last checkpoint before the error, if there is one."""
         return f", the one before it is {self.saved}" if 0 < self.saved < step else ""
 
     def on_the_way(self) -> None:
-        """After a step: begin what is due, go on with what is under way."""
+        """Begin a checkpoint that is due after this step, or go on with the one under way."""
         interval, step = self.files.save_interval, self.trainer.iteration
         is_due = bool(self.files.save and interval and step % interval == 0)
         began = time.monotonic()
         if is_due:
-            # By itself: where the one before fails and the run goes on, the one that is due is written all the same.
+            # An attempt of its own: a failure of the checkpoint before does not stop the one that is due.
             self._attempt(self.trainer.writer.finish)
         if not self._attempt(self.trainer.save if is_due else self.trainer.writer.look):
             self.saved = -1
@@ -79,7 +79,7 @@ class CheckpointSaves:
         self.metrics = {"perf/save_seconds": time.monotonic() - began} if is_due else {}
 
     def at_the_end(self) -> None:
-        """The last step, unless it is saved already."""
+        """Save the last step, unless a checkpoint has it."""
         if not self._attempt(self.trainer.writer.finish):
             self.saved = -1
         if self.files.save and self.saved != self.trainer.iteration:
@@ -87,7 +87,7 @@ class CheckpointSaves:
             self.trainer.writer.finish()
 
     def _attempt(self, work: Callable[[], None], *, is_ending: bool = False) -> bool:
-        """Whether it worked; where it did not, the run goes on by flag, or because it ends by another error."""
+        """Do the work; return False after a failure if the run goes on by flag or ends by another error."""
         try:
             work()
         except SaveError as error:

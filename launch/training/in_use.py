@@ -1,7 +1,7 @@
-"""Folders that one run alone may write to: a second one would mix its steps and checkpoints with the first one's.
+"""Locks on the folders of a run: a second run would mix its steps and checkpoints with the first run's.
 
-The lock is one of POSIX, on a file in the folder. The system gives it up when the process ends in whatever way, and a
-process that was forked, as to write a checkpoint, does not hold it. Where files cannot be locked, nothing is found out.
+A POSIX lock on a file in the folder. The system releases it when the process ends in any way, and a forked process,
+which may write a checkpoint, does not hold it. On file systems without locks no second run is found.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ IN_USE_FILE = ".in-use"
 
 @contextlib.contextmanager
 def in_use(config: RunConfig) -> Iterator[str | None]:
-    """Keep other runs out of this one's folder and of its ``--save``, inside this block; for rank 0.
+    """Lock this run's folder and its ``--save`` inside the block; for rank 0.
 
     Yields:
-        Why they cannot be used, if another run does.
+        The reason that a folder cannot be used; None: both are locked.
     """
     folder = Path(config.launch.runs_dir) / config.launch.run_name
     save = config.checkpoints.save
@@ -35,8 +35,8 @@ def in_use(config: RunConfig) -> Iterator[str | None]:
 
 
 def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
-    """Lock a folder until the stack ends; the sentence for one that another run has."""
-    with contextlib.suppress(OSError):  # a folder that cannot be written to is told of by what writes there
+    """Lock a folder until the stack ends; return a sentence if another run has the lock."""
+    with contextlib.suppress(OSError):  # the first write to the folder reports the error
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if is_new:
@@ -44,7 +44,7 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
         path = folder / IN_USE_FILE
         if path.is_symlink():
             return f"{name}: {path} is a link, and what it leads to would be written over: remove it"
-        # A link that was put there a moment ago is an error.
+        # A link that appeared a moment ago is an error.
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         file = stack.enter_context(os.fdopen(opened, "a+", encoding="utf-8"))
         try:
@@ -62,12 +62,12 @@ def _taken(name: str, folder: Path, stack: contextlib.ExitStack) -> str | None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """A run that is refused leaves no folder."""
+    """Remove the empty folder of a refused run."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def _owner(file: TextIO) -> str:
-    """The run that has the lock, in words."""
+    """Describe the run that has the lock."""
     file.seek(0)
     return f"another run ({file.read(200).strip() or 'it begins at this moment'})"

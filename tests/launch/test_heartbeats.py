@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rc.launch import heartbeats, phases
-from megatron_rc.launch.heartbeats import Beat, Heartbeats
+from megatron_rc.launch.ending import tell_start
+from megatron_rc.launch.heartbeats import Beat, Heartbeats, tell_other_machines
 from tests.support.forked import launch_forked
 from tests.support.runs import SMALL, TWO, finish, read, wait_for
 
@@ -165,6 +166,28 @@ def test_a_process_that_is_gone_ends_the_other_ranks_of_its_machine_at_once(make
     until(lambda: make.ended or (sentence is None and rank._count > told + 10))
     assert [missed.rank for missed in make.ended[:1]] == [1] * bool(sentence)
     assert sentence is None or re.fullmatch(sentence, make.ended[0].words)
+
+
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        ("", rf"rank 2 on {HOST} is gone, in the rollout of step 3 {SINCE}: its process 1 has ended"),
+        ("failed", rf"rank 2 on {HOST} failed in the rollout of step 3 {SINCE}: see what it said"),
+        ("ended", None),
+    ],
+)
+def test_ranks_of_other_machines_end_at_once(make, monkeypatch, tmp_path, last, sentence):
+    """Rank 2 is alone on its machine; its launcher knows where the ranks' store is."""
+    monkeypatch.setenv("MEGATRON_RC_ENDINGS", str(tmp_path))
+    tell_start()
+    first, second = make(0), make(1)
+    beat = Beat(1, HOST, 1, "the rollout of step 3", time.time(), "", False, last)
+    first._store.set("2", json.dumps(asdict(beat)))
+    tell_other_machines(tmp_path, [2])
+    told = first._count, second._count
+    until(lambda: len(make.ended) > 1 or (first._count > told[0] + 10 and second._count > told[1] + 10))
+    assert {missed.rank for missed in make.ended} == ({2} if sentence else set())
+    assert all(re.fullmatch(sentence, missed.words) for missed in make.ended)
 
 
 @pytest.mark.processes

@@ -35,8 +35,8 @@ PICKLES = {
     "launch/rewards/pool.py",
     "launch/rewards/worker.py",
     "launch/training/checkpoints/background.py",
-    "launch/training/checkpoints/megatron_writes.py",
     "launch/training/checkpoints/unpickling.py",
+    "launch/training/checkpoints/writing.py",
     "megatron_rc/records/tensor_files.py",
 }
 

@@ -21,7 +21,7 @@ def check_machine(config: RunConfig) -> None:
     The limit of open files is first raised as far as this user may, for this process and its children.
     """
     raise_open_files()
-    is_used = bool(config.checkpoints.save) or config.engine.rollout_engine == "vllm" or not config.launch.on_cpu
+    is_used = config.engine.rollout_engine == "vllm" or not config.launch.on_cpu
     if is_used and SHARED_MEMORY.exists():
         try:
             with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
@@ -29,8 +29,8 @@ def check_machine(config: RunConfig) -> None:
                 file.flush()
         except OSError as error:
             raise ConfigurationError(
-                f"{SHARED_MEMORY} cannot be written to ({error.strerror}), and the writers of checkpoints, vLLM and "
-                "NCCL need it: make room there, or start the container with more (docker run --shm-size 1g)"
+                f"{SHARED_MEMORY} cannot be written to ({error.strerror}), and vLLM and NCCL need it: "
+                "make room there, or start the container with more (docker run --shm-size 1g)"
             ) from error
 
 

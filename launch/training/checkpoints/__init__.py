@@ -1,1 +1,1 @@
-"""Checkpoints that any parallel layout can read: Megatron's format, and beside it what makes them safe to rely on."""
+"""Checkpoints that any parallel layout can read: Megatron's format, with settings and checksums beside it."""

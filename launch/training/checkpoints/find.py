@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest, if it is whole."""
+"""Choice of the checkpoint that a run goes on from: the newest, if it is whole."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _log = logging.getLogger("megatron_rc")
 
 
 def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checksums: bool = True) -> tuple[int, Path]:
-    """A checkpoint of a folder and its place, for one process by itself.
+    """Return a checkpoint's number and folder, for one process without other ranks.
 
-    Read it inside ``unpickling.safe_loading``: whole is not the same as harmless.
+    A whole checkpoint may still be hostile: read it by ``reading.CheckpointReader``.
 
     Args:
         load: the folder of all checkpoints.
-        iteration: which of them; None: the newest.
-        checksums: read all of it; False: look at sizes alone.
+        iteration: number of the checkpoint; None: the newest.
+        checksums: read and compare all files; False: compare sizes alone.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the folder holds no such checkpoint, or it is damaged.
     """
     found = latest_iteration(load) if iteration is None else iteration
     if iteration is None and found is not None:
@@ -54,7 +54,7 @@ def checked_checkpoint(load: str | Path, iteration: int | None = None, *, checks
 
 
 def _other_whole(load: str | Path, damaged: int, checksums: bool) -> str:
-    """Which checkpoint can be taken in place of a damaged one: the newest that is whole."""
+    """Name the newest whole checkpoint as a remedy for a damaged one."""
     for number in reversed(iterations(load)):
         if number != damaged and manifest.damage(iteration_folder(load, number), checksums=checksums) is None:
             return f"--ckpt-step {number} takes one that is whole"
@@ -62,7 +62,7 @@ def _other_whole(load: str | Path, damaged: int, checksums: bool) -> str:
 
 
 def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int | None:
-    """The checkpoint to go on from: the newest, or with ``--load-last-valid`` the newest that is whole; None: none.
+    """Return the newest checkpoint, or with ``--load-last-valid`` the newest whole one; None: the folder is empty.
 
     Args:
         load: the folder of all checkpoints.
@@ -70,7 +70,7 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
         name: the flag that names the folder.
 
     Raises:
-        AgreedError: on every rank alike: the newest is damaged; the message names the last one that is whole.
+        AgreedError: on every rank: the newest is damaged; the message names the last whole one.
     """
     _restore_own(load, config)
     found, damage = _agreed_latest_iteration(load, config, name)
@@ -82,7 +82,7 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
         if found is not None and dist.get_rank() == 0:
             _name_newer(load, found, f"{name} ")
         return found
-    # Later ones than the newest are another run's.
+    # Checkpoints after the newest belong to another run.
     others = [number for number in reversed(_agreed_iterations(load, config, name)) if found is None or number < found]
     whole = next((number for number in others if _agreed_damage(load, number, config, name) is None), None)
     if whole is None:
@@ -96,9 +96,9 @@ def find_checkpoint(load: str, config: RunConfig, name: str = "--load") -> int |
 
 
 def _name_newer(load: str | Path, found: int, flag: str = "") -> None:
-    """Warn where the tracker names an older checkpoint than the newest whole one: nothing protects its digits.
+    """Warn if the tracker names an older checkpoint than the newest whole one: the file has no checksum.
 
-    Looks at sizes alone: reading a newer checkpoint that nobody asked for may take minutes.
+    Compares sizes alone, since reading a checkpoint may take minutes.
     """
     with suppress(OSError):
         newer = [number for number in reversed(iterations(load)) if number > found]
@@ -113,15 +113,15 @@ def _name_newer(load: str | Path, found: int, flag: str = "") -> None:
 
 
 def _restore_own(load: str, config: RunConfig) -> None:
-    """What a run that was killed while it replaced a checkpoint has left; in another's folder nothing is touched."""
+    """Bring back a checkpoint that a killed run was replacing, if the folder is also ``--save``."""
     if dist.get_rank() == 0 and config.checkpoints.is_save(load):
-        with suppress(OSError):  # then what is missing is named
+        with suppress(OSError):  # the missing checkpoint is named later
             restore(load)
     agree(config)
 
 
 def _agreed_latest_iteration(load: str, config: RunConfig, name: str) -> tuple[int | None, str | None]:
-    """``latest_iteration`` of ``--load`` and what is wrong with it, the same on every rank."""
+    """Return ``latest_iteration`` of ``--load`` and its error, the same on every rank."""
     found, error = None, None
     try:
         found = latest_iteration(load)
@@ -140,7 +140,7 @@ def _agreed_latest_iteration(load: str, config: RunConfig, name: str) -> tuple[i
 
 
 def _agreed_damage(load: str, iteration: int, config: RunConfig, name: str) -> str | None:
-    """What is wrong with one checkpoint, the same on every rank, each of which reads its share of it."""
+    """Return the damage of a checkpoint, the same on every rank; each rank reads a share of the files."""
     folder = iteration_folder(load, iteration)
     problem = _agreed(config, manifest.damage(folder, checksums=config.checkpoints.verify_integrity))
     if problem is None and dist.get_rank() == 0 and not manifest.has_manifest(folder):
@@ -149,7 +149,7 @@ def _agreed_damage(load: str, iteration: int, config: RunConfig, name: str) -> s
 
 
 def _agreed_iterations(load: str, config: RunConfig, name: str) -> list[int]:
-    """As rank 0 finds them."""
+    """Return rank 0's list of checkpoints."""
     found: list[Any] = [None]
     error = None
     if dist.get_rank() == 0:
@@ -163,7 +163,7 @@ def _agreed_iterations(load: str, config: RunConfig, name: str) -> list[int]:
 
 
 def _agreed(config: RunConfig, error: str | None) -> str | None:
-    """The first error of any rank."""
+    """Return the error of the first rank that has one."""
     try:
         agree(config, error)
     except AgreedError as agreed:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what a run asks of it, said in the words of its flags."""
+"""Comparison of a checkpoint with a run's flags; messages name the flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rc.launch.training.checkpoints.settings import settings_beside
 
 # Sections that shape the model.
 _SHAPE = {"transformer": "", "latent": "--multi-latent-attention", "experts": "--num-experts", "model": ""}
-# What of it the weights' own shapes do not tell, or not always.
+# Fields of these sections that the shapes of weights do not show, or not always.
 FUNCTION = frozenset(
     "num_attention_heads num_query_groups normalization layernorm_epsilon rotary_base rotary_percent rope_scaling "
     "rope_scaling_factor moe_router_topk moe_router_pre_softmax moe_router_score_function "
@@ -36,14 +36,14 @@ def misfit(
     with_reference: bool,
     with_critic: bool,
 ) -> str | None:
-    """What the checkpoint does not hold although it is asked for; None: nothing.
+    """Return a sentence about a part that is to be loaded and is missing; None: all parts are there.
 
     Args:
         where: the folder and the checkpoint, for the message.
         folder: of the checkpoint.
         index: PyTorch's, of the checkpoint.
         config: of the run.
-        has_schedule: it holds the learning-rate schedule, which is written with the optimizer's state.
+        has_schedule: the checkpoint holds the learning-rate schedule, which is written with the optimizer's state.
         with_optimizer: the optimizer's state is to be loaded.
         with_reference: a reference policy is to be loaded.
         with_critic: a critic is to be loaded.
@@ -97,7 +97,7 @@ def _optimizer_misfit(where: str, index: Metadata, config: RunConfig) -> str | N
 
 
 def _experts_misfit(where: str, folder: Path, config: RunConfig) -> str | None:
-    """Where experts are spread, Megatron has an optimizer of their own, and cannot tell the two apart again."""
+    """Refuse a change between spread and unspread experts: Megatron gives spread experts another optimizer."""
     before = (settings_beside(folder).get("parallel") or {}).get("expert_model_parallel_size")
     now = config.parallel.expert_model_parallel_size
     if config.experts is None or before is None or (before == 1) == (now == 1):
@@ -110,9 +110,9 @@ def _experts_misfit(where: str, folder: Path, config: RunConfig) -> str | None:
 
 
 def differences(config: RunConfig, folder: Path, among: Collection[str] | None = None) -> str:
-    """How the model differs from the one that was saved, by the settings beside it; empty where nothing is known.
+    """Return the first difference between this model's settings and the saved ones; empty: none is known.
 
-    ``among``: the fields that are looked at; None: all that shape it.
+    ``among``: fields to compare; None: all fields that shape the model.
     """
     kept = settings_beside(folder)
     if not kept:

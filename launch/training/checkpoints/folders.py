@@ -1,7 +1,7 @@
-"""A folder of checkpoints: Megatron's names, the tracker file that says which one is the newest, and what is kept.
+"""A folder of checkpoints: Megatron's names, the tracker file with the newest one's number, and removal of old ones.
 
-A checkpoint is written under a name of its own and renamed when it is whole, so that no killed run, full disk or second
-attempt leaves half of one behind, or harms one that is there.
+A checkpoint is written under another name and renamed when it is whole. So no killed run, full disk or second attempt
+leaves half a checkpoint behind, or harms an older one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _PARTIAL, _REMOVED, _REPLACED = ".partial", ".removed", ".replaced"
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Megatron's name of one checkpoint."""
+    """Return Megatron's path of one checkpoint."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def partial_folder(folder: str | Path, iteration: int) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the path of a checkpoint that is not whole yet."""
     return iteration_folder(folder, iteration).with_suffix(_PARTIAL)
 
 
 def latest_iteration(folder: str | Path) -> int | None:
-    """The newest checkpoint in the folder, or None.
+    """Return the number of the newest checkpoint, or None.
 
     Raises:
         ValueError: the tracker file holds no number, or names a checkpoint that is not there.
@@ -44,23 +44,20 @@ def latest_iteration(folder: str | Path) -> int | None:
 
 
 def iterations(folder: str | Path) -> list[int]:
-    """Every checkpoint in the folder, whole or not, the oldest first."""
+    """Return the numbers of all checkpoints, whole or not, the oldest first."""
     names = (re.fullmatch(r"iter_(\d{7,9})", path.name) for path in Path(folder).glob("iter_*") if path.is_dir())
     return sorted(int(match[1]) for match in names if match)
 
 
 def restore(folder: str | Path) -> None:
-    """Bring back a checkpoint that was to be replaced by another one, which never got its name."""
+    """Bring back a checkpoint whose replacement never got its name."""
     for older in Path(folder).glob(f"iter_*{_REPLACED}"):
         if not older.with_suffix("").exists():
             older.rename(older.with_suffix(""))
 
 
 def begin(folder: str | Path, iteration: int) -> None:
-    """An empty place for a new checkpoint; what killed runs left behind goes.
-
-    But for what :func:`restore` brings back.
-    """
+    """Make an empty folder for a new checkpoint; remove the remains of killed runs, after :func:`restore`."""
     restore(folder)
     for suffix in (_PARTIAL, _REMOVED, _REPLACED):
         for left in Path(folder).glob(f"iter_*{suffix}"):
@@ -69,12 +66,12 @@ def begin(folder: str | Path, iteration: int) -> None:
 
 
 def discard(folder: str | Path, iteration: int) -> None:
-    """Give up a checkpoint that could not be written."""
+    """Remove a checkpoint that could not be written."""
     shutil.rmtree(partial_folder(folder, iteration), ignore_errors=True)
 
 
 def complete(folder: str | Path, iteration: int) -> None:
-    """Give a checkpoint its name, and point the tracker file at it; both have reached the disk afterwards."""
+    """Give a checkpoint its name and write its number to the tracker file; both have then reached the disk."""
     final = iteration_folder(folder, iteration)
     older = final.with_suffix(_REPLACED)
     if final.exists():
@@ -91,21 +88,21 @@ def complete(folder: str | Path, iteration: int) -> None:
 
 
 def prune(folder: str | Path, newest: int, keep_last: int, keep_every: int | None) -> None:
-    """Remove all checkpoints up to ``newest`` but the ``keep_last`` last and those at multiples of ``keep_every``.
+    """Remove all checkpoints up to ``newest`` except the last ``keep_last`` and the multiples of ``keep_every``.
 
-    Later ones, of an earlier run that went further, are left alone.
+    Later checkpoints, of an earlier run that went further, stay.
     """
     past = [number for number in iterations(folder) if number <= newest]
     for number in past[:-keep_last]:
         if keep_every is None or number % keep_every:
-            # A name that no reader looks for, so that a killed run leaves no half of a checkpoint.
+            # Renamed first, so that a killed run leaves no half checkpoint under a known name.
             gone = iteration_folder(folder, number).with_suffix(_REMOVED)
             iteration_folder(folder, number).rename(gone)
             shutil.rmtree(gone)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """The whole file or, if the machine stops, the one before."""
+    """Write a file so that after a crash either the new or the old file is whole."""
     written = path.with_name(f"{path.name}.partial")
     with written.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -116,7 +113,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let new names in the folder reach the disk."""
+    """Write new names in the folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A copy of the policy's weights in host memory, which checkpoints keep."""
+"""Copies of the policy's weights in host memory, for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_rc.launch.training.offload import exchanged
 
 
 class HostWeights:
-    """This rank's share of such a copy, which does not train; on the device it takes the place of the policy's.
+    """This rank's share of a copy that does not train; on the device it can replace the policy's weights.
 
     Args:
-        name: of its entries in a checkpoint.
-        chunks: as ``host_copy`` makes them; none where no copy is wanted.
+        name: prefix of the entries in a checkpoint.
+        chunks: from ``host_copy``; empty if no copy is wanted.
         version: see below.
 
     Attributes:
-        version: optimizer steps of this run that lie behind these weights; −1: they are nobody's yet.
+        version: optimizer steps that made these weights; −1: not set yet.
     """
 
     def __init__(self, name: str, chunks: Sequence[torch.nn.Module], version: int) -> None:
@@ -29,24 +29,24 @@ class HostWeights:
 
     @contextmanager
     def in_place_of(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Inside, the policy has these weights; afterwards its own, to the last bit."""
+        """Give the policy these weights inside the block; afterwards it has its own, bit for bit."""
         with exchanged(chunks, self.chunks):
             yield
 
     def copy(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Take the weights that the policy has now."""
+        """Copy the policy's present weights."""
         for own, chunk in zip(self.chunks, chunks, strict=True):
             own.load_state_dict(chunk.state_dict())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return the state to save; empty before the first copy."""
         return self.wanted_state() | {f"{self.name}_version": self.version} if self.version >= 0 else {}
 
     def wanted_state(self) -> dict[str, Any]:
-        """What is asked of a checkpoint that has one."""
+        """Return the sharded state to load."""
         return model_state(self.chunks, self.name)
 
     def load(self, loaded: dict[str, Any]) -> None:
-        """Take it from what was read."""
+        """Take the copy from a loaded state."""
         load_model(self.chunks, loaded, self.name)
         self.version = int(loaded[f"{self.name}_version"])

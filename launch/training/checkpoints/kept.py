@@ -27,11 +27,11 @@ _FLAGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a checkpoint holds of a run on this rank.
+    """The parts of a run that a checkpoint holds, on this rank.
 
     Attributes:
         policy: with its optimizer and schedule.
-        critic: likewise; None: there is none.
+        critic: with its optimizer and schedule; None: there is no critic.
         reference: policy; None without a KL penalty.
         sampling: weights of the rollouts under way.
         rewards: statistics of the rewards so far.
@@ -49,7 +49,7 @@ class Kept:
 def trained_state(
     trained: TrainedModel, name: str, *, with_optimizer: bool, is_loading: bool = False
 ) -> dict[str, Any]:
-    """What is written of a model that learns, or asked of a checkpoint; ``name``: ``POLICY`` or ``CRITIC``."""
+    """Return the sharded state of a trained model, to save or to load; ``name``: ``POLICY`` or ``CRITIC``."""
     state = model_state(trained.model, name)
     if with_optimizer:
         state[_OPTIMIZERS[name]] = optimizer_state(trained.optimizer, trained.model, name, is_loading=is_loading)
@@ -68,7 +68,7 @@ def load_trained(
     *,
     with_optimizer: bool,
 ) -> None:
-    """Take what was read; without the optimizer's state the schedule goes to the optimizer step ``iteration``.
+    """Take a loaded state; without the optimizer's state the schedule goes to optimizer step ``iteration``.
 
     Raises:
         AgreedError: the checkpoint's learning rate is not the flags'; see :func:`check_schedule`.

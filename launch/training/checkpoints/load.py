@@ -1,4 +1,4 @@
-"""Reading a checkpoint: found, verified, fitting, and then into the model, whatever layout wrote it."""
+"""Loading: find a checkpoint, verify it, compare it with the flags, and read it into the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,11 +17,12 @@ from megatron_rc.launch.training.checkpoints.find import find_checkpoint
 from megatron_rc.launch.training.checkpoints.fitting import FUNCTION, differences, misfit
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
 from megatron_rc.launch.training.checkpoints.kept import CRITIC, OPTIMIZERS, POLICY, Kept, load_trained, trained_state
-from megatron_rc.launch.training.checkpoints.megatron_writes import reason_of
+from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
 from megatron_rc.launch.training.checkpoints.state import load_model, model_state
-from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError
+from megatron_rc.launch.training.checkpoints.writing import reason_of
 
-# What Megatron and PyTorch raise for files, or for a model, that they did not expect.
+# Errors of Megatron and PyTorch for unexpected files or an unexpected model.
 _UNREADABLE = (
     *(AssertionError, AttributeError, CheckpointException, CheckpointingException, EOFError, IndexError, KeyError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -30,7 +30,7 @@ _UNREADABLE = (
 
 
 def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any]) -> None:
-    """Overwrite the weights of these chunks by those of the policy in the newest checkpoint of a folder.
+    """Load the policy's weights from the newest checkpoint of a folder into these chunks.
 
     Args:
         load: the folder.
@@ -47,24 +47,24 @@ def read_weights(load: str, config: RunConfig, name: str, chunks: Sequence[Any])
     where, folder = f"{name} {load}: checkpoint {found}", iteration_folder(load, found)
     _agree_on_function(where, folder, config)
     with _failing_together(where, folder, config):
-        read_index(folder / ".metadata")
-    loaded = _read(where, folder, config, model_state(chunks))
+        reader = CheckpointReader(folder)
+    loaded = _read(where, reader, config, model_state(chunks))
     with _failing_together(where, folder, config):
         load_model(chunks, loaded)
 
 
 def _agree_on_function(where: str, folder: Path, config: RunConfig) -> None:
-    """Refuse, on every rank, weights that would fit and mean something else."""
+    """Refuse, on every rank, weights of equal shapes but another architecture."""
     other = differences(config, folder, FUNCTION)
     said = f"{where} is of another architecture than the policy ({other}): give the same, or name another folder"
     agree(config, said if other else None)
 
 
-def _read(where: str, folder: Path, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of what is asked for."""
+def _read(where: str, reader: CheckpointReader, config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """Read a sharded state; refuse entries of a model that nobody asked for."""
     asked = {name: set(part) for name, part in state.items() if name not in OPTIMIZERS}
-    with _failing_together(where, folder, config):
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    with _failing_together(where, reader.folder, config):
+        loaded = reader.state(state)
     agree(config, _unasked(where, asked, loaded))
     return loaded
 
@@ -73,10 +73,10 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
     """Load the newest checkpoint of the folder ``--load``; with ``--finetune`` the policy's weights alone.
 
     Returns:
-        The optimizer steps it stands for; 0 with ``--finetune``, and where ``--load`` is ``--save`` and still empty.
+        Its number of optimizer steps; 0 with ``--finetune``, and if ``--load`` equals ``--save`` and is empty.
 
     Raises:
-        ValueError, AgreedError: on every rank alike: there is none, it is damaged, or it does not fit this model.
+        ValueError, AgreedError: on every rank: there is no checkpoint, it is damaged, or it does not fit this model.
     """
     files, found = config.checkpoints, find_checkpoint(load, config)
     if found is None and (files.finetune or not files.is_save(load)):
@@ -94,7 +94,7 @@ def load_checkpoint(load: str, config: RunConfig, kept: Kept) -> int:
 
 
 def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
-    """Load what is kept; the optimizer steps that the checkpoint stands for."""
+    """Load these parts of the run; return the checkpoint's number of optimizer steps."""
     files, reference, critic = config.checkpoints, kept.reference, kept.critic
     with_optimizer = not files.finetune and not files.no_load_optim
     state = trained_state(kept.policy, POLICY, with_optimizer=with_optimizer, is_loading=True)
@@ -108,15 +108,14 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
         "with_critic": critic is not None,
     }
     with _failing_together(where, folder, config):
-        index = read_index(folder / ".metadata")
-        # Megatron does the same, where the other ranks already wait for each other.
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-        problem = misfit(where, folder, index, config, has_schedule="opt_param_scheduler" in common, **asked)
+        reader = CheckpointReader(folder)
+        has_schedule = "opt_param_scheduler" in reader.common()
+        problem = misfit(where, folder, reader.index, config, has_schedule=has_schedule, **asked)
     agree(config, problem)
-    with_sampling = not files.finetune and kept.sampling.are_among(index.state_dict_metadata)
+    with_sampling = not files.finetune and kept.sampling.are_among(reader.index.state_dict_metadata)
     if with_sampling:
         state |= kept.sampling.wanted_state()
-    loaded = _read(where, folder, config, state)
+    loaded = _read(where, reader, config, state)
     with _failing_together(where, folder, config):
         iteration = 0 if files.finetune else int(loaded["iteration"])
         load_trained(where, config, kept.policy, POLICY, loaded, iteration, with_optimizer=with_optimizer)
@@ -134,11 +133,10 @@ def _load_parts(where: str, folder: Path, config: RunConfig, kept: Kept) -> int:
 
 @contextmanager
 def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[None]:
-    """What cannot be read, or put into the model, on one rank is one error on all."""
+    """Turn an error inside, on any rank, into one error on all ranks."""
     error = None
     try:
-        with safe_loading():
-            yield
+        yield
     except AgreedError:
         raise
     except UnsafeFileError as problem:
@@ -149,7 +147,7 @@ def _failing_together(where: str, folder: Path, config: RunConfig) -> Iterator[N
 
 
 def _unasked(where: str, asked: dict[str, set[str]], loaded: dict[str, Any]) -> str | None:
-    """What the file common to all ranks adds to a model: a layer may unpickle it by itself, freely."""
+    """Name an entry that the shared values add to a model: a layer might unpickle it."""
     for name, keys in asked.items():
         for key in sorted(loaded[name].keys() - keys):
             return (

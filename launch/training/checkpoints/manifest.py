@@ -1,4 +1,4 @@
-"""What a checkpoint must hold: size and SHA-256 of every file, written last."""
+"""The manifest of a checkpoint: size and SHA-256 of every other file, written last."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BLOCK = 1 << 20
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file of a checkpoint but its manifest, the largest first: dealt out in turn, ranks have equal shares."""
+    """Return all files except the manifest, the largest first, so that dealing them out gives equal shares."""
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return sorted(sizes.keys() - {MANIFEST}, key=lambda name: (-sizes[name], name))
 
 
 def digests_of_share(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of this rank's share of the files, which have reached the disk afterwards."""
+    """Return size and SHA-256 of this rank's share of the files; they have then reached the disk."""
     found = {}
     for name in _share(names):
         with (folder / name).open("rb") as file:
@@ -36,23 +36,23 @@ def digests_of_share(folder: Path, names: list[str]) -> dict[str, dict[str, Any]
 
 
 def write_manifest(folder: Path, digests: dict[str, dict[str, Any]]) -> None:
-    """The last file of a checkpoint."""
+    """Write the manifest, the last file of a checkpoint."""
     write_durably(folder / MANIFEST, json.dumps({"files": dict(sorted(digests.items()))}, indent=1) + "\n")
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether a checkpoint has one; those of earlier versions have neither that nor settings."""
+    """Whether a checkpoint must have a manifest; one of the first versions has neither manifest nor settings."""
     return (folder / MANIFEST).is_file() or (folder / SETTINGS).is_file()
 
 
 def damage(folder: Path, *, checksums: bool) -> str | None:
-    """What is wrong with a checkpoint, as this rank sees it; None: nothing.
+    """Return the damage of a checkpoint that this rank finds; None: no damage.
 
-    Every rank looks at names and sizes of all files, and reads its share of them.
+    Every rank compares names and sizes of all files, and reads its share of the files.
 
     Args:
         folder: of the checkpoint.
-        checksums: read the files; False: sizes alone.
+        checksums: read the files; False: compare sizes alone.
     """
     try:
         _check_kinds(folder)
@@ -69,19 +69,19 @@ def damage(folder: Path, *, checksums: bool) -> str | None:
 
 
 def _share(names: list[str]) -> list[str]:
-    """This rank's part; all of them in a process by itself."""
+    """Return this rank's share of the files; all files in a process without other ranks."""
     return names[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else names
 
 
 def _check_kinds(folder: Path) -> None:
-    """A pipe or a device has no size: reading it might never end."""
+    """Refuse pipes and devices: reading one might never end."""
     for path in folder.rglob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path.name} is no file")
 
 
 def _check_sizes(folder: Path) -> None:
-    """What PyTorch's index says of the files."""
+    """Compare the files with the sizes in PyTorch's index."""
     for name in ("metadata.json", ".metadata"):
         _require_content(folder / name)
     index = read_index(folder / ".metadata")
@@ -92,7 +92,7 @@ def _check_sizes(folder: Path) -> None:
         size = _require_content(folder / name)
         if size < end:
             raise ValueError(f"{name} has {size} bytes instead of {end}: it is cut off")
-    # Since megatron-core 0.19 what is common to all ranks is an entry like others.
+    # Since megatron-core 0.19 the values that all ranks share are an entry like others.
     if not any(name.startswith("common_state/") for name in index.state_dict_metadata):
         _require_content(folder / "common.pt")
 
@@ -120,7 +120,7 @@ def _check_manifest(folder: Path, *, checksums: bool) -> None:
 
 
 def _check_no_more(folder: Path, files: Collection[str]) -> None:
-    """Megatron and PyTorch look for these by their names, listed or not."""
+    """Refuse files that the manifest does not list and that Megatron or PyTorch would read by name."""
     for path in sorted(folder.iterdir()):
         if (path.name == "common.pt" or path.suffix == ".distcp") and path.name not in files:
             raise ValueError(f"{path.name} is not among the files that {MANIFEST} lists: remove it, it came later")
@@ -130,7 +130,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         files = json.loads(text)["files"]
-        # JSON is whole without the last byte, the end of its last line.
+        # The JSON would still be valid without its last byte, the line end.
         good = (
             text.endswith("\n")
             and isinstance(files, dict)

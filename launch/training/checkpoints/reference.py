@@ -12,12 +12,12 @@ from megatron_rc.launch.training.model import host_copy
 
 
 class Reference(HostWeights):
-    """Weights that the policy is compared with, in host memory: on the device they take the place of the policy's.
+    """Weights of the reference policy in host memory; on the device they replace the policy's while it scores.
 
     Args:
         config: of the run.
-        chunks: of the policy as it begins, on this rank, whose weights it starts from.
-        read: puts the weights of ``--ref-load`` or ``--ref-load-hf`` into such chunks; None: without them.
+        chunks: of the policy at the start, on this rank; their weights are copied.
+        read: loads ``--ref-load`` or ``--ref-load-hf`` into such chunks; None: neither is given.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Reference(HostWeights):
                 read(chunks)
 
     def refresh(self, chunks: Sequence[GPTModel], step: int) -> None:
-        """Take the policy's weights, after so many optimizer steps, if ``--ref-update-interval`` is over."""
+        """Copy the policy's weights if ``--ref-update-interval`` has passed since the last copy."""
         if self.interval and step // self.interval > self.version // self.interval:
             self.copy(chunks)
             self.version = step
 
     def start_from(self, chunks: Sequence[GPTModel]) -> None:
-        """Take the weights that the policy has now starts from, unless it has a directory of its own."""
+        """Copy the policy's weights, unless a flag gives the reference its own."""
         if not self.is_of_its_own:
             self.copy(chunks)

@@ -1,4 +1,4 @@
-"""The weights that rollouts under way are sampled from, where they are older than those that train."""
+"""Weights that rollouts under way are sampled from, if they are older than the trained weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_rc.launch.training.model import host_copy
 
 
 class SamplingWeights(HostWeights):
-    """A copy of what the engines have, for checkpoints of a run with ``--rollout-staleness``.
+    """Copy of the engines' weights, for checkpoints of a run with ``--rollout-staleness``.
 
-    Its batches are sampled ahead. A run that goes on gives the engines these weights again, and has them sample what
-    was under way: what a batch holds follows from its step and its weights.
+    Batches are sampled ahead. A resumed run gives the engines these weights again and repeats the rollouts that were
+    under way: a batch follows from its step and its weights.
 
     Args:
         config: of the run.
@@ -29,11 +29,11 @@ class SamplingWeights(HostWeights):
         super().__init__("sampling", host_copy(config, chunks) if is_wanted else [], version=-1)
 
     def keep(self, chunks: Sequence[torch.nn.Module], version: int) -> None:
-        """Copy the policy as it is now, if a checkpoint may want it."""
+        """Copy the present policy, if checkpoints keep such a copy."""
         if self.chunks:
             self.copy(chunks)
             self.version = version
 
     def are_among(self, names: Iterable[str]) -> bool:
-        """Whether a checkpoint with these entries has them, and this run wants them."""
+        """Whether a checkpoint with these entries has such weights and this run wants them."""
         return bool(self.chunks) and any(name.startswith(f"{self.name}.") for name in names)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: whole, verified by its manifest and on disk before anything says that it is there."""
+"""Saving: a checkpoint gets its name when it is whole, on the disk and listed in its manifest."""
 
 from __future__ import annotations
 
@@ -6,35 +6,39 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch import phases
 from megatron_rc.launch.distributed import AgreedError, agree
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints import folders, manifest
-from megatron_rc.launch.training.checkpoints.background import BackgroundWrite, ForkedResults, asynchronous
+from megatron_rc.launch.training.checkpoints.background import BackgroundWrite
 from megatron_rc.launch.training.checkpoints.kept import CRITIC, POLICY, Kept, trained_state
-from megatron_rc.launch.training.checkpoints.megatron_writes import agreed_failures, reason_of, results_in
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, settings_text
+from megatron_rc.launch.training.checkpoints.writing import Pieces, index_of, reason_of, write_common, write_index
 
+T = TypeVar("T")
+_FAILURES = (CheckpointingException, OSError, MemoryError, RuntimeError, ValueError)
 _log = logging.getLogger("megatron_rc")
 
 
 class SaveError(AgreedError):
-    """A checkpoint could not be written; those that were there are as before. Every rank raises it together."""
+    """A checkpoint could not be written; older ones are unchanged. All ranks raise this together."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints of all ranks to ``--save`` by a process in the background, and waits unless ``--async-save``.
+    """Writer of checkpoints to ``--save`` by a process in the background; waits for it unless ``--async-save``.
 
     Args:
-        config: of the run; its settings are kept beside the weights.
+        config: of the run; also written beside the weights.
 
     Attributes:
-        keeps_older: no checkpoint is removed any more, whatever ``--keep-last`` says.
+        keeps_older: remove no checkpoint, whatever ``--keep-last`` says.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -43,15 +47,15 @@ class CheckpointWriter:
         self.keeps_older = False
 
     def save(self, iteration: int, kept: Kept) -> None:
-        """Write a checkpoint, then point the tracker file at it; with ``--async-save`` begin to.
+        """Write a checkpoint and its number in the tracker file; with ``--async-save`` only begin.
 
         Args:
             iteration: optimizer steps made.
-            kept: what it holds; with ``--no-save-optim`` without optimizers and schedules.
+            kept: parts of the run; ``--no-save-optim`` leaves out optimizers and schedules.
 
         Raises:
-            SaveError: it, or the one that was under way, could not be written; what was there before is as it was.
-            AgreedError: a weight is not finite: such a model is never saved.
+            SaveError: this checkpoint, or the one under way, could not be written; older ones are unchanged.
+            AgreedError: a weight is not finite; such a model is never saved.
         """
         phases.enter(f"the saving of step {iteration}")
         self.finish()
@@ -71,26 +75,26 @@ class CheckpointWriter:
             self.finish()
 
     def look(self) -> None:
-        """Go on with what is under way, without waiting.
+        """Make the next step of a checkpoint under way, without waiting.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: the checkpoint could not be written.
         """
         if self.pending is not None:
             self._go_on(self.pending, wait=False)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is under way is whole.
+        """Wait until the checkpoint under way is whole.
 
         Raises:
-            SaveError: it could not be written.
+            SaveError: the checkpoint could not be written.
         """
         while self.pending is not None:
             self._go_on(self.pending, wait=True)
 
     @property
     def save_folder(self) -> str:
-        """``--save``."""
+        """The folder of ``--save``."""
         if self.files.save is None:
             raise ValueError("there is no folder for checkpoints: give --save DIR")
         return self.files.save
@@ -100,25 +104,29 @@ class CheckpointWriter:
         folder = folders.partial_folder(save, iteration)
         _on_rank_0(config, lambda: folders.begin(save, iteration))
         _on_rank_0(config, lambda: (folder / SETTINGS).write_text(settings_text(config), encoding="utf-8"))
-        results = ForkedResults()
-        with agreed_failures(config), results_in(results):
-            # Within: where one rank cannot fork, the others end what they have begun.
-            self.pending = BackgroundWrite(config, iteration, folder, asynchronous(state, folder), results)
+        with _agreed(config):
+            pieces = Pieces(state, folder)
+        plans = pieces.gathered()
+        _on_rank_0(config, lambda: write_common(pieces))
+        index = _on_rank_0(config, lambda: index_of(pieces, plans))
+        # Agreed: if one rank cannot fork, the others end their processes.
+        with _agreed(config):
+            self.pending = BackgroundWrite(config, iteration, pieces, index)
 
     def _go_on(self, pending: BackgroundWrite, *, wait: bool) -> None:
-        """The next step of what is under way, if all ranks are ready for it."""
+        """Make the next step of the write under way, if all ranks are ready for it."""
         if not pending.is_done(wait=wait):
             return
         with self._failing_together(pending.iteration):
             if pending.thread is None:
-                agree(self.config, pending.ended_badly)
-                with agreed_failures(self.config):
-                    for end in pending.request.finalize_fns:
-                        end()
+                pending.take_result()
+            agree(self.config, pending.error)
+            if pending.thread is None:
+                written = _gathered(pending.written)
+                _on_rank_0(self.config, lambda: write_index(pending.folder, _present(pending.index), written))
                 pending.start_digests(_names(self.config, pending.folder))
                 return
-            agree(self.config, None if pending.error is None else reason_of(pending.error))
-            digests = _gathered(pending.digests)
+            digests = {name: digest for share in _gathered(pending.digests) for name, digest in share.items()}
             config, save, step, keeps = self.config, self.save_folder, pending.iteration, self.keeps_older
             _on_rank_0(config, lambda: _finish(config, save, step, digests, keeps_older=keeps))
             self.pending = None
@@ -158,35 +166,50 @@ def _finish(
 
 
 def _names(config: RunConfig, folder: Path) -> list[str]:
-    """The files as rank 0 sees them: on a network's file system others may not see the same ones yet."""
-    names: list[Any] = [None]
-
-    def look() -> None:
-        names[0] = manifest.files_of(folder)
-
-    _on_rank_0(config, look)
+    """Return the files that rank 0 sees: on a network's file system others may not see the same ones yet."""
+    names: list[Any] = [_on_rank_0(config, lambda: manifest.files_of(folder))]
     dist.broadcast_object_list(names, src=0)
     return list(names[0])
 
 
-def _gathered(own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    shares: list[dict[str, dict[str, Any]]] = [{}] * dist.get_world_size()
+def _gathered(own: T) -> list[T]:
+    shares: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shares, own)
-    return {name: digest for share in shares for name, digest in share.items()}
+    return shares
 
 
-def _on_rank_0(config: RunConfig, work: Callable[[], object]) -> None:
+def _on_rank_0(config: RunConfig, work: Callable[[], T]) -> T | None:
+    """Return the result of the work on rank 0, None elsewhere; a failure there is an error on all ranks."""
+    with _agreed(config):
+        return work() if dist.get_rank() == 0 else None
+
+
+@contextmanager
+def _agreed(config: RunConfig) -> Iterator[None]:
+    """Agree on failures inside.
+
+    Raises:
+        AgreedError: on every rank if any failed.
+    """
     error = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except OSError as problem:
-            error = reason_of(problem)
+    try:
+        yield
+    except AgreedError:
+        raise
+    except _FAILURES as problem:
+        error = reason_of(problem)
     agree(config, error)
 
 
+def _present(index: Metadata | None) -> Metadata:
+    """Return the index, which rank 0 has."""
+    if index is None:
+        raise ValueError("the index of a checkpoint is on rank 0 alone")
+    return index
+
+
 def _check_weights(config: RunConfig, iteration: int, model: list[Any], whose: str = "the", rate: str = "--lr") -> None:
-    """A model with a weight that is not finite would become what every later run starts from."""
+    """Refuse, on every rank, a model with a weight that is not finite: later runs would start from it."""
     bad = [name for chunk in model for name, weight in chunk.named_parameters() if not torch.isfinite(weight).all()]
     agree(
         config,

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on, and what else its optimizer takes from the checkpoint instead of the flags.
+"""Learning rate and other optimizer settings of a resumed run: the checkpoint's or the flags'.
 
 Megatron's optimizer and schedule load these numbers with their state. A flag that says something else would be ignored,
 so it is refused, unless another flag says which of the two counts.
@@ -14,7 +14,7 @@ from megatron_rc.launch.errors import flag
 from megatron_rc.launch.run_config import RunConfig
 from megatron_rc.launch.training.checkpoints.state import load_optimizer
 
-# The schedule's names for what flags set, and what of it a constant learning rate does not look at.
+# Flags by the schedule's names for them; and the names that a constant learning rate does not use.
 _SCHEDULE = {
     "max_lr": "lr",
     "min_lr": "min_lr",
@@ -24,10 +24,10 @@ _SCHEDULE = {
     "start_wd": "weight_decay",
 }
 _UNUSED = {"constant": ("min_lr", "lr_decay_steps")}
-# Of each group of parameters.
+# Flags by their names in each group of parameters.
 _GROUP = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",), "momentum": ("sgd_momentum",)}
 _RATES = ("max_lr", "min_lr")
-# What tells the groups of one optimizer apart.
+# The keys that distinguish the groups of one optimizer.
 _KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
@@ -39,9 +39,9 @@ def check_schedule(
     loaded: dict[str, Any],
     flags: Mapping[str, str],
 ) -> None:
-    """Refuse flags that say something else than the checkpoint, unless a flag says which of the two counts.
+    """Refuse flags that differ from the checkpoint, unless a flag says which of the two counts.
 
-    ``flags``: names of a critic's own flags, by the policy's.
+    ``flags``: names of a critic's flags by the policy's names.
 
     Raises:
         AgreedError: names the flag, both values and the remedies; every rank has read the same.
@@ -65,7 +65,7 @@ def check_schedule(
 
 
 def load_optimizer_and_schedule(config: RunConfig, optimizer: Any, scheduler: Any, loaded: dict[str, Any]) -> None:
-    """Load both; the numbers that count afterwards are those of the checkpoint, or by flag this run's."""
+    """Load both, with the checkpoint's learning rates, or by flag with this run's."""
     override = config.checkpoints.override_opt_param_scheduler
     own = [_some(group, (*_RATES, *_GROUP)) for group in optimizer.param_groups]
     _take_rates(optimizer.param_groups, _groups(loaded["optimizer"]))
@@ -78,7 +78,7 @@ def load_optimizer_and_schedule(config: RunConfig, optimizer: Any, scheduler: An
 
 
 def _take_rates(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Give each group its rates of the checkpoint: since 0.19 Megatron looks there for a group with the same rates."""
+    """Give each group the checkpoint's rates: since 0.19 Megatron looks for a group with equal rates."""
     rates = {_kind(group): _some(group, _RATES) for group in before}
     for group in groups:
         group.update(rates.get(_kind(group), {}))
@@ -94,7 +94,7 @@ def _some(group: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _differences(scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(flag, this run's value, the checkpoint's)."""
+    """Yield (flag, this run's value, the checkpoint's value) of each difference."""
     before = loaded["opt_param_scheduler"]
     unused = _UNUSED.get(scheduler.lr_decay_style, ()) if before["lr_decay_style"] == scheduler.lr_decay_style else ()
     for name, option in _SCHEDULE.items():
@@ -109,7 +109,7 @@ def _differences(scheduler: Any, optimizer: Any, loaded: dict[str, Any]) -> Iter
 
 
 def _groups(state: Any) -> list[dict[str, Any]]:
-    """The groups of parameters in an optimizer's state, however Megatron nests it."""
+    """Return the groups of parameters in an optimizer's state, at any depth."""
     if not isinstance(state, dict):
         return []
     if isinstance(state.get("param_groups"), list):

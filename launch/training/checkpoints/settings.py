@@ -14,14 +14,14 @@ SETTINGS = "settings.json"
 
 
 def settings_text(config: RunConfig) -> str:
-    """What stands in a checkpoint's ``settings.json``: every section of the launcher under its name."""
+    """Return the text of a checkpoint's ``settings.json``: every section of the run's settings by name."""
     sections = {name: getattr(config, name) for name, _, _ in sections_of(RunConfig)}
     known = {name: None if section is None else dataclasses.asdict(section) for name, section in sections.items()}
     return json.dumps(known, indent=1) + "\n"
 
 
 def settings_beside(folder: Path) -> dict[str, Any]:
-    """The sections of one checkpoint's folder; empty where there are none that can be read."""
+    """Return the sections beside one checkpoint; empty if the file is missing or damaged."""
     try:
         found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -30,11 +30,11 @@ def settings_beside(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint_settings(load: str | Path, iteration: int | None = None) -> dict[str, dict[str, Any] | None]:
-    """The sections of the run that wrote a checkpoint, field by field; None for one that it did not have.
+    """Return the sections of the run that wrote a checkpoint, field by field; None for an absent section.
 
     Args:
         load: the folder of all checkpoints.
-        iteration: which of them; None: the newest.
+        iteration: number of the checkpoint; None: the newest.
 
     Raises:
         ValueError: there is no such checkpoint, or it was written without settings, or they cannot be read.

@@ -1,26 +1,26 @@
-"""Checkpoints are read without running what is in them.
+"""Safe reading of pickles: a checkpoint's files run no code.
 
 PyTorch's distributed format keeps its index (``.metadata``) and every entry that is no tensor as pickles, and a pickle
-can call any function that it names. While a checkpoint is read, only the few classes that belong there can be named.
+can call any function that it names. The index is read by an unpickler that knows the classes of an index alone, all
+other entries by PyTorch's ``weights_only``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import io
+import logging
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar
-from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+ENTRY = "an entry of a .distcp file"
 _CHECKPOINT = "torch.distributed.checkpoint"
-# What PyTorch's index is made of, and Megatron's of older versions: a plan of what each rank wrote.
+# The classes of PyTorch's index, and of the plans that older versions of Megatron add to it.
 _ALLOWED = {
     **dict.fromkeys(
         (
@@ -35,35 +35,32 @@ _ALLOWED = {
     "OrderedDict": "collections",
     "Size": "torch",
 }
+_log = logging.getLogger("megatron_rc")
 
-
-# Python's own, in which each operation of a pickle is a method; the one in C has none to replace.
+# Python's own unpickler: each operation of a pickle is a method, which can be replaced. The one in C has no methods.
 _PythonUnpickler: Any = pickle._Unpickler
 
 
 class UnsafeFileError(ValueError):
-    """A file of a checkpoint names what has no place in one, or is none."""
+    """A checkpoint's file that is damaged, or that names code."""
 
 
 class _IndexUnpickler(_PythonUnpickler):  # type: ignore[misc]
-    """Knows the classes of PyTorch's index, and dtypes.
-
-    Python's own unpickler and not the one in C, since a class must not be changed, which is one of its operations.
-    """
+    """Unpickler that knows the classes of PyTorch's index and dtypes, and changes no class."""
 
     dispatch: ClassVar = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it belongs there."""
+        """Return the class if an index can contain it."""
         if _ALLOWED.get(name) == module or (module == "torch" and _is_dtype(name)):
             return super().find_class(module, name)
         # A path in its own module: PosixPath moved between Python's versions.
-        if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "WindowsPath"):
+        if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath"):
             return _path
         raise UnsafeFileError(f"names {module}.{name}, which has no place in a checkpoint: nothing of it was run")
 
     def load_build(self) -> None:
-        """Give an object its state, if it is one that unpickling has made, and none that others share."""
+        """Set the state of an object; refuse a class or an enumeration's member, which others share."""
         made = self.stack[-2]
         if callable(made) or isinstance(made, enum.Enum):
             raise UnsafeFileError("changes a class, which has no place in a checkpoint: nothing of it was run")
@@ -81,10 +78,10 @@ def _is_dtype(name: str) -> bool:
 
 
 def read_index(path: Path) -> Metadata:
-    """PyTorch's index of a checkpoint.
+    """Read PyTorch's index of a checkpoint.
 
     Raises:
-        ValueError: it cannot be read, or is none, or names files elsewhere.
+        UnsafeFileError: the file cannot be read, is no index, or names files elsewhere.
     """
     try:
         with path.open("rb") as file:
@@ -97,30 +94,75 @@ def read_index(path: Path) -> Metadata:
         raise UnsafeFileError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-@contextlib.contextmanager
-def safe_loading() -> Iterator[None]:
-    """Inside, ``pickle.load`` and ``torch.load`` run nothing that a file names.
+def load_plain(file: Path | io.BytesIO, name: str) -> Any:
+    """Read tensors and plain values that ``torch.save`` wrote.
 
-    Both are replaced as a whole and not where some version of PyTorch or Megatron calls them. What ranks send each
-    other is pickled too; it goes through classes that were bound before and is as trustworthy as the ranks.
+    Args:
+        file: the file, or its content.
+        name: of the file, for the message.
+
+    Raises:
+        OSError: the file cannot be opened.
+        UnsafeFileError: the content is damaged, or holds something else.
     """
-    with mock.patch("pickle.load", _load_index), mock.patch("torch.load", _safe_torch_load(torch.load)):
-        yield
+    try:
+        with torch.serialization.safe_globals([io.BytesIO, bytes]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # damaged archives raise errors of many kinds
+        raise refusal(name, error) from error
 
 
-def _load_index(file: IO[bytes], **_: Any) -> Metadata:
+def load_entry(content: io.BytesIO) -> Any:
+    """Read an entry that is no tensor, without the states that Transformer Engine's layers would unpickle.
+
+    Such a layer unpickles its state freely. So the layer gets none, and its fp8 scaling starts anew.
+
+    Raises:
+        UnsafeFileError: the content is damaged, or has another form than Megatron's.
+    """
+    value = load_plain(content, ENTRY)
+    if isinstance(value, torch.Tensor):
+        raise UnsafeFileError(f"{ENTRY} is a tensor in the place of a list, which has no place in a checkpoint")
+    return [_without_pickle(one) for one in value] if isinstance(value, list) else value
+
+
+def refusal(name: str, error: BaseException) -> UnsafeFileError:
+    """Return the error of a file that PyTorch refuses, with the name that the file contains, if it contains one."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found:
+        return UnsafeFileError(f"{name} names {found[1]}, which has no place in a checkpoint: nothing of it was run")
+    return UnsafeFileError(f"{name} cannot be read ({_one_line(error)})")
+
+
+def _without_pickle(value: Any) -> Any:
+    """Return the value, or None for the pickled state of a Transformer Engine layer."""
+    content = value.getvalue() if isinstance(value, io.BytesIO) else b""
+    is_pickle = bool(content) or (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() > 0)
+    if not is_pickle:
+        return value
+    try:
+        if content and load_plain(io.BytesIO(content), ENTRY) is None:
+            return None
+    except UnsafeFileError:
+        pass
+    _log.warning("the checkpoint holds fp8 state of Transformer Engine's layers, which is a pickle and is not read")
+    return None
+
+
+def _load_index(file: IO[bytes]) -> Metadata:
     try:
         index = _IndexUnpickler(file).load()
     except UnsafeFileError:
         raise
-    # A damaged pickle may call what is allowed with whatever it likes.
-    except Exception as error:
+    except Exception as error:  # a damaged pickle may call allowed classes with arbitrary arguments
         raise UnsafeFileError(f"cannot be read ({type(error).__name__}: {_one_line(error)})") from error
     return _checked_index(index)
 
 
 def _checked_index(index: Any) -> Metadata:
-    """The index, unless its entries are no such, or lie outside the checkpoint's folder."""
+    """Return the index if its entries have the right form and lie inside the checkpoint's folder."""
     entries, names = (getattr(index, name, None) for name in ("storage_data", "state_dict_metadata"))
     if not isinstance(index, Metadata) or not isinstance(entries, dict) or not _is_mapping(names):
         raise UnsafeFileError("is no index of a checkpoint")
@@ -138,42 +180,6 @@ def _checked_index(index: Any) -> Metadata:
 
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) for name in value)
-
-
-def _safe_torch_load(load: Any) -> Any:
-    """``torch.load`` of tensors and plain values alone, whatever its caller asks for."""
-
-    def safe(file: Any, map_location: Any = None, *_: Any, weights_only: bool | None = None, **__: Any) -> Any:
-        name = Path(file).name if isinstance(file, (str, Path)) else "an entry of a .distcp file"
-        try:
-            with torch.serialization.safe_globals([io.BytesIO, bytes]):
-                value = load(file, map_location=map_location, weights_only=True)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            found = re.search(r"GLOBAL ([\w.]+)", str(error))
-            why = f"names {found[1]}, which has no place in a checkpoint: nothing of it was run" if found else ""
-            raise UnsafeFileError(f"{name} {why or f'cannot be read ({_one_line(error)})'}") from error
-        if weights_only is False:
-            _refuse_pickle_inside(value, load)
-        return value
-
-    return safe
-
-
-def _refuse_pickle_inside(value: Any, load: Any) -> None:
-    """Extra state of Transformer Engine's layers: unpickled by the layer itself, freely, so it must hold nothing."""
-    is_empty = not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.numel() == 0
-    if isinstance(value, io.BytesIO) and value.getvalue():
-        try:
-            is_empty = load(io.BytesIO(value.getvalue()), weights_only=True) is None
-        except Exception:  # Whatever it is, it is not nothing.
-            is_empty = False
-    if not is_empty:
-        raise UnsafeFileError(
-            "an entry of a .distcp file holds a pickle for a layer of Transformer Engine, which is not read: such "
-            "layers' state (fp8) has no place here"
-        )
 
 
 def _one_line(error: BaseException) -> str:

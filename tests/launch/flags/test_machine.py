@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+from dataclasses import replace
 
 import pytest
 
@@ -11,18 +12,17 @@ from megatron_rc.launch.flags.checks import machine
 from tests.support.recorded_training import flags, run_config
 
 
-@pytest.mark.parametrize(("more", "is_refused"), [(["--save={}/save"], True), ([], False)])
-def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path, monkeypatch, more, is_refused):
-    """Only where something needs it."""
+def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    """If something needs it: vLLM does, a checkpoint does not."""
     shared = tmp_path / "shm"
     shared.write_text("no folder")
     monkeypatch.setattr(machine, "SHARED_MEMORY", shared)
-    words = flags(tmp_path, "--train-iters=1", *(word.format(tmp_path) for word in more))
-    if not is_refused:
-        run_config(words)
-        return
-    with pytest.raises(ConfigurationError, match=rf"^{re.escape(str(shared))} .*Not a directory"):
-        run_config(words)
+    config = run_config(flags(tmp_path, "--train-iters=1", f"--save={tmp_path}/save"))
+    of_vllm = replace(config, engine=replace(config.engine, rollout_engine="vllm"))
+    with pytest.raises(
+        ConfigurationError, match=rf"^{re.escape(str(shared))} cannot be written to \(Not a directory\)"
+    ):
+        machine.check_machine(of_vllm)
 
 
 def limited(soft, hard):

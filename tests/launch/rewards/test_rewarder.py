@@ -66,7 +66,7 @@ def test_a_label_that_nothing_writes_is_named_by_its_kind(tmp_path):
     rewarder = make(tmp_path, "--reward=exact")
     asked = [Problem("1 + 1 = ", label=label) for label in ({"count": 10**5000}, 10**5000, deep)]
     assert rewarder.score(asked, ["2"] * 3, step=0).errors == 3
-    unwritten = "what cannot be written, of type "
+    unwritten = "a value that cannot be written, of type "
     written = [line["label"] for line in lines(tmp_path)]
     assert written == [f"{unwritten}dict", f"{unwritten}int", "[" * 6 + "[...]" + "]" * 6]
 

@@ -11,21 +11,25 @@ import logging
 import os
 import pickle
 import shutil
-import zipfile
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import dict_utils
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rc.launch.training.checkpoints import manifest
 from megatron_rc.launch.training.checkpoints.find import checked_checkpoint, find_checkpoint
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iteration_folder
+from megatron_rc.launch.training.checkpoints.kept import POLICY, trained_state
 from megatron_rc.launch.training.checkpoints.manifest import MANIFEST
+from megatron_rc.launch.training.checkpoints.reading import CheckpointReader
 from megatron_rc.launch.training.checkpoints.settings import SETTINGS, checkpoint_settings, settings_beside
-from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index, safe_loading
+from megatron_rc.launch.training.checkpoints.unpickling import UnsafeFileError, read_index
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, run_config
 
@@ -182,7 +186,7 @@ STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     ("place", "message"),
     [
         (("find", "iterations", STALE, 0), "cannot be read (Stale file handle)"),
-        (("load", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
+        (("reading", "read_index", UnsafeFileError(".metadata is cut"), 1), "checkpoint 2: .metadata is cut"),
         (("kept", "load_model", RuntimeError("size mismatch"), 1), "does not fit this model and its flags (size mis"),
     ],
     ids=["folder", "index", "weights"],
@@ -392,6 +396,18 @@ def in_layer(folder, hostile):
     return in_entry(folder, torch.frombuffer(bytearray(pickle.dumps(hostile)), dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_a_layer_gets_no_pickle(saved, copy, tmp_path, as_bytes):
+    """Transformer Engine's layers would unpickle it; they are given none."""
+    folder, mark = iteration_folder(copy, 2), tmp_path / "was here"
+    pickled = pickle.dumps(Hostile(mark))
+    state = io.BytesIO(pickled) if as_bytes else torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+    name = put_entry(folder, "_extra_state", [state])
+    wanted = ShardedObject.empty_from_unique_key(name.fqn)
+    assert CheckpointReader(folder).state({"layer": wanted})["layer"] is None
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize("place", [in_index, in_common, in_entry, in_layer], ids=lambda place: place.__name__)
 def test_a_hostile_file_runs_nothing(ranks, saved, copy, tmp_path, place):
     folder, mark = iteration_folder(copy, 2), tmp_path / "was here"
@@ -512,11 +528,20 @@ def test_an_index_changes_no_class(tmp_path, named):
     assert isinstance(PurePosixPath.name, property)
 
 
-def test_what_ranks_send_each_other_is_not_restricted(tmp_path):
-    """``safe_loading`` replaces two functions, and gives them back."""
-    before = pickle.load, torch.load
-    torch.save({"a": torch.ones(3), "b": io.BytesIO(), "c": [1, "x", None]}, tmp_path / "good")
-    with safe_loading():
-        assert torch.load(tmp_path / "good")["c"] == [1, "x", None]
-        assert pickle.loads(pickle.dumps(zipfile.ZipFile)) is zipfile.ZipFile
-    assert (pickle.load, torch.load) == before
+def load_as_megatron_does(words, folder):
+    """What Megatron's own loading makes of a checkpoint, and what ours does; of this rank."""
+    first, second = (trained_state(make_trainer(words), POLICY, with_optimizer=True, is_loading=True) for _ in range(2))
+    found, ours = dist_checkpointing.load(first, folder), CheckpointReader(Path(folder)).state(second)
+    difference, missing, more = dict_utils.diff(found, ours)
+    return len(list(dict_utils.nested_values(found))), difference, missing, more
+
+
+@pytest.mark.parametrize("more", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed"])
+def test_megatron_reads_what_is_written_here(ranks, tmp_path, more):
+    layout = Layout(tp=2)
+    words = flags(tmp_path, *SMALL, *layout.flags(), *more)
+    ranks.run(train, layout, [*words, f"--save={tmp_path}/save"])
+    folder = str(iteration_folder(tmp_path / "save", 0))
+    for values, *differences in ranks.run(load_as_megatron_does, layout, words, folder):
+        assert values > 20
+        assert differences == [[], [], []]

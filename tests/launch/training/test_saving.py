@@ -15,13 +15,11 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rc.launch.training.checkpoints import background
 from megatron_rc.launch.training.checkpoints.folders import TRACKER, iterations
-from megatron_rc.launch.training.checkpoints.megatron_writes import reason_of
+from megatron_rc.launch.training.checkpoints.writing import Pieces
 from megatron_rc.parallel.groups import group_rank
 from tests.support.ranks import Layout
 from tests.support.recorded_training import flags, make_trainer, recorded_batch, save_initial
@@ -293,57 +291,31 @@ def test_a_background_save_that_cannot_begin_on_one_rank_begins_on_none(ranks, t
     assert list(folder.iterdir()) == []
 
 
-def write_with_a_worker_that_is_killed():
-    """As Megatron's writer waits for its workers."""
-    context = multiprocessing.get_context("fork")
-    counted = context.JoinableQueue()
-    counted.put(0)
-    context.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    counted.join()
+def write_where_it_is_full(words, folder):
+    """The reason that the process gives which writes a tensor of 4,000 bytes, where files hold 500."""
+    tensor = ShardedTensor.from_rank_offsets("weight", torch.zeros(1000))
+    result, pieces = background.ForkedResult(), Pieces({"weight": tensor}, Path(folder))
+    with small_files(500):
+        process = multiprocessing.get_context("fork").Process(target=background.write_pieces, args=(pieces, result))
+        process.start()
+        process.join(120)
+    return result.get()
 
 
-def test_a_writer_whose_worker_is_killed_ends():
-    context = multiprocessing.get_context("fork")
-    args = (write_with_a_worker_that_is_killed, (), {}, mock.sentinel.results)
-    writer = context.Process(target=background.write_with_workers, args=args, daemon=False)
-    writer.start()
-    writer.join(120)
-    code = writer.exitcode
-    writer.kill()
-    assert code == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_tensor_that_a_full_disk_cuts_off_names_the_disk(tmp_path, full):
-    """Whichever of Megatron's workers writes it; PyTorch's archive says that it is at another place than it thought."""
-    tensor, transforms, results = torch.zeros(1000), _StorageWriterTransforms(), background.ForkedResults()
-    (item,) = _create_write_items("weight", tensor)
-    buckets = [(tmp_path / name, name, ([], [(item, tensor)] if int(name) == full else [])) for name in "01"]
-    writer = filesystem_async.FileSystemWriterAsync
-    # The second name is that of megatron-core 0.16.
-    write = getattr(writer, "write_preloaded_data_multithread", None) or writer.write_preloaded_data_multiproc
-
-    def write_all():
-        with small_files(500):
-            background.write_with_workers(write, ([transforms], False, 0, buckets, results), {}, results)
-
-    process = multiprocessing.get_context("fork").Process(target=write_all)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
-    assert reason_of(results.get_nowait()) == "File too large"
+def test_a_tensor_that_a_full_disk_cuts_off_names_the_disk(ranks, tmp_path):
+    """PyTorch's archive says that it is at another place than it thought."""
+    assert ranks.run(write_where_it_is_full, Layout(), [], str(tmp_path)) == ["File too large"]
 
 
 def save_where_a_writer_is_killed(words):
-    """As the kernel kills one of Megatron's writers on rank 0 where memory runs out; what was said."""
+    """The kernel kills the process that writes for rank 0, as where memory runs out; what was said."""
 
-    def end(*_, **__):
+    def end(_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     trainer = make_trainer(words)
     is_hit = torch.distributed.get_rank() == 0
-    writer = filesystem_async.FileSystemWriterAsync
-    with mock.patch.object(writer, "write_preloaded_data", end) if is_hit else contextlib.nullcontext():
+    with mock.patch.object(Pieces, "write", end) if is_hit else contextlib.nullcontext():
         try:
             trainer.save()
         except RuntimeError as error:
@@ -351,7 +323,6 @@ def save_where_a_writer_is_killed(words):
 
 
 def test_a_save_that_is_waited_for_fails_where_its_writer_is_killed(ranks, tmp_path):
-    """Megatron's own save in the foreground waits for such a writer for ever."""
     layout, folder = Layout(tp=2), tmp_path / "save"
     words = flags(tmp_path, *SMALL, f"--save={folder}", *layout.flags())
     sentence = "could not be written (the process that wrote for rank 0 ended by SIGKILL); those before it are as they"

@@ -1,0 +1,208 @@
+"""Reading of one checkpoint: PyTorch's files into Megatron's sharded state, whatever layout wrote them.
+
+Each rank reads the pieces that it needs. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import dict_utils
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rc.launch.training.checkpoints.unpickling import (
+    ENTRY,
+    UnsafeFileError,
+    load_entry,
+    load_plain,
+    read_index,
+    refusal,
+)
+
+COMMON_FILE, COMMON_ENTRY = "common.pt", "common_state"
+
+
+class CheckpointReader:
+    """Reader of one checkpoint that runs no code of its files.
+
+    Args:
+        folder: of the checkpoint.
+
+    Attributes:
+        index: PyTorch's index.
+
+    Raises:
+        UnsafeFileError: the index cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index = folder, read_index(folder / ".metadata")
+        self._files = FileSystemReader(folder)
+        self._files.set_up_storage_reader(self.index, is_coordinator=True)
+
+    def common(self) -> dict[str, Any]:
+        """Read the values that all ranks share: a file, or an entry since megatron-core 0.19.
+
+        Raises:
+            OSError, ValueError: the values cannot be read.
+        """
+        path = self.folder / COMMON_FILE
+        if path.is_file():
+            return dict(load_plain(path, path.name))
+        name = ShardedObject(COMMON_ENTRY, None, (1,), (0,)).unique_key
+        return dict(self._read([], [name])[name][0])
+
+    def state(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Read a sharded state; tensors are written into the memory of ``wanted``.
+
+        Args:
+            wanted: Megatron's sharded state of this rank.
+
+        Returns:
+            The same state with values, and the values that all ranks share.
+
+        Raises:
+            OSError, ValueError: the files cannot be read, or do not hold all of it.
+        """
+        force_all_tensors_to_non_fp8(wanted)
+        sharded, local, factories = load_preprocess(wanted)
+        loaded = self.common()
+        dict_utils.merge(loaded, local)
+        sharded, _ = extract_sharded_base(sharded)
+        tensors = [one for one in dict_utils.nested_values(sharded) if isinstance(one, ShardedTensor)]
+        objects = [one for one in dict_utils.nested_values(sharded) if isinstance(one, ShardedObject)]
+        targets = {id(one): _target(one) for one in tensors}
+        parts = [(one, targets[id(one)]) for one in tensors]
+        found = self._read(parts, [one.unique_key for one in objects])
+
+        def value(one: ShardedTensor | ShardedObject) -> Any:
+            return targets[id(one)] if isinstance(one, ShardedTensor) else found[one.unique_key][0]
+
+        dict_utils.merge(loaded, dict_utils.dict_list_map_outplace(value, sharded))
+        return dict(apply_factory_merges(loaded, factories))
+
+    def fill(self, parts: Sequence[tuple[ShardedTensor, Tensor]]) -> None:
+        """Write stored tensors into memory.
+
+        Args:
+            parts: each part of a tensor, with memory of its local shape.
+
+        Raises:
+            OSError, ValueError: the files cannot be read, or do not hold all of it.
+        """
+        self._read(parts, [])
+
+    def stored(self, part: ShardedTensor) -> TensorStorageMetadata:
+        """Return the index's entry of a tensor.
+
+        Raises:
+            ValueError: the checkpoint has no such tensor, or one of another shape.
+        """
+        found = self.index.state_dict_metadata.get(part.key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(f"{self.folder} holds no tensor {part.key}: it is not a checkpoint of this model")
+        if tuple(found.size) != tuple(part.global_shape) and not part.allow_shape_mismatch:
+            raise ValueError(
+                f"{self.folder}: {part.key} is {tuple(found.size)}, and by its settings {tuple(part.global_shape)}"
+            )
+        return found
+
+    def _read(self, parts: Iterable[tuple[ShardedTensor, Tensor]], names: Iterable[str]) -> dict[str, Any]:
+        """Fill these parts, and return the entries of these names."""
+        planner = _Targets()
+        items = [item for part, tensor in parts for item in self._tensor_items(part, planner.add(part, tensor))]
+        items += [self._object_item(name) for name in names]
+        try:
+            self._files.read_data(LoadPlan(items), planner).wait()
+        except (OSError, UnsafeFileError):
+            raise
+        except Exception as error:  # damaged files raise errors of many kinds
+            raise refusal(ENTRY, error) from error
+        return planner.objects
+
+    def _tensor_items(self, part: ShardedTensor, target: int) -> list[ReadItem]:
+        region = ChunkStorageMetadata(torch.Size(part.global_offset), sizes_of(part))
+        items = create_read_items_for_chunk_list(part.key, self.stored(part), [region])
+        missing = math.prod(region.sizes) - sum(math.prod(item.lengths) for item in items)
+        if missing and not part.allow_shape_mismatch:
+            raise ValueError(f"{self.folder}: {missing} numbers of {part.key} are in no file")
+        index = MetadataIndex(part.key, index=target)
+        return [dataclasses.replace(item, dest_index=index) for item in items]
+
+    def _object_item(self, name: str) -> ReadItem:
+        if name not in self.index.state_dict_metadata:
+            raise ValueError(f"{self.folder} holds no entry {name}: it is not a checkpoint of this model")
+        index, none = MetadataIndex(name), torch.Size((0,))
+        return ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
+
+
+class _Targets(LoadPlanner):
+    """Planner that lets PyTorch's reader write each piece to its place in one of several tensors.
+
+    Attributes:
+        objects: entries that are no tensors, by name.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self._tensors: list[Tensor] = []
+
+    def add(self, part: ShardedTensor, tensor: Tensor) -> int:
+        """Add a target; return its number."""
+        self._tensors.append(tensor.view(sizes_of(part)))
+        return len(self._tensors) - 1
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the part of the target that the piece fills."""
+        view = self._tensors[read_item.dest_index.index or 0]
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dimension, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the target has been written to."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read an entry that is no tensor."""
+        self.objects[read_item.dest_index.fqn] = load_entry(value)
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the plan is made."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return an empty plan: the plan is made."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plan unchanged."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
+        return central_plan
+
+
+def sizes_of(part: ShardedTensor) -> torch.Size:
+    """Return the shape of a part inside the whole tensor, with the axes that Megatron puts in front."""
+    return torch.Size((1,) * part.prepend_axis_num + tuple(part.local_shape))
+
+
+def _target(part: ShardedTensor) -> Tensor:
+    """Return the memory that a part is read into; zeros if the stored tensor may be smaller."""
+    if part.data is None:
+        part.init_data(torch.device("cpu"))
+    target: Tensor = part.data.detach().contiguous()
+    return target.zero_() if part.allow_shape_mismatch else target
