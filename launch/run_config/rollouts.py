@@ -45,6 +45,10 @@ class RolloutSection:
         not_negative=True,
     )
     rl_default_temperature: float = option("of sampling and of log-probs", default=1.0, positive=True)
+    always_score: bool = option(
+        "Score every rollout batch in a forward-only pass. Default: only if log π_old must be known before the update.",
+        default=False,
+    )
     save_rollouts: str | None = option("write every rollout batch here", metavar="DIR")
     save_log_probs: bool = option(
         "with --save-rollouts: write the trainer's log-probs too, when the last optimizer step on a batch is made",

@@ -18,7 +18,13 @@ from megatron_rc.launch.flags.checks.parallel import check_parallelism
 from megatron_rc.launch.flags.checks.profiling import check_profiling
 from megatron_rc.launch.flags.checks.reference import check_reference
 from megatron_rc.launch.flags.checks.rewards import check_rewards
-from megatron_rc.launch.flags.checks.rollouts import check_engine, check_recorded, check_saved, check_staleness
+from megatron_rc.launch.flags.checks.rollouts import (
+    check_engine,
+    check_recorded,
+    check_saved,
+    check_scored,
+    check_staleness,
+)
 from megatron_rc.launch.flags.checks.task import check_evaluation, check_prompts
 from megatron_rc.launch.flags.checks.weights import check_architecture, check_bridge
 from megatron_rc.launch.run_config import RunConfig
@@ -45,6 +51,7 @@ def check(config: RunConfig, task: Task, *, engine: bool = True) -> None:
     check_batches(config)
     check_recorded(config)
     check_saved(config)
+    check_scored(config)
     check_staleness(config, samples)
     check_engine(config)
     check_optimizer(config)

@@ -56,6 +56,16 @@ def check_saved(config: RunConfig) -> None:
         )
 
 
+def check_scored(config: RunConfig) -> None:
+    """Whether a forward-only pass that was asked for is of any use."""
+    correction = config.correction
+    if config.rollouts.always_score and correction.corrects_in_loss:
+        mode = "--bypass-mode" if correction.bypass_mode else "--proximal-interpolation"
+        raise ConfigurationError(
+            f"--always-score does nothing with {mode}, which uses no log π_old of a forward-only pass: drop one of them"
+        )
+
+
 def check_staleness(config: RunConfig, samples: bool) -> None:
     """How old rollouts may be, in optimizer steps, and whether what looks at their age knows it.
 
