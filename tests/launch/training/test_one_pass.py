@@ -1,0 +1,202 @@
+"""Decoupled mode without a forward-only pass equals the step with one, in every layout; and the runs that keep it.
+
+The model computes in float64 here, so that everything agrees to 1e-12: weights, mask, n_i, metrics, and the gradient of
+every parameter. The training steps of both kinds start from the same weights.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rc.launch.errors import ConfigurationError
+from megatron_rc.launch.run_config.passes import is_one_pass, scoring_in_words, why_scored
+from megatron_rc.parallel.groups import group_rank, group_size
+from tests.support import training_cases, training_oracle
+from tests.support.ranks import Layout
+from tests.support.recorded_training import LLAMA, flags, make_trainer, recorded_batch, run_config
+from tests.support.training_cases import LAYOUTS, LENGTH, SEQUENCES
+from tests.support.training_oracle import Data
+
+EXACT = 1e-12
+RUN = (f"--grpo-prompts-per-step={SEQUENCES // 4}", f"--global-batch-size={SEQUENCES}", "--grpo-iterations=1")
+REJECT = ("--rollout-rs=token_k1,seq_mean_k3", "--rollout-rs-threshold=0.65_1.6,0.12")
+OBJECTIVES = {
+    "ppo": (
+        *(*REJECT, "--rollout-is=token", "--rollout-is-threshold=1.4", "--grpo-kl-beta=0.05"),
+        *("--grpo-entropy-term-weight=0.02", "--rollout-staleness=3"),
+    ),
+    "ppo normalised": (
+        *("--rollout-rs=token_k1,opsm", "--rollout-rs-threshold=0.65_1.6,0.05", "--rollout-is=sequence"),
+        *("--rollout-is-threshold=1.5", "--rollout-is-batch-normalize", "--ppo-dual-clip=1.2", "--grpo-kl-beta=0"),
+        *("--loss-aggregation=seq-mean-token-sum", "--rollout-token-veto-threshold=0.35"),
+    ),
+    "gspo": (
+        *(*REJECT, "--policy-loss=gspo", "--rollout-is=sequence", "--rollout-is-threshold=1.5", "--grpo-kl-beta=0.05"),
+        *("--rejection-denominator=original", "--loss-aggregation=seq-mean-token-mean"),
+    ),
+    "cispo": (
+        *(*REJECT, "--policy-loss=cispo", "--rollout-is=geometric", "--rollout-is-threshold=0.8_1.2"),
+        *("--grpo-kl-beta=0.05", "--kl-estimator=k2", "--loss-aggregation=seq-mean-token-sum-norm"),
+        "--loss-scale-factor=9",
+    ),
+    "reinforce normalised": (
+        *("--rollout-rs=token_k1,seq_max_k3", "--rollout-rs-threshold=0.65_1.6,0.9", "--policy-loss=reinforce"),
+        *("--rollout-is=token", "--rollout-is-threshold=0.7_1.4", "--rollout-is-mode=clamp", "--grpo-kl-beta=0"),
+        *("--rollout-is-batch-normalize", "--rollout-is-batch-normalize-scope=accepted"),
+        "--loss-aggregation=seq-mean-token-mean",
+    ),
+    "sums": (*REJECT, "--rollout-is=token", "--loss-aggregation=token-sum", "--loss-scale-factor=40"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step, made with a forward-only pass and without."""
+
+    layout: Layout
+    name: str
+    packed: bool
+    per_token_loss: bool
+    size: int
+
+    def words(self, folder, *more):
+        clip = () if "reinforce" in self.name else ("--grpo-clamp-eps-lower=0.1", "--grpo-clamp-eps-upper=0.15")
+        words = [*self.layout.flags(), *RUN, f"--micro-batch-size={self.size}", *clip, *OBJECTIVES[self.name], *more]
+        words += ["--rl-use-sequence-packing"] * self.packed + ["--calculate-per-token-loss"] * self.per_token_loss
+        replaced = ("--rollout-", "--grpo-clamp")
+        return [word for word in flags(folder, model=LLAMA) if not word.startswith(replaced)] + words
+
+
+def make_cases():
+    """Two objectives in every layout; the rest is dealt out so that every pair of values occurs."""
+    names, cases = list(OBJECTIVES), []
+    for (row, layout), column in itertools.product(enumerate(LAYOUTS), range(2)):
+        cases.append(
+            Case(
+                layout,
+                names[(2 * row + row // 3 + column) % len(names)],
+                packed=(row + column) % 2 == 1,
+                per_token_loss=(row // 2 + column) % 2 == 1,
+                size=(4, 8)[(row // 4 + column) % 2],
+            )
+        )
+    return cases
+
+
+CASES = make_cases()
+
+
+@functools.cache
+def make_data():
+    """Ragged responses with holes, one rank's share without any, of 0 to 3 versions before."""
+    generator = torch.Generator().manual_seed(5)
+    shape, ids = (SEQUENCES, LENGTH), torch.arange(SEQUENCES)
+    tokens = torch.randint(0, training_oracle.VOCABULARY, shape, generator=generator)
+    scores = training_oracle.score({k: w.double() for k, w in training_cases.weights()[1].items()}, tokens)[0]
+    noise = 0.25 * torch.randn(SEQUENCES, 1, generator=generator) + 0.3 * torch.randn(shape, generator=generator)
+    ends = torch.randint(3, LENGTH, (SEQUENCES, 1), generator=generator)
+    mask = (torch.arange(LENGTH) < ends) & (torch.rand(shape, generator=generator) > 0.15)
+    mask[SEQUENCES * 3 // 4 :] = False
+    return Data(
+        tokens=tokens,
+        mask=mask,
+        rollout=(scores + noise).clamp(max=-0.01).float().double(),
+        rewards=torch.randn(SEQUENCES, generator=generator),
+        group_ids=ids // 4,
+        mini_batch_ids=ids // training_cases.PER_MINI_BATCH,
+        ages=torch.randint(0, 4, shape, generator=generator),
+    )
+
+
+# On the ranks
+
+
+@contextlib.contextmanager
+def in_float64():
+    """Models and gradient buffers of double precision."""
+    from megatron_rc.launch.run_config import RunConfig
+    from megatron_rc.launch.training import model
+
+    build = model.build_ddp_config
+
+    def build_ddp_config(config):
+        built = build(config)
+        built.grad_reduce_in_fp32 = False
+        return built
+
+    exact = mock.patch.object(RunConfig, "dtype", torch.float64)
+    with exact, mock.patch.object(model, "build_ddp_config", build_ddp_config):
+        yield
+
+
+def step(words, data, old, new):
+    """(weights, mask, n_i) of the local tokens, metrics and gradients of a step, and how many passes only score."""
+    trainer = make_trainer(words)
+    groups = trainer.groups
+    training_cases.load(trainer.chunks, new)
+    if trainer.reference is not None:
+        with trainer.reference.in_place_of(trainer.chunks):
+            training_cases.load(trainer.chunks, old)
+    batch, _ = training_cases.batch_of(data, group_rank(groups.dp), group_size(groups.dp))
+    scored = mock.Mock(wraps=trainer.passes.score)
+    trainer.passes.score = scored
+    prepared = trainer.prepare(batch)
+    held = training_cases.watch(trainer)
+    with training_cases.recorded() as calls:
+        metrics = trainer.accumulate(prepared, 0) | prepared.plan.metrics()
+    local = prepared.batch.local
+    applied = [local.weights, local.mask, local.sequence_lengths] if held is None else training_cases.joined(held)
+    norm = metrics.get("rollout_corr/rollout_is_batch_norm_factor")
+    if held is not None and norm and applied[0] is not None:
+        applied[0] = applied[0] / norm
+    gradients = {name: p.main_grad.clone() for name, p in training_cases.named(trainer.chunks)}
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float64}
+    passes = scored.call_count - (trainer.reference is not None)
+    return applied, metrics, gradients, passes, calls
+
+
+def compare(cases, data, old, new):
+    """What differs between the steps of each case, on this rank."""
+    return [compare_one(*words, data, old, new) for words in cases]
+
+
+def compare_one(words, data, old, new):
+    with in_float64():
+        one, two = (step([*words, *more], data, old, new) for more in ([], ["--always-score"]))
+    wrong = []
+    for name, got, want in zip(("weights", "mask", "lengths"), one[0], two[0], strict=True):
+        if (got is None) != (want is None) or (got is not None and not close(got, want)):
+            wrong.append(name)
+    if one[1].keys() != two[1].keys() - {"policy/noise_floor"}:
+        wrong.append(f"metrics {one[1].keys() ^ two[1].keys()}")
+    wrong += [name for name in one[1].keys() & two[1].keys() if not near(one[1][name], two[1][name])]
+    largest = max(float(gradient.norm()) for gradient in two[2].values())
+    for name, want in two[2].items():
+        distance = float((one[2][name] - want).norm())
+        if not distance <= EXACT * (float(want.norm()) + 1e-3 * largest):
+            wrong.append(f"gradient of {name}: {distance / largest}")
+    return wrong, one[3], two[3], len(one[1]), largest
+
+
+def close(got, want):
+    return torch.allclose(got.double(), want.double(), rtol=EXACT, atol=EXACT)
+
+
+def near(got, want):
+    return got == pytest.approx(want, rel=EXACT, abs=EXACT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_step_is_that_of_two_passes(ranks, tmp_path, layout):
+    cases = [(case.words(tmp_path),) for case in CASES if case.layout == layout]
+    for rank in ranks.run(compare, layout, cases, make_data(), *training_cases.weights()):
+        for wrong, one, two, metrics, largest in rank:
+            assert wrong == []
+            assert (one, two) == (0, 1), "forward-only passes for log π_old"
+            assert metrics > 40
+            assert largest > 1e-3
