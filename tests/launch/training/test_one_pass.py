@@ -200,3 +200,195 @@ def test_the_step_is_that_of_two_passes(ranks, tmp_path, layout):
             assert (one, two) == (0, 1), "forward-only passes for log π_old"
             assert metrics > 40
             assert largest > 1e-3
+
+
+def test_the_cases_are_not_vacuous():
+    for one, other in itertools.combinations(("layout", "packed", "per_token_loss", "size"), 2):
+        met = {(getattr(case, one), getattr(case, other)) for case in CASES}
+        values = [{getattr(case, name) for case in CASES} for name in (one, other)]
+        assert one == "layout" or met == set(itertools.product(*values)), (one, other)
+    assert {case.name for case in CASES} == set(OBJECTIVES)
+    assert {case.name for case in CASES if case.layout.cp > 1} == set(OBJECTIVES)
+    assert {case.name for case in CASES if case.layout.pp > 1} == set(OBJECTIVES)
+
+
+NORMALISED = Case(Layout(cp=2), "ppo normalised", packed=True, per_token_loss=False, size=4)
+
+
+def compare_wrongly(words, data, old, new):
+    """As ``compare_one``, with D₀ in the place of G."""
+    from megatron_rc.training.in_loss import InLossPlan
+
+    with mock.patch.object(InLossPlan, "factor", return_value=torch.ones((), dtype=torch.float64)):
+        return compare_one(words, data, old, new)
+
+
+def test_a_wrong_factor_is_seen(ranks, tmp_path):
+    words = NORMALISED.words(tmp_path)
+    for wrong, *_ in ranks.run(compare_wrongly, NORMALISED.layout, words, make_data(), *training_cases.weights()):
+        assert any(name.startswith("gradient") for name in wrong)
+        assert "loss/total" in wrong
+        assert "weights" not in wrong
+
+
+def numbers_of_the_step(words, data, old, new):
+    """What was decided, and the collectives of the step."""
+    with in_float64():
+        _, metrics, _, _, calls = step(words, data, old, new)
+    return metrics, calls
+
+
+def test_the_data_are_not_vacuous_and_gspo_sends_one_sum_a_micro_batch(ranks, tmp_path):
+    case = Case(Layout(cp=2), "gspo", packed=False, per_token_loss=False, size=8)
+    words = case.words(tmp_path)
+    for metrics, calls in ranks.run(numbers_of_the_step, case.layout, words, make_data(), *training_cases.weights()):
+        assert 0.1 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.9
+        assert 0.1 < metrics["rollout_corr/rollout_is_ratio_fraction_high"] < 0.9
+        assert metrics["rollout_corr/rollout_rs_masked_fraction_reward_negative"] > 0
+        assert metrics["policy/abs_log_ratio"] == metrics["policy/clip_fraction_high"] == 0
+        assert [kind for kind, *_ in calls] == ["SUM"] * (SEQUENCES // 8) + ["SUM", "MAX"]
+
+
+def make_bad_steps(words, folder):
+    """(error, weights are as before) of a step on bad data, and metrics and weights of one that rejects everything."""
+    from megatron_rc.launch.training.step_checks import BadStepError
+
+    trainer, found = make_trainer(words), []
+    assert trainer.correction.one_pass
+    for damage in (nan_at_one_token, far_from_the_trainer):
+        batch = recorded_batch(0, group_rank(trainer.groups.dp), group_size(trainer.groups.dp))
+        prepared = trainer.prepare(damage(batch, group_rank(trainer.groups.dp_cp)))
+        before = [parameter.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
+        message, metrics = "", {}
+        try:
+            metrics = trainer.update(prepared, 0)
+        except BadStepError as error:
+            message = str(error)
+        after = [parameter for chunk in trainer.chunks for parameter in chunk.parameters()]
+        is_same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        found.append((message, metrics.get("skipped_steps"), "grad_norm" in metrics, is_same))
+    return found
+
+
+def nan_at_one_token(batch, rank):
+    row, position = batch.response_mask.nonzero()[0].tolist()
+    log_probs = batch.rollout_log_probs.clone()
+    if rank == 0:
+        log_probs[row, position] = 0.5
+    return dataclasses.replace(batch, rollout_log_probs=log_probs)
+
+
+def far_from_the_trainer(batch, rank):
+    return dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs - 20)
+
+
+def test_bad_data_and_rejected_steps_change_no_weight(ranks, tmp_path):
+    """The weights are as before on every stage, and the error is the same."""
+    layout = Layout(pp=2, dp=2)
+    words = flags(tmp_path, *layout.flags(), "--grpo-iterations=1")
+    everywhere = ranks.run(make_bad_steps, layout, words, None)
+    for bad, rejected in everywhere:
+        assert (bad, rejected) == tuple(everywhere[0])
+        assert "the rollout log-prob of sample" in bad[0]
+        assert bad[3]
+        assert rejected == ("", 1.0, False, True)
+
+
+def scored(words):
+    """(tokens, mean distance from the engine) of what is told of the scores, and calls that only score."""
+    trainer, told = make_trainer(words), []
+
+    def tell(parts):
+        for part in parts:
+            if part.train_log_probs is not None:
+                apart = (part.train_log_probs - part.rollout_log_probs).abs()[part.response_mask]
+                told.append((int(part.response_mask.sum()), float(apart.double().sum())))
+        told.append((0, 0.0))
+
+    trainer.on_scored = tell
+    for index in range(2):
+        prepared = trainer.prepare(recorded_batch(index))
+        trainer.update(prepared, 0)
+        trainer.skip()
+    return torch.tensor(told, dtype=torch.float64).sum(0).tolist(), len(told)
+
+
+def test_the_scores_are_told_whichever_pass_makes_them(ranks, tmp_path):
+    words = flags(tmp_path, "--grpo-iterations=1", "--optimizer=sgd", "--lr=1e-9", *Layout(pp=2).flags())
+    (first, last), (first_two, last_two), (_, bypass) = (
+        ranks.run(scored, Layout(pp=2), [*words, *more]) for more in ([], ["--always-score"], ["--bypass-mode"])
+    )
+    assert first == ([0, 0], 2)
+    assert first_two == ([0, 0], 2)
+    assert (last[1], last_two[1]) == (2 + 2 * 4, 2 + 2)
+    assert last[0] == pytest.approx(last_two[0], rel=1e-6)
+    assert bypass[0] == pytest.approx(last_two[0], rel=1e-6)
+    assert last[0][0] > 100
+
+
+# The choice
+
+NEEDED = {
+    ("--always-score",): "--always-score",
+    ("--grpo-iterations=2",): "2 optimizer steps",
+    ("--global-batch-size=8",): "2 optimizer steps",
+    ("--rollout-rs=group_any,token_k1", "--rollout-rs-threshold=0.5_2.5"): "--rollout-rs group_any",
+    ("--rollout-is-batch-normalize", "--grpo-kl-beta=0.1"): "--rollout-is-batch-normalize with --grpo-kl-beta",
+    (
+        "--rollout-is-batch-normalize",
+        "--grpo-kl-beta=0",
+        "--grpo-entropy-term-weight=0.1",
+    ): "--grpo-entropy-term-weight",
+    ("--num-experts=4", "--moe-aux-loss-coeff=0.1"): "auxiliary losses",
+    ("--kl-in-reward=0.1", "--grpo-kl-beta=0"): "--kl-in-reward 0.1",
+    ("--advantage-scope=accepted",): "--advantage-scope accepted",
+    ("--advantage-estimator=gae",): "--correct-values mask",
+    ("--advantage-estimator=gae", "--correct-values=none", "--num-critic-only-steps=1"): "--num-critic-only-steps 1",
+    ("--save-rollouts=records", "--save-log-probs"): "--save-log-probs",
+}
+NOT_NEEDED = (
+    (),
+    ("--rollout-is-batch-normalize", "--grpo-kl-beta=0"),
+    ("--num-experts=4", "--moe-aux-loss-coeff=0.1", "--rejection-denominator=original"),
+    ("--advantage-estimator=gae", "--correct-values=none"),
+    ("--rollout-correction-preset=disabled",),
+    ("--bad-log-probs=reject_token",),
+    ("--rollout-staleness=1",),
+)
+
+
+def choice(folder, *more):
+    return run_config(flags(folder, "--grpo-iterations=1", *more))
+
+
+@pytest.mark.parametrize(("more", "reason"), NEEDED.items(), ids=lambda value: "-".join(value)[:40])
+def test_a_pass_that_is_needed_is_made_and_said(tmp_path, more, reason):
+    config = choice(tmp_path, *more)
+    assert not is_one_pass(config)
+    words = scoring_in_words(config)
+    assert words.startswith("a forward-only pass scores each rollout batch: ")
+    assert reason in words
+    assert "\n" not in words
+
+
+@pytest.mark.parametrize("more", NOT_NEEDED, ids=lambda value: "-".join(value)[:40] or "plain")
+def test_else_none_is_made(tmp_path, more):
+    config = choice(tmp_path, *more)
+    assert why_scored(config) is None
+    assert is_one_pass(config)
+    assert "no forward-only pass: each rollout batch makes one optimizer step" in scoring_in_words(config)
+
+
+@pytest.mark.parametrize("mode", ["--bypass-mode", "--proximal-interpolation"])
+def test_other_modes_need_none_and_cannot_be_told_to_score(tmp_path, mode):
+    config = choice(tmp_path, mode)
+    assert not is_one_pass(config)
+    assert mode in scoring_in_words(config)
+    with pytest.raises(ConfigurationError, match=f"--always-score does nothing with {mode}"):
+        choice(tmp_path, mode, "--always-score")
+
+
+def test_layers_in_fp8_keep_the_pass(tmp_path):
+    config = choice(tmp_path)
+    megatron = dataclasses.replace(config.megatron, given=config.megatron.given | {"fp8": "hybrid"})
+    assert "layers in hybrid" in str(why_scored(dataclasses.replace(config, megatron=megatron)))
