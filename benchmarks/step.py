@@ -47,8 +47,8 @@ SEQUENCES, LENGTH, VOCABULARY = 4, 256, 2048
 LARGE = f"""--cpu --num-layers=8 --hidden-size=512 --ffn-hidden-size=1536 --num-attention-heads=8
 --group-query-attention --num-query-groups=4 --position-embedding-type=rope --normalization=RMSNorm --swiglu
 --disable-bias-linear --seq-length={LENGTH} --vocab-size={VOCABULARY} --task=count_up --max-response-length=200
---grpo-prompts-per-step=2 --grpo-group-size=2 --grpo-iterations=1 --global-batch-size={SEQUENCES} --micro-batch-size=2 --train-iters=100
---lr=1e-5 --lr-decay-style=constant --grpo-kl-beta=0""".split()
+--grpo-prompts-per-step=2 --grpo-group-size=2 --grpo-iterations=1 --global-batch-size={SEQUENCES}
+--micro-batch-size=2 --train-iters=100 --lr=1e-5 --lr-decay-style=constant --grpo-kl-beta=0""".split()
 TWO_PASSES = (*CRITERIA, "--always-score")
 LARGE_VARIANTS = {
     "decoupled, token weights": ("--rollout-is=token", *TWO_PASSES),
@@ -192,7 +192,7 @@ def timed_correction(correction: Any) -> Iterator[list[float]]:
 
         return call
 
-    methods = [(correction, "plan"), (correction, "corrected"), (correction, "finish_step"), (correction.steps, "count")]
+    methods = [(correction, name) for name in ("plan", "corrected", "finish_step")] + [(correction.steps, "count")]
     for owner, name in methods:
         setattr(owner, name, timed(getattr(owner, name)))
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rc.launch.run_config import RunConfig
-from megatron_rc.training.objective import denominator_is_unknown
+from megatron_rc.settings.objective import denominator_is_unknown
 
 
 def passes_in_words(config: RunConfig) -> str:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.settings.config import RolloutCorrectionConfig
+
+ONE_STEP = (
+    "with one_pass=True the first optimizer step moves π_θ away from π_old: make a plan for each optimizer step, or "
+    "use one_pass=False and log π_old of a forward-only pass"
+)
 
 
 def resolve_objective(
@@ -39,6 +45,19 @@ def denominator_is_unknown(config: RolloutCorrectionConfig, loss: PolicyLossConf
             and (config.rejection_denominator == "accepted" or config.bad_log_probs == "reject_token")
         )
     )
+
+
+def check_left_out(config: RolloutCorrectionConfig, one_pass: bool, given: Any, *names: str) -> None:
+    """Raise ValueError for inputs, these and ``train_log_probs``, that the loss would find for itself and ignore."""
+    mode, old = "proximal_interpolation", "interpolates log π_old from log π_θ and rollout_log_probs"
+    if one_pass:
+        mode, old = "one_pass", "takes log π_θ for log π_old"
+    elif config.bypass_mode:
+        mode, old = "bypass_mode", "takes rollout_log_probs for log π_old"
+    for name in ("train_log_probs", *names):
+        if getattr(given, name) is not None:
+            why = old if name == "train_log_probs" else f"finds the {name} in the loss"
+            raise ValueError(f"{name} would be ignored: {mode}=True {why}: pass {name}=None, or use decoupled mode")
 
 
 def _check_one_pass(config: RolloutCorrectionConfig) -> None:

@@ -16,6 +16,7 @@ from megatron_rc.loss.proximal import interpolate
 from megatron_rc.measures.header import BatchHeader
 from megatron_rc.parallel.collectives import all_reduce_sum
 from megatron_rc.parallel.groups import ParallelGroups
+from megatron_rc.settings.objective import ONE_STEP, check_left_out
 from megatron_rc.training.micro_batch import CorrectedMicroBatch, Counted, MicroBatch
 from megatron_rc.training.misuse import StepError
 from megatron_rc.training.plan import Plan, Progress, Setup, StepOwner
@@ -51,8 +52,8 @@ class InLossPlan(Plan):
     """The plan of a correction that is made in the loss: the facts that are known before π_θ is."""
 
     def __init__(self, setup: Setup, steps: StepOwner, agreed: AgreedCounts, counts: MaskCounts | None) -> None:
-        self.config, self.loss, self.groups, self._setup = setup.config, setup.loss, setup.groups, setup
-        self.steps, self.agreed = steps, agreed
+        self.config, self.loss, self.groups, self._compile = setup.config, setup.loss, setup.groups, setup.compile
+        self.steps, self.agreed, self._one_pass = steps, agreed, setup.one_pass
         self.counts = counts  # None on pipeline stages without log-probs
         # Nothing is known to be wrong before π_θ is: the ``check()`` of each step's result raises.
         self.progress = Progress(is_checked=True)
@@ -84,42 +85,34 @@ class InLossPlan(Plan):
     @torch.no_grad()
     def corrected(self, micro_batch: MicroBatch, log_probs: Tensor) -> CorrectedMicroBatch:
         """The correction that is found from log π_θ."""
-        check_left_out(self._setup, micro_batch, "train_log_probs", "weights", "mask", "sequence_lengths")
+        check_left_out(self.config, self._one_pass, micro_batch, "weights", "mask", "sequence_lengths")
         return self.from_theta(dataclasses.replace(micro_batch, train_log_probs=log_probs))
 
     def from_theta(self, inputs: OneMicroBatch) -> CorrectedMicroBatch:
         """Correct one micro-batch whose ``train_log_probs`` are log π_θ, or from which log π_old is interpolated."""
         if not isinstance(inputs.rollout_log_probs, Tensor):
             raise ValueError("the loss takes one micro-batch, not a list of them")
-        one_pass, counts, old = self._setup.one_pass, self.agreed.one_step, inputs.rollout_log_probs
+        one_pass, counts = self._one_pass, self.agreed.one_step
+        old = inputs.train_log_probs.detach() if one_pass else inputs.rollout_log_probs  # type: ignore[union-attr]
         if one_pass and self.progress.steps_ended:
-            raise StepError(
-                "one_pass=True: the step of this plan has ended, and π_θ is not its π_old any more: make a plan for "
-                "each optimizer step, or use one_pass=False and log π_old of a forward-only pass"
-            )
+            raise StepError(f"the step of this plan has ended: {ONE_STEP}")
         versions = None if counts.current_version is None else inputs.policy_versions
         rewards = inputs.rewards if one_pass else None
-        inputs = dataclasses.replace(
-            inputs, rewards=rewards, group_ids=None, mini_batch_ids=None, policy_versions=versions
-        )
-        if one_pass and inputs.train_log_probs is not None:
-            old = inputs.train_log_probs.detach()
+        inputs = dataclasses.replace(inputs, rewards=rewards, policy_versions=versions)
+        inputs = dataclasses.replace(inputs, group_ids=None, mini_batch_ids=None)
         if self.config.proximal_interpolation:
             old = self._interpolated(inputs, counts)
             inputs = dataclasses.replace(inputs, train_log_probs=old)
         first = self.steps.num_sequences
-        compile = self._setup.compile
-        batch = local_batch(inputs, self.config, counts, self.groups, compile=compile, first_sequence=first)
-        # In bypass mode r is ρ. In one pass it is 1.
-        mean = batch.sums.mean_log_ratio if self.config.bypass_mode else None
-        mean = torch.zeros_like(batch.sums.mean_log_ratio) if one_pass else mean
+        batch = local_batch(inputs, self.config, counts, self.groups, compile=self._compile, first_sequence=first)
+        mean = batch.sums.mean_log_ratio * self.config.bypass_mode  # r is ρ in bypass mode, and 1 in one pass
         weights = batch.weights() if self.config.applies_weights else None
         return CorrectedMicroBatch(
             weights=None if weights is None else weights[0],
             mask=batch.mask[0],
             sequence_lengths=batch.sequence_lengths,
             old_log_probs=old,
-            mean_log_ratio=mean,
+            mean_log_ratio=mean if self.config.bypass_mode or one_pass else None,
             header=batch.header,
         )
 
@@ -168,19 +161,6 @@ def plan_in_loss(inputs: AnyInputs | None, agreed: AgreedCounts, setup: Setup, s
     """Tokens and sequences under the response mask, on the last stage. Collectives: see :func:`count_masks`."""
     counts = None
     if inputs is not None:
-        check_left_out(setup, inputs, "train_log_probs")
+        check_left_out(setup.config, setup.one_pass, inputs)
         counts = count_masks(inputs, agreed, setup.groups)
     return InLossPlan(setup, steps, agreed, counts)
-
-
-def check_left_out(setup: Setup, given: AnyInputs, *names: str) -> None:
-    """Raise ValueError for inputs that decoupled mode takes and the loss would find for itself and ignore."""
-    mode, old = "proximal_interpolation", "interpolates log π_old from log π_θ and rollout_log_probs"
-    if setup.one_pass:
-        mode, old = "one_pass", "takes log π_θ for log π_old"
-    elif setup.config.bypass_mode:
-        mode, old = "bypass_mode", "takes rollout_log_probs for log π_old"
-    for name in names:
-        if getattr(given, name) is not None:
-            why = old if name == "train_log_probs" else f"finds the {name} in the loss"
-            raise ValueError(f"{name} would be ignored: {mode}=True {why}: pass {name}=None, or use decoupled mode")

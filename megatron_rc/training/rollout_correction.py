@@ -14,7 +14,7 @@ from megatron_rc.parallel.collectives import pack, unpack
 from megatron_rc.parallel.groups import GROUPS_REMEDY, ParallelGroups, group_device
 from megatron_rc.parallel.layout import SequenceLayout
 from megatron_rc.settings.config import RolloutCorrectionConfig, check_config
-from megatron_rc.settings.objective import denominator_is_unknown, resolve_objective
+from megatron_rc.settings.objective import ONE_STEP, denominator_is_unknown, resolve_objective
 from megatron_rc.training.decoupled import plan_decoupled
 from megatron_rc.training.finish_step import Steps
 from megatron_rc.training.in_loss import InLossPlan, plan_in_loss
@@ -28,10 +28,9 @@ from megatron_rc.training.result import TrainingResult, index_of
 class RolloutCorrection:
     """The correction for a trainer.
 
-    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode``,
-    ``proximal_interpolation`` and ``one_pass``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside
-    it. In both, ``plan.loss_scale`` gives the factors of an optimizer step to its losses, and ``finish_step`` ends the
-    step.
+    Decoupled: ``plan`` before the schedule decides everything. In the loss (``bypass_mode``, ``one_pass`` and
+    ``proximal_interpolation``): ``plan`` before the schedule, ``in_loss`` for every micro-batch inside it. In both,
+    ``plan.loss_scale`` gives the factors of an optimizer step to its losses, and ``finish_step`` ends the step.
 
     Args:
         config: the correction.
@@ -65,7 +64,7 @@ class RolloutCorrection:
         self.loss = resolve_objective(config, loss, has_auxiliary_losses=has_auxiliary_losses, one_pass=one_pass)
         self.config, self.groups = config, groups
         self._setup = Setup(config, groups, self.loss, allow_zero_log_probs, compile, one_pass)
-        self.steps = Steps(self._setup)
+        self.steps, self.corrects_in_loss = Steps(self._setup), self._setup.corrects_in_loss
         self._newest: Plan | None = None
 
     @torch.no_grad()
@@ -109,10 +108,7 @@ class RolloutCorrection:
         if inputs is not None:
             check_kind("inputs", inputs, CorrectionInputs, "PlanInputs(...)")
         if self._setup.one_pass and num_mini_batches > 1:
-            raise ValueError(
-                f"num_mini_batches={num_mini_batches} with one_pass=True: the first optimizer step moves π_θ away from "
-                "π_old: make one, or use one_pass=False and log π_old of a forward-only pass"
-            )
+            raise ValueError(f"num_mini_batches={num_mini_batches} is more than 1: {ONE_STEP}")
         if self.corrects_in_loss:
             self._newest = plan_in_loss(inputs, counts, self._setup, self.steps)
         else:
@@ -120,11 +116,6 @@ class RolloutCorrection:
             self._newest = plan_decoupled(inputs, counts, self._setup, self.steps, device)
         self.steps.agreed, self.steps.since_plan = counts, []
         return self._newest
-
-    @property
-    def corrects_in_loss(self) -> bool:
-        """Whether the correction is made inside the loss, from π_θ."""
-        return self._setup.corrects_in_loss
 
     def in_loss(
         self,
@@ -166,9 +157,8 @@ class RolloutCorrection:
             )
         step = PlannedStep(plan, index_of(mini_batch, plan.num_mini_batches))
         self.steps.check_goes_on(step)
-        tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages)
-        sides = {"sequence_ids": sequence_ids, "policy_versions": policy_versions, "rewards": rewards}
-        inputs = dataclasses.replace(tokens, **sides)
+        tokens = OneMicroBatch(log_probs, rollout_log_probs, response_mask, layout, advantages, rewards)
+        inputs = dataclasses.replace(tokens, sequence_ids=sequence_ids, policy_versions=policy_versions)
         with torch.no_grad():
             found = plan.from_theta(inputs)
         if torch.is_grad_enabled():

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from megatron_rc import PlanInputs, RolloutCorrection, RolloutCorrectionConfig, StepError, correct_rollouts
+from megatron_rc import (
+    PlanInputs,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    StepError,
+    correct_rollouts,
+    masked_loss,
+    wrap_finalize,
+)
 from megatron_rc.loss.policy import PolicyLossConfig
 from megatron_rc.parallel import ParallelGroups
 from tests.support.ranks import Layout
@@ -45,41 +53,41 @@ def test_the_correction_is_that_of_scores_that_were_known_before():
 
 def test_a_plan_allows_one_step():
     correction = one_pass()
-    with pytest.raises(ValueError, match="num_mini_batches=2 with one_pass=True"):
+    with pytest.raises(ValueError, match="num_mini_batches=2 is more than 1: with one_pass=True"):
         correction.plan(PlanInputs(None, ROLLOUT, MASK, mini_batch_ids=torch.tensor([0, 1])), num_mini_batches=2)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.finish_step()
-    with pytest.raises(StepError, match="one_pass=True: the step of this plan has ended"):
+    with pytest.raises(StepError, match="the step of this plan has ended: with one_pass=True"):
         correction.in_loss(TRAIN, ROLLOUT, MASK)
     correction.plan(PlanInputs(None, ROLLOUT, MASK))
     correction.in_loss(TRAIN, ROLLOUT, MASK)
 
 
 def second_step():
-    """What each stage says of the scale of a second step."""
-    from megatron_rc import wrap_finalize
-
+    """What each stage says at the end of a second step."""
     groups = ParallelGroups.from_megatron()
     correction = one_pass(groups=groups)
     end = wrap_finalize(correction, lambda model: None)
-    plan = correction.plan(PlanInputs(None, ROLLOUT, MASK) if groups.is_last_stage else None)
-    plan.loss_scale(num_microbatches=1)
-    if groups.is_last_stage:
-        correction.in_loss(TRAIN, ROLLOUT, MASK)
-    correction.finish_step(torch.device("cpu"))
-    try:
-        plan.loss_scale(num_microbatches=1)
-    except StepError as error:
-        return str(error)
-    finally:
-        del end
+    inputs = PlanInputs(None, ROLLOUT, MASK, advantages=torch.tensor([1.0, -1.0])) if groups.is_last_stage else None
+    plan = correction.plan(inputs)
+    for _ in range(2):
+        scale = plan.loss_scale(num_microbatches=1)
+        if inputs is not None:
+            (micro_batch,) = plan.micro_batches(inputs)
+            log_probs = TRAIN.clone().requires_grad_()
+            masked_loss(correction, micro_batch, log_probs, None, scale)[0].backward()
+        try:
+            correction.finish_step(torch.device("cpu"))
+        except StepError as error:
+            return str(error)
+    del end
 
 
 def test_a_second_step_is_refused_on_every_stage(ranks):
     first, last = ranks.run(second_step, Layout(pp=2))
     assert first == last
-    assert "the step of this plan has ended" in first
+    assert "the step of this plan has ended: with one_pass=True" in first
 
 
 @pytest.mark.parametrize("name", ["train_log_probs"])

@@ -221,7 +221,7 @@ def compare_wrongly(words, data, old, new):
     """As ``compare_one``, with D₀ in the place of G."""
     from megatron_rc.training.in_loss import InLossPlan
 
-    with mock.patch.object(InLossPlan, "factor", return_value=torch.ones((), dtype=torch.float64)):
+    with mock.patch.object(InLossPlan, "_factor", return_value=torch.ones((), dtype=torch.float64)):
         return compare_one(words, data, old, new)
 
 
@@ -256,7 +256,7 @@ def make_bad_steps(words, folder):
     from megatron_rc.launch.training.step_checks import BadStepError
 
     trainer, found = make_trainer(words), []
-    assert trainer.correction.one_pass
+    assert trainer.correction.corrects_in_loss
     for damage in (nan_at_one_token, far_from_the_trainer):
         batch = recorded_batch(0, group_rank(trainer.groups.dp), group_size(trainer.groups.dp))
         prepared = trainer.prepare(damage(batch, group_rank(trainer.groups.dp_cp)))
